@@ -1,0 +1,45 @@
+# Two commands do all the set-up:
+#   make demo   makes the environment in .venv, installs, trains a real model on real data
+#   make test   makes the environment in .venv, installs, passes the tests
+# Both can be called again: what is there already is kept.
+
+PYTHON ?= python3
+# torch is installed first, by its own line: a plain "torch" pulls several GB of CUDA packages on Linux where the index
+# offers them. On a machine with GPUs say: make demo TORCH=torch
+TORCH ?= torch==2.13.0
+STRATEGY ?= ddp_ext
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+export PYTHONUNBUFFERED := 1
+
+.PHONY: demo test lint pytest bench clean
+
+demo: $(VENV)/.installed-examples
+	$(RUN) examples/digits.py --strategy $(STRATEGY)
+
+test: $(VENV)/.installed-dev lint pytest
+
+lint: $(VENV)/.installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+pytest: $(VENV)/.installed-dev
+	$(VENV)/bin/pytest
+
+bench: $(VENV)/.installed-dev
+	$(RUN) -m benchmarks.step_time
+	$(RUN) -m benchmarks.collectives
+	$(RUN) -m benchmarks.discovery
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist checkpoints lightning_logs

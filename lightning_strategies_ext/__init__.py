@@ -1,0 +1,43 @@
+"""Distributed strategies for PyTorch Lightning, found by name.
+
+Installing the package is enough: ``Trainer(strategy="ddp_ext")`` and ``Fabric(strategy="ddp_ext")`` work with no import
+of this package, see :mod:`lightning_strategies_ext.discovery`. Import it to construct a strategy with arguments::
+
+    from lightning_strategies_ext import DDPStrategy
+
+    trainer = Trainer(strategy=DDPStrategy(static_graph=True), devices=2)
+
+This module runs at every ``import torch``, so it imports nothing heavy: classes load when they are first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_strategies_ext import discovery
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.ddp import DDPStrategy as DDPStrategy
+    from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
+
+__version__ = "0.1.0.dev0"
+
+_EXPORTS = {
+    "ParallelStrategy": "lightning_strategies_ext.parallel",
+    "DDPStrategy": "lightning_strategies_ext.ddp",
+}
+
+__all__ = ["ParallelStrategy", "DDPStrategy", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+# An explicit import registers the names where torch's own autoload is switched off; twice is harmless.
+discovery.install()

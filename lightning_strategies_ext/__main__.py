@@ -1,0 +1,41 @@
+"""Command line: ``python -m lightning_strategies_ext [doctor]``."""
+
+import argparse
+from importlib.metadata import version
+
+from rich.console import Console
+from rich.table import Table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command.
+
+    Returns:
+        The exit code: 0 if every registered strategy can run here, 1 if not.
+    """
+    parser = argparse.ArgumentParser(prog="lightning-strategies-ext", description=main.__doc__)
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("doctor", help="which strategies are registered, and which can run here (the default)")
+    parser.parse_args(arguments)
+    return doctor(Console())
+
+
+def doctor(console: Console) -> int:
+    """Prints the table of strategies; returns 1 if one of them cannot run here."""
+    from lightning_strategies_ext.doctor import examine
+
+    table = Table(title="Strategies of lightning-strategies-ext and of packages registered through it")
+    for column in ("name", "front ends", "engine", "can run here"):
+        table.add_column(column, overflow="fold", no_wrap=column == "name")
+    problems = 0
+    for finding in examine():
+        problems += finding.problem is not None
+        verdict = "yes" if finding.problem is None else f"no: {finding.problem}"
+        table.add_row(finding.name, ", ".join(finding.front_ends), finding.engine, verdict)
+    console.print(table)
+    console.print("  ".join(f"{name} {version(name)}" for name in ("lightning-strategies-ext", "lightning", "torch")))
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""Every private name of Lightning's that this package touches, one named function or alias each.
+
+Each says why it is needed and in which Lightning versions it was read. ``tests/test_lightning_private.py`` fails when
+one of them is gone, so that a new Lightning release shows here first and nowhere else.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher as FabricMultiProcessingLauncher,
+)
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as FabricSubprocessScriptLauncher,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+
+# The four launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C
+# and `_MultiProcessingLauncher` in the prediction loop, so ours must be of those classes.
+__all__ = [
+    "FabricMultiProcessingLauncher",
+    "FabricSubprocessScriptLauncher",
+    "MultiProcessingLauncher",
+    "SubprocessScriptLauncher",
+    "intercept_sigterm",
+    "layer_sync",
+    "move_optimizers",
+    "release_sigterm",
+    "trainer_of",
+]
+
+
+def move_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:
+    """Moves the state of optimizers to ``device``.
+
+    Lightning has no public function for it; a state dict round trip would copy more (2.5 to 2.6).
+    """
+    _optimizers_to_device(list(optimizers), device)
+
+
+def layer_sync(strategy: Any) -> Any:
+    """The LayerSync plugin that ``Trainer(sync_batchnorm=True)`` sets on a strategy, or None.
+
+    The Trainer's connector writes it to this attribute and there is no public way to read it (2.5 to 2.6).
+    """
+    return strategy._layer_sync
+
+
+def trainer_of(module: Any) -> Any:
+    """The Trainer that a LightningModule is attached to, or None.
+
+    The public property ``LightningModule.trainer`` raises when there is none, which is what a teardown after an early
+    exception meets (2.5 to 2.6).
+    """
+    return module._trainer
+
+
+def intercept_sigterm(
+    trainer: Any, on_signal: Callable[[], None], before_train_step: Callable[[], None]
+) -> Callable[[], None]:
+    """Puts our SIGTERM agreement in the place of Lightning's.
+
+    Three attributes are set on the Trainer's own objects, none on a class:
+
+    * ``_signal_connector._sigterm_notifier_fn`` is Lightning's handler. From 2.5.3 it runs a broadcast inside the
+      signal handler, and on every version it sets a flag that makes only the signalled rank stop.
+    * ``fit_loop.epoch_loop._broadcast_sigterm_tensor`` (2.5.3 to 2.6; absent before) is a blocking broadcast and a
+      host-device synchronisation per training step.
+    * ``fit_loop.epoch_loop.advance`` (2.5 to 2.6) runs one training step. Its start is the only point where no batch
+      has been drawn and every progress counter is complete, which is what a checkpoint needs.
+
+    Args:
+        trainer: The Trainer.
+        on_signal: Called in the signal handler, in the main thread.
+        before_train_step: Called before each training step; may raise to end the run.
+
+    Returns:
+        A function that says to the Trainer that a SIGTERM was agreed on (``trainer.received_sigterm`` becomes True).
+    """
+    connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    release_sigterm(trainer)
+    advance = epoch_loop.advance
+
+    def advance_after_agreement(data_fetcher: Any) -> None:
+        before_train_step()
+        advance(data_fetcher)
+
+    connector._sigterm_notifier_fn = lambda signum, frame: on_signal()
+    epoch_loop.advance = advance_after_agreement
+    if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
+        epoch_loop._broadcast_sigterm_tensor = lambda: None
+
+    def confirm() -> None:
+        connector.received_sigterm = True
+
+    return confirm
+
+
+def release_sigterm(trainer: Any) -> None:
+    """Undoes :func:`intercept_sigterm`; harmless when there is nothing to undo."""
+    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+    for name in ("advance", "_broadcast_sigterm_tensor"):
+        vars(trainer.fit_loop.epoch_loop).pop(name, None)

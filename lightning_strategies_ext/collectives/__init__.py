@@ -1,0 +1,5 @@
+"""Collective operations over tensors and objects. They know no strategy; strategies call them."""
+
+from lightning_strategies_ext.collectives.torch_distributed import TorchCollectives
+
+__all__ = ["TorchCollectives"]

@@ -1,0 +1,313 @@
+"""DDPStrategy: data parallelism with one process per device, over torch.distributed. Names ``ddp_ext`` and variants.
+
+What differs from Lightning's ``ddp``: no blocking collective per training step (a SIGTERM is agreed on beside the
+training path), no barrier before a reduction, one round trip for small broadcasts, gradients kept once, communication
+hooks and post-local SGD on every backend, and errors before processes start where they can be known then. The trained
+weights are the same to the last bit.
+"""
+
+import re
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.multiprocessing
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_strategies_ext import _lightning, process_group
+from lightning_strategies_ext.collectives import TorchCollectives
+from lightning_strategies_ext.failure.reconciliation import Reconciliation
+from lightning_strategies_ext.failure.termination import TerminationAgreement
+from lightning_strategies_ext.gradient_sync import (
+    GradientSync,
+    ModelAveraging,
+    advise_static_graph,
+    check_has_trainable_parameters,
+)
+from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
+from lightning_strategies_ext.parallel import ParallelStrategy
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
+    """Multi-process data parallelism on one or several hosts.
+
+    Args:
+        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process. As chosen by ``Trainer(devices=...)`` if None.
+        cluster_environment: Where ranks and addresses come from; detected if None.
+        checkpoint_io: How checkpoints are written.
+        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
+        ddp_comm_state: First argument of ``ddp_comm_hook``. A ``PostLocalSGDState`` asks for post-local SGD.
+        ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
+        ddp_comm_wrapper: Takes the hook and returns one, e.g. torch's ``fp16_compress_wrapper``.
+        model_averaging_period: With post-local SGD: optimizer steps between two averagings of the models.
+        process_group_backend: torch.distributed backend, by device if None (NCCL on CUDA, gloo on CPU).
+        timeout: Of the rendezvous and of every collective.
+        start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
+        **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless
+            set otherwise.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind or unknown.
+        ValueError: If a value or a combination cannot work.
+        RuntimeError: If torch was built without the backend asked for.
+
+    Example::
+
+        from lightning_strategies_ext import DDPStrategy
+
+        trainer = Trainer(strategy=DDPStrategy(static_graph=True, timeout=timedelta(minutes=5)), devices=2)
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: StartMethod = "popen",
+        **kwargs: Any,
+    ) -> None:
+        check_start_method(start_method)
+        process_group.check_backend(process_group_backend)
+        process_group.check_timeout(timeout)
+        self._gradient_sync = GradientSync(
+            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, ddp_kwargs=kwargs
+        )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        # ParallelStrategy's constructor reaches Lightning's DDPStrategy with its defaults; these are its values.
+        self._ddp_kwargs = kwargs
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._averaging: ModelAveraging | None = None
+        self._collectives: TorchCollectives | None = None
+
+    @property
+    def collectives(self) -> TorchCollectives:
+        """torch.distributed's, on this rank's device."""
+        if self._collectives is None:
+            self._collectives = TorchCollectives(lambda: self.root_device)
+        return self._collectives
+
+    @property
+    def is_distributed(self) -> bool:
+        """True. Lightning deprecated it; it is kept without the warning for code that still asks."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        if not self.parallel_devices:
+            raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
+        return self.parallel_devices[self.local_rank]
+
+    # --- environment, launch ---
+
+    def _configure_launcher(self) -> None:
+        # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
+        process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(self)
+        else:
+            self._launcher = WorkerLauncher(self, self._start_method)
+
+    def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
+        """Refuses, before processes start, a ``fit`` for which there is no gradient to exchange.
+
+        Only what no hook can change any more is judged here; ``setup`` judges the rest.
+
+        Raises:
+            ValueError: If no parameter of the module needs a gradient.
+        """
+        module = self.lightning_module
+        if trainer is None or module is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not any(is_overridden(hook, module) for hook in ("configure_model", "setup")):
+            check_has_trainable_parameters(module)
+
+    def setup_environment(self) -> None:
+        """Prepares the device and joins the process group; returns when all ranks have.
+
+        Raises:
+            RuntimeError: If this process belongs to a process group of another shape.
+        """
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        """Joins the process group as the rank that the cluster environment gives to this process."""
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or process_group.default_backend(self.root_device)
+        process_group.start(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
+        if self.world_size > 1:
+            if self._reconciliation is None:
+                self._reconciliation = Reconciliation()
+            else:
+                self._reconciliation.start_stage()
+
+    # --- setup ---
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Places the model on the device, wraps it in DDP if it is to be trained, and creates the optimizers.
+
+        Raises:
+            ValueError: If a model to be trained has no parameter that needs a gradient, or if post-local SGD is
+                combined with an optimizer that distributes its own work.
+        """
+        assert self.accelerator is not None
+        assert self.model is not None
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        layer_sync = _lightning.layer_sync(self)
+        if is_fitting and layer_sync is not None:
+            self.model = layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if is_fitting:
+            self.configure_ddp()
+            self.setup_optimizers(trainer)
+        else:
+            self.collectives.broadcast_module(self.model)
+        self.setup_precision_plugin()
+        if is_fitting:
+            _lightning.move_optimizers(self.optimizers, self.root_device)
+            inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
+            self._averaging = self._gradient_sync.create_averaging(inner, self.num_processes)
+        store = process_group.default_store() if self.world_size > 1 else None
+        self._agree_on_sigterm(trainer, TerminationAgreement(store, self.global_rank, self.world_size))
+
+    def configure_ddp(self) -> None:
+        """Wraps the LightningModule in DDP, with the communication hook."""
+        assert isinstance(self.model, pl.LightningModule)
+        self.model = self._setup_model(self.model)
+
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        return self._gradient_sync.wrap(model, self.root_device)
+
+    def model_to_device(self) -> None:
+        """Moves the model to the device of this rank."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # --- step ---
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
+
+        The first backward pass after it exchanges the sum. Before ``setup`` there is nothing to keep.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Under manual optimization, tells DDP that a backward pass begins; automatic optimization needs no telling."""
+        if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
+            prepare_for_backward(self.model, closure_loss)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps the optimizer; with post-local SGD, averages its parameters over ranks when it is time.
+
+        Returns:
+            What the optimizer's ``step`` returned.
+        """
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._averaging is not None:
+            self._averaging.after_step(optimizer)
+        return output
+
+    # --- exception, teardown ---
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Says what to do about unused parameters if that is what happened, and ends the other ranks."""
+        _explain_unused_parameters(exception)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Unwraps the model, moves it off the device and frees what the strategy holds. A second call does no harm.
+
+        The process group stays for the next stage and is left when the interpreter ends.
+        """
+        module = self.lightning_module
+        if isinstance(self.model, DistributedDataParallel):
+            advise_static_graph(self.model, type(self).__name__)
+            self.model = module
+        trainer = None if module is None else _lightning.trainer_of(module)
+        layer_sync = _lightning.layer_sync(self)
+        if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.model = layer_sync.revert(self.model)
+        self._averaging = None
+        super().teardown()
+
+    @property
+    def _is_automatic_optimization(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_averaging": None, "_collectives": None}
+
+
+def check_start_method(start_method: str) -> None:
+    """Refuses a way of starting processes that is unknown or that this platform lacks.
+
+    Raises:
+        ValueError: If it is.
+    """
+    available = ["popen", *torch.multiprocessing.get_all_start_methods()]
+    if start_method not in available:
+        raise ValueError(f"`start_method={start_method!r}` is not available here. Use one of {', '.join(available)}.")
+
+
+def _explain_unused_parameters(exception: BaseException) -> None:
+    if not exception.args or not isinstance(exception.args[0], str):
+        return
+    if re.search("Expected to have finished reduction in the prior iteration", exception.args[0]):
+        advice = (
+            "Some parameters did not take part in the loss that training_step returned. If that is intended, say so:"
+            " `strategy='ddp_ext_find_unused_parameters_true'` or `DDPStrategy(find_unused_parameters=True)`.\n"
+        )
+        exception.args = (advice + exception.args[0], *exception.args[1:])

@@ -1,0 +1,90 @@
+"""Makes the strategy names known to Lightning, with no import in the user's script.
+
+torch calls :func:`install` at the end of ``import torch`` (entry-point group ``torch.backends``, torch 2.5 and later).
+It only leaves a note for the import system: when Lightning's strategy registries come to life, fill them. So a process
+that never imports Lightning pays for two dictionary entries, and nothing else.
+
+What this module promises: it never makes ``import torch`` or ``import lightning`` fail. Whatever goes wrong is said
+once on standard error. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's call off; then ``import
+lightning_strategies_ext`` registers the names.
+
+Other packages can offer strategies the same way, through two entry-point groups of ours (see :data:`GROUPS`)::
+
+    [project.entry-points."lightning.pytorch.strategies"]
+    my_strategy = "my_package.strategies:MyStrategy"
+"""
+
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+#: Module that holds a registry → (name of the registry in it, our entry-point group for third parties).
+GROUPS = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning.pytorch.strategies"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.fabric.strategies"),
+}
+
+_installed = False
+
+
+def install() -> None:
+    """Arranges that each Lightning registry is filled when its module is imported (at once if it already is).
+
+    Calling it again does nothing. Never raises.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    try:
+        from wrapt import register_post_import_hook
+
+        for module_name in GROUPS:
+            register_post_import_hook(fill_registry, module_name)
+    except Exception as error:
+        _say(f"its strategies could not be registered ({type(error).__name__}: {error}).")
+
+
+def fill_registry(module: ModuleType) -> None:
+    """Registers our names, then those of other packages, in the registry that ``module`` holds. Never raises."""
+    registry_name, group = GROUPS[module.__name__]
+    try:
+        from lightning_strategies_ext import registry
+
+        strategies = getattr(module, registry_name)
+        registry.register_all(strategies, front_end=module.__name__.split(".")[1])
+        for entry_point in entry_points(group=group):
+            _register_third_party(strategies, entry_point)
+    except Exception as error:
+        _say(f"its strategies could not be registered in `{module.__name__}` ({type(error).__name__}: {error}).")
+
+
+def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
+    """Registers one strategy of another package, unloaded: its module is imported when the name is used."""
+    owner = entry_point.dist.name if entry_point.dist is not None else "an unknown package"
+    try:
+        top_level = entry_point.module.partition(".")[0]
+        if find_spec(top_level) is None:
+            raise ModuleNotFoundError(f"there is no module {top_level!r}")
+        if entry_point.name in strategies:
+            raise ValueError("the name is already taken")
+
+        from lightning_strategies_ext.registry import LazyStrategy
+
+        strategies.register(
+            entry_point.name,
+            LazyStrategy(entry_point.value, owner=owner),
+            description=f"Registered by the package {owner}",
+        )
+    except Exception as error:
+        _say(
+            f"the strategy {entry_point.name!r} = {entry_point.value!r} of the package {owner} is not available:"
+            f" {error}."
+        )
+
+
+def _say(message: str) -> None:
+    # Not `warnings.warn`: under `-W error` a warning would be an exception inside somebody's `import torch`.
+    print(f"lightning-strategies-ext: {message}", file=sys.stderr)  # noqa: T201

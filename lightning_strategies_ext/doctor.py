@@ -1,0 +1,55 @@
+"""Says which strategies are registered and which of them can run in this environment."""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from lightning_strategies_ext.discovery import GROUPS
+from lightning_strategies_ext.registry import STRATEGIES, LazyStrategy
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the doctor found out about one name.
+
+    Attributes:
+        name: The strategy's name.
+        front_ends: Where it is registered: "Trainer", "Fabric".
+        engine: What carries its collectives.
+        problem: Why it cannot run here, or None.
+    """
+
+    name: str
+    front_ends: tuple[str, ...]
+    engine: str
+    problem: str | None
+
+
+def examine() -> Iterator[Finding]:
+    """Examines every name that this package, or another one through our entry points, has registered."""
+    registered: dict[str, dict[str, Any]] = {}
+    for module_name, (registry_name, _) in GROUPS.items():
+        front_end = "Trainer" if ".pytorch." in module_name else "Fabric"
+        for name, entry in getattr(import_module(module_name), registry_name).items():
+            if isinstance(entry["strategy"], LazyStrategy):
+                registered.setdefault(name, {})[front_end] = entry
+    engines = {row.name: row.engine for row in STRATEGIES}
+    for name, entries in registered.items():
+        problem = next((found for entry in entries.values() if (found := _problem(entry))), None)
+        owner = next(iter(entries.values()))["strategy"].owner
+        yield Finding(name, tuple(entries), engines.get(name, f"(package {owner})"), problem)
+    for name in sorted(engines.keys() - registered.keys()):
+        yield Finding(name, (), engines[name], "not registered: another package took the name, or discovery failed")
+
+
+def _problem(entry: dict[str, Any]) -> str | None:
+    """Constructs the strategy as Lightning would; what it refuses is what the user would meet."""
+    if importlib.util.find_spec("lightning") is None:
+        return "Lightning is not installed"
+    try:
+        entry["strategy"](**entry["init_params"])
+    except Exception as error:
+        return str(error)
+    return None

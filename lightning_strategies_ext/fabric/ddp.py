@@ -1,0 +1,125 @@
+"""DDPStrategy for Fabric: ``Fabric(strategy="ddp_ext")`` and variants, on the services the Trainer's face uses."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_strategies_ext import process_group
+from lightning_strategies_ext.collectives import TorchCollectives
+from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method
+from lightning_strategies_ext.gradient_sync import GradientSync
+from lightning_strategies_ext.parallel import check_devices, check_plugins
+
+T = TypeVar("T")
+
+
+class DDPStrategy(FabricDDPStrategy):
+    """Multi-process data parallelism under Fabric.
+
+    Args:
+        accelerator: As chosen by ``Fabric(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process. As chosen by ``Fabric(devices=...)`` if None.
+        cluster_environment: Where ranks and addresses come from; detected if None.
+        checkpoint_io: How checkpoints are written.
+        precision: As chosen by ``Fabric(precision=...)`` if None.
+        process_group_backend: torch.distributed backend, by device if None.
+        timeout: Of the rendezvous and of every collective.
+        start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
+        ddp_comm_state: First argument of ``ddp_comm_hook``.
+        ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
+        ddp_comm_wrapper: Takes the hook and returns one.
+        **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind or unknown.
+        ValueError: If a value or a combination cannot work.
+
+    Example::
+
+        fabric = Fabric(strategy="ddp_ext", devices=2)
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: StartMethod = "popen",
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_start_method(start_method)
+        check_plugins(accelerator, cluster_environment, checkpoint_io)
+        check_devices(parallel_devices)
+        process_group.check_backend(process_group_backend)
+        process_group.check_timeout(timeout)
+        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, ddp_kwargs=kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._ddp_kwargs = kwargs
+        self.collectives = TorchCollectives(self._get_root_device)
+
+    def _configure_launcher(self) -> None:
+        process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        super()._configure_launcher()
+
+    def _setup_distributed(self) -> None:
+        # Called by `setup_environment`, in each process.
+        assert self.cluster_environment is not None
+        self._set_world_ranks()
+        self._process_group_backend = self._process_group_backend or process_group.default_backend(self.root_device)
+        process_group.start(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
+
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        """Wraps a module in DDP.
+
+        Raises:
+            ValueError: If no parameter of it needs a gradient.
+        """
+        return self._gradient_sync.wrap(module, self.root_device)
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over ranks in one round trip, see :meth:`.TorchCollectives.reduce`."""
+        return self.collectives.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``."""
+        return self.collectives.all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank ``src``; small ones in one round trip."""
+        return self.collectives.broadcast(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when every rank has called it."""
+        self.collectives.barrier(name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
+        return self.collectives.reduce_boolean_decision(decision, all)
+
+    def _get_root_device(self) -> torch.device:
+        return self.root_device

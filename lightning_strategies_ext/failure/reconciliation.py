@@ -1,0 +1,134 @@
+"""Reconciliation: when one rank fails, the other ranks on its host end too, instead of waiting for it.
+
+A rank that fails says so in the process group's key-value store, with its trace. Ranks that fail as well, on their own
+or because a collective lost its peer, say so too and are left to end by themselves. A rank that is still running after
+a grace period is blocked where no exception reaches it, and is killed.
+
+What it does not promise: ending ranks on other hosts. Those end when their backend notices the lost connection (gloo:
+at once; NCCL: at its timeout).
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+import torch.distributed as dist
+
+from lightning_strategies_ext import process_group
+
+#: How long failing ranks may take to say so before connections are closed on the others, in seconds.
+ANNOUNCE_S = 1.0
+#: How long the others then have to end by themselves, in seconds.
+GRACE_S = 5.0
+_POLL_INTERVAL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a rank runs. The start time tells a process from a later one with the same pid."""
+
+    rank: int
+    host: str
+    pid: int
+    start_time: float
+
+    @classmethod
+    def this_process(cls, rank: int) -> "Peer":
+        """Describes the calling process."""
+        return cls(rank, _host_identity(), os.getpid(), psutil.Process().create_time())
+
+    def is_running(self) -> bool:
+        """Whether the process is alive; only meaningful on its own host."""
+        try:
+            process = psutil.Process(self.pid)
+            return bool(process.create_time() == self.start_time and process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+
+class Reconciliation:
+    """One rank's knowledge of the others. Create it on all ranks together: it gathers where each one runs."""
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank()
+        self._default_store = process_group.default_store()
+        self._stage = 0
+        peers: list[Peer] = [Peer.this_process(self._rank)] * dist.get_world_size()
+        dist.all_gather_object(peers, peers[0])
+        self._peers: Sequence[Peer] = [peer for peer in peers if peer.rank != self._rank]
+        self._host = _host_identity()
+        self.start_stage()
+
+    def start_stage(self) -> None:
+        """Forgets the failures of the stage before; called by all ranks together."""
+        self._stage += 1
+        self._store = dist.PrefixStore(f"lightning_strategies_ext/reconciliation/{self._stage}", self._default_store)
+
+    def first_failure(self) -> str | None:
+        """The trace of another rank that failed before, with its rank, or None."""
+        for peer in self._peers:
+            if self._has_failed(peer):
+                return f"Rank {peer.rank} failed first:\n{self._store.get(_key(peer)).decode()}"
+        return None
+
+    def reconciliate(self, trace: str) -> None:
+        """Announces that this rank has failed and ends the ranks of this host that do not end by themselves.
+
+        Returns after at most :data:`ANNOUNCE_S` + :data:`GRACE_S` seconds, at once when the others have failed too.
+
+        Args:
+            trace: The trace of this rank's failure, shown if another rank has to be killed.
+        """
+        with suppress(RuntimeError):  # the store went away with rank 0: the others know that something is wrong
+            self._store.set(_key(self._rank), trace)
+        if not self._wait_for_others(ANNOUNCE_S):
+            # A rank inside a gloo collective wakes up with an error once our sockets close.
+            if dist.is_initialized() and dist.get_backend() == "gloo":
+                process_group.stop()
+            self._wait_for_others(GRACE_S)
+        for peer in self._unreconciled():
+            _say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end, it is killed. {trace}")
+            with suppress(ProcessLookupError):
+                os.kill(peer.pid, signal.SIGKILL)
+
+    def _wait_for_others(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._unreconciled():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_INTERVAL_S)
+        return True
+
+    def _unreconciled(self) -> list[Peer]:
+        return [
+            peer for peer in self._peers if peer.host == self._host and peer.is_running() and not self._has_failed(peer)
+        ]
+
+    def _has_failed(self, peer: Peer) -> bool:
+        try:
+            return bool(self._store.check([_key(peer)]))
+        except RuntimeError:
+            return False
+
+
+def _key(rank: int | Peer) -> str:
+    return f"failed/{rank.rank if isinstance(rank, Peer) else rank}"
+
+
+def _host_identity() -> str:
+    """Tells hosts apart, and containers on one host, whose pids mean nothing to each other."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return f"{socket.gethostname()}/{namespace}"
+
+
+def _say(message: str) -> None:
+    print(f"lightning-strategies-ext: {message}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,146 @@
+"""Agreement on a SIGTERM: whichever rank receives it, all ranks stop before the same step, and no step waits for it.
+
+Lightning asks rank 0 by a blocking broadcast before every training step, which costs a round trip per step (and a host
+synchronisation on a GPU, Lightning issue 21487) and does not see a signal on another rank (issue 20806). Here the
+training thread only notes which step it starts. A daemon thread per rank looks a few times per second into the process
+group's key-value store. Once any rank has asked to stop:
+
+1. each rank's thread publishes the last step that its rank has started, and from then on its training thread asks
+   before it starts another;
+2. when all have published, the highest of these steps is the last: ranks that are behind catch up to it, so that no
+   rank is left alone in a collective, and all stop before the next.
+
+What it does not promise: that a rank whose peer has died stops at a common step. It stops on its own after
+:data:`DECISION_TIMEOUT_S`.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from itertools import count
+
+from torch.distributed import PrefixStore, Store
+
+log = logging.getLogger(__name__)
+
+#: A point in a run, ordered as the run proceeds: (training steps started, evaluation steps started since).
+Step = tuple[int, int]
+
+#: How often a rank looks for a request, in seconds. Each look is one small request to the store of rank 0, off the
+#: training thread; larger worlds look less often so that rank 0 serves about 1,000 a second at most.
+POLL_INTERVAL_S = 0.2
+POLLS_PER_SECOND_OF_STORE = 1000
+
+#: How long a rank that knows of a request waits for the last step of the others, in seconds.
+DECISION_TIMEOUT_S = 30.0
+
+_REQUESTED = "requested"
+_run_numbers: Iterator[int] = count()
+
+
+class TerminationAgreement:
+    """One rank's part in the agreement, for one stage of the Trainer. All ranks of a group create theirs together.
+
+    Args:
+        store: The store that all ranks share; None for a single rank, which needs no agreement.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        poll_interval_s: Seconds between two looks into the store. None chooses by the world size.
+    """
+
+    def __init__(
+        self, store: Store | None, rank: int = 0, world_size: int = 1, poll_interval_s: float | None = None
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._poll_interval_s = poll_interval_s or max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
+        self._requested = False
+        self._agreeing = False
+        self._step: Step = (0, 0)
+        self._last_step: Step | None = None
+        self._lock = threading.Lock()
+        self._decided = threading.Event()
+        self._closed = threading.Event()
+        self._store: Store | None = None
+        if store is not None:
+            # Every stage has keys of its own: a request that came too late for one stage must not end the next.
+            self._store = PrefixStore(f"lightning_strategies_ext/termination/{next(_run_numbers)}", store)
+            self._thread = threading.Thread(target=self._watch, name="termination-agreement", daemon=True)
+            self._thread.start()
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether this rank knows that some rank was asked to stop."""
+        return self._requested
+
+    def request(self) -> None:
+        """Asks all ranks to stop. Safe in a signal handler: takes no lock and talks to nobody."""
+        self._requested = True
+
+    def must_stop_before_train_step(self) -> bool:
+        """Notes that this rank is about to start a training step; True if it has to stop instead."""
+        return self._must_stop_before((self._step[0] + 1, 0))
+
+    def must_stop_before_evaluation_step(self) -> bool:
+        """Notes that this rank is about to start a validation, test or predict step; True if it has to stop."""
+        return self._must_stop_before((self._step[0], self._step[1] + 1))
+
+    def close(self) -> None:
+        """Ends this rank's part without talking to the others. Harmless when called again."""
+        self._closed.set()
+        if self._store is not None:
+            self._thread.join()
+
+    def _must_stop_before(self, step: Step) -> bool:
+        if self._store is None:
+            self._step = step
+            return self._requested
+        with self._lock:
+            if not self._agreeing:
+                self._step = step
+                return False
+        if not self._decided.wait(DECISION_TIMEOUT_S):
+            log.warning("Rank %d stops alone: the other ranks did not answer in %s s.", self._rank, DECISION_TIMEOUT_S)
+            return True
+        if self._last_step is None or step > self._last_step:
+            return True
+        self._step = step
+        return False
+
+    def _watch(self) -> None:
+        assert self._store is not None
+        try:
+            while not self._closed.wait(self._poll_interval_s):
+                if self._requested or self._store.check([_REQUESTED]):
+                    self._agree()
+                    return
+        except Exception as error:  # the store went away with rank 0
+            log.debug("rank %d no longer watches for termination: %s", self._rank, error)
+            if self._requested:
+                self._agreeing = True
+                self._decided.set()
+
+    def _agree(self) -> None:
+        assert self._store is not None
+        self._requested = True
+        self._store.set(_REQUESTED, str(self._rank))
+        with self._lock:
+            self._agreeing = True
+        self._store.set(_step_key(self._rank), f"{self._step[0]},{self._step[1]}")
+        keys = [_step_key(rank) for rank in range(self._world_size)]
+        # Polled, not waited for: a blocking wait would hold the store's connection, which the training thread shares.
+        while not self._store.check(keys):
+            if self._closed.wait(self._poll_interval_s):
+                break
+        else:
+            self._last_step = max(_decode(self._store.get(key)) for key in keys)
+        self._decided.set()
+
+
+def _step_key(rank: int) -> str:
+    return f"step/{rank}"
+
+
+def _decode(value: bytes) -> Step:
+    train, evaluation = value.decode().split(",")
+    return int(train), int(evaluation)

@@ -1,0 +1,239 @@
+"""How DDP exchanges gradients: torch's own arguments, communication hooks, and averaging of models instead.
+
+:class:`GradientSync` holds what the user asked for, refuses what cannot work when it is constructed, and later wraps a
+module. Both faces of the DDP strategy (Trainer and Fabric) use it.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+#: Arguments of DistributedDataParallel that the strategy decides.
+_DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
+_DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _DECIDED_HERE
+
+_has_advised_static_graph = False
+
+
+@dataclass
+class GradientSync:
+    """What a user asked for of the gradient exchange.
+
+    Attributes:
+        comm_state: First argument of the hook; a ``PostLocalSGDState`` asks for post-local SGD.
+        comm_hook: ``hook(state, bucket) -> Future[Tensor]``, used instead of DDP's all-reduce, on any backend.
+        comm_wrapper: Takes the hook and returns one, e.g. ``fp16_compress_wrapper``.
+        averaging_period: Optimizer steps between two averagings of the models; with ``PostLocalSGDState`` only.
+        ddp_kwargs: Keyword arguments of ``torch.nn.parallel.DistributedDataParallel``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, or is none of DDP's.
+        ValueError: If the combination has no effect or no meaning.
+    """
+
+    comm_state: object | None = None
+    comm_hook: Callable[..., Any] | None = None
+    comm_wrapper: Callable[..., Any] | None = None
+    averaging_period: int | None = None
+    ddp_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_ddp_kwargs(self.ddp_kwargs)
+        self._check_hook()
+        self._check_averaging()
+        # Without it DDP keeps every gradient twice: in the parameter and in the bucket that is exchanged.
+        self.ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+
+    def wrap(self, module: Module, device: torch.device) -> DistributedDataParallel:
+        """Returns ``module`` in DDP, with the communication hook registered; rank 0's weights are on every rank.
+
+        Raises:
+            ValueError: If no parameter of the module needs a gradient.
+        """
+        check_has_trainable_parameters(module)
+        context: AbstractContextManager[Any] = nullcontext()
+        if device.type == "cuda":
+            # DDP must be built on a side stream for CUDA graphs to work later (torch's CUDA notes).
+            context = torch.cuda.stream(torch.cuda.Stream())
+        with context:
+            model = DistributedDataParallel(
+                module, device_ids=None if device.type == "cpu" else [device.index], **self.ddp_kwargs
+            )
+        if self.comm_hook is not None:
+            hook = self.comm_hook if self.comm_wrapper is None else self.comm_wrapper(self.comm_hook)
+            model.register_comm_hook(state=self.comm_state, hook=hook if device.type == "cuda" else _renamed(hook))
+        return model
+
+    def create_averaging(self, optimizers: Iterable[Optimizer], num_local_ranks: int) -> "ModelAveraging | None":
+        """Returns what averages the models of post-local SGD, or None if that was not asked for.
+
+        Args:
+            optimizers: The torch optimizers.
+            num_local_ranks: Ranks per host, the group in which gradients are still exchanged if the state names none.
+
+        Raises:
+            ValueError: If an optimizer is one that distributes its own work.
+        """
+        if not isinstance(self.comm_state, PostLocalSGDState):
+            return None
+        assert self.averaging_period is not None
+        if self.comm_state.subgroup is None and self.comm_state.post_local_gradient_allreduce:
+            # torch would form groups of as many ranks as the host has GPUs, which is zero on a CPU host.
+            self.comm_state.subgroup, _ = dist.new_subgroups(group_size=num_local_ranks)
+        return ModelAveraging(optimizers, self.averaging_period, self.comm_state)
+
+    def _check_hook(self) -> None:
+        for name, argument in (("ddp_comm_hook", self.comm_hook), ("ddp_comm_wrapper", self.comm_wrapper)):
+            if argument is not None and not callable(argument):
+                raise TypeError(f"`{name}` must be callable, got {argument!r}.")
+        if self.comm_hook is None:
+            for name, value in (("ddp_comm_state", self.comm_state), ("ddp_comm_wrapper", self.comm_wrapper)):
+                if value is not None:
+                    raise ValueError(f"`{name}` was given without `ddp_comm_hook`, which is what would use it.")
+            return
+        _check_hook_signature("ddp_comm_hook", self.comm_hook)
+        if self.comm_wrapper is not None:
+            wrapped = self.comm_wrapper(self.comm_hook)
+            if not callable(wrapped):
+                raise TypeError(f"`ddp_comm_wrapper` must return a communication hook, it returned {wrapped!r}.")
+            _check_hook_signature("ddp_comm_wrapper(ddp_comm_hook)", wrapped)
+
+    def _check_averaging(self) -> None:
+        period, has_state = self.averaging_period, isinstance(self.comm_state, PostLocalSGDState)
+        if has_state and period is None:
+            raise ValueError(
+                "`ddp_comm_state` is a PostLocalSGDState, which lets models drift apart, and `model_averaging_period`"
+                " is missing. Give the number of optimizer steps between two averagings, e.g."
+                " `model_averaging_period=4`."
+            )
+        if period is None:
+            return
+        if not isinstance(period, int) or isinstance(period, bool) or period < 1:
+            raise ValueError(f"`model_averaging_period` must be a positive integer, got {period!r}.")
+        if not has_state:
+            raise ValueError(
+                f"`model_averaging_period={period}` needs `ddp_comm_state` to be a PostLocalSGDState, got"
+                f" {self.comm_state!r}; without it gradients are exchanged in every step and models never differ."
+            )
+
+
+class ModelAveraging:
+    """Averages the parameters of each optimizer over ranks every so many steps of that optimizer.
+
+    The schedule is post-local SGD's (Lin et al. 2020, https://arxiv.org/abs/1808.07217): gradients are exchanged for
+    the first ``start_localSGD_iter`` steps, afterwards only models, periodically.
+
+    Args:
+        optimizers: The torch optimizers.
+        period: Steps of an optimizer between two averagings.
+        state: Says when averaging starts.
+
+    Raises:
+        ValueError: If an optimizer distributes its own work and would undo the averaging.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], period: int, state: PostLocalSGDState) -> None:
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+        self._averagers: dict[int, PeriodicModelAverager] = {}
+        for optimizer in optimizers:
+            if isinstance(optimizer, (PostLocalSGDOptimizer, ZeroRedundancyOptimizer)):
+                raise ValueError(
+                    f"`model_averaging_period` cannot be combined with {type(optimizer).__name__}, which distributes"
+                    " its own work. Use a plain optimizer, or leave the period and the PostLocalSGDState out."
+                )
+            # One each: a shared one would count the steps of all optimizers together and so average some of them never.
+            self._averagers[id(optimizer)] = PeriodicModelAverager(
+                period=period, warmup_steps=state.start_localSGD_iter, process_group=state.process_group
+            )
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Counts a step of ``optimizer`` and averages its parameters if it is time."""
+        averager = self._averagers.get(id(optimizer))
+        if averager is not None:
+            averager.average_parameters(
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.requires_grad
+            )
+
+
+def check_has_trainable_parameters(module: Module) -> None:
+    """Refuses a module for which there is no gradient to exchange.
+
+    Raises:
+        ValueError: If no parameter needs a gradient.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            f"No parameter of {type(module).__name__} needs a gradient, so there is nothing to train. Unfreeze some"
+            " (`parameter.requires_grad_()`) in `__init__`, `configure_model` or `setup`, or use `validate`, `test` or"
+            " `predict`."
+        )
+
+
+def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> None:
+    """Says, once per process, that a trained model qualifies for DDP's static-graph mode."""
+    global _has_advised_static_graph
+    if _has_advised_static_graph or model.static_graph:
+        return
+    if model._get_ddp_logging_data().get("can_set_static_graph"):
+        _has_advised_static_graph = True
+        rank_zero_info(
+            "Every training step used the same parameters in the same order, so DDP's static-graph mode would work for"
+            f" this model: `strategy={strategy_name}(static_graph=True)`. (Said once.)"
+        )
+
+
+def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The same hook under another name: torch refuses its bf16 hooks, by name, unless it was built with NCCL.
+
+    gloo reduces bfloat16 as well (torch 2.5 to 2.13).
+    """
+
+    def exchange(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+        return future
+
+    return exchange
+
+
+def _check_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> None:
+    unknown = sorted(set(ddp_kwargs) - _DDP_ARGUMENTS)
+    if unknown:
+        raise TypeError(
+            f"Unknown argument {', '.join(f'`{name}`' for name in unknown)}: neither the strategy nor"
+            f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(_DDP_ARGUMENTS))}."
+        )
+    cap = ddp_kwargs.get("bucket_cap_mb")
+    if cap is not None and not cap > 0:
+        raise ValueError(f"`bucket_cap_mb` must be positive (mebibytes), got {cap!r}.")
+
+
+def _check_hook_signature(name: str, hook: Callable[..., Any]) -> None:
+    """Checks what torch checks when the hook is registered, which would be after the processes have started."""
+    expected = "`def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`"
+    try:
+        signature = inspect.signature(hook)
+        signature.bind(None, bucket=None)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"`{name}` must be of the form {expected}; got {hook!r}: {error}.") from None
+    bucket, returned = signature.parameters.get("bucket"), signature.return_annotation
+    if bucket is None:
+        raise TypeError(f"`{name}` must be of the form {expected}: its second parameter must be called `bucket`.")
+    if bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
+        raise TypeError(f"`{name}` must be of the form {expected}; `bucket` is annotated {bucket.annotation!r}.")
+    if returned not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise TypeError(f"`{name}` must be of the form {expected}; it is annotated to return {returned!r}.")

@@ -1,0 +1,272 @@
+"""ParallelStrategy: what every multi-process strategy of the Trainer does the same way.
+
+It promises ranks, collectives, the handling of a SIGTERM and of a failing rank. How processes start and how gradients
+are exchanged is left to the strategies; what carries the collectives is an engine (``collectives``), so that nothing
+here knows torch.distributed.
+"""
+
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.collectives import TorchCollectives
+from lightning_strategies_ext.failure.reconciliation import Reconciliation
+from lightning_strategies_ext.failure.termination import TerminationAgreement
+
+T = TypeVar("T")
+
+
+class ParallelStrategy(LightningParallelStrategy, ABC):
+    """Base of the Trainer's strategies with several processes.
+
+    Args:
+        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process. As chosen by ``Trainer(devices=...)`` if None.
+        cluster_environment: Where ranks and addresses come from; detected if None.
+        checkpoint_io: How checkpoints are written.
+        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If ``parallel_devices`` mixes device types, repeats a GPU or names one that is not there.
+
+    Example::
+
+        class MyStrategy(lightning_strategies_ext.DDPStrategy):
+            def on_exception(self, exception):
+                self.reconciliate_processes("out of patience")
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        check_plugins(accelerator, cluster_environment, checkpoint_io)
+        if precision_plugin is not None and not isinstance(precision_plugin, Precision):
+            raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
+        check_devices(parallel_devices)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._termination: TerminationAgreement | None = None
+        self._reconciliation: Reconciliation | None = None
+
+    @property
+    @abstractmethod
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+
+    @property
+    @abstractmethod
+    def collectives(self) -> TorchCollectives:
+        """What carries this strategy's collectives."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the process with rank zero among all hosts."""
+        return bool(self.global_rank == 0)
+
+    # --- steps ---
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
+
+        The first backward pass after it exchanges the sum.
+        """
+        yield
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one validation step; before it all ranks stop if they agreed to."""
+        self._stop_before_evaluation_step_if_agreed()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one test step; before it all ranks stop if they agreed to."""
+        self._stop_before_evaluation_step_if_agreed()
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one predict step; before it all ranks stop if they agreed to."""
+        self._stop_before_evaluation_step_if_agreed()
+        return super().predict_step(*args, **kwargs)
+
+    # --- collectives ---
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over ranks in one round trip, see :meth:`.TorchCollectives.reduce`.
+
+        Args:
+            tensor: Any shape and dtype, the same on all ranks; what is not a tensor is returned unchanged.
+            group: Ranks that take part, default all.
+            reduce_op: "mean" or "avg", "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
+
+        Returns:
+            The reduced value. The input may have been overwritten with it.
+
+        Raises:
+            ValueError: If ``reduce_op`` is unknown.
+        """
+        return self.collectives.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``.
+
+        Args:
+            tensor: Shape ``(...)``, the same on all ranks.
+            group: Ranks that take part, default all.
+            sync_grads: Whether gradients flow back through the result, to every rank's input.
+        """
+        return self.collectives.all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank ``src``, any picklable one; small ones in one round trip.
+
+        Raises:
+            ValueError: If there is no such rank.
+            RuntimeError: On every rank, if the object cannot be pickled.
+        """
+        return self.collectives.broadcast(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when every rank has called it.
+
+        Args:
+            name: Shown in profiles and in the error if it fails.
+        """
+        self.collectives.barrier(name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
+        return self.collectives.reduce_boolean_decision(decision, all)
+
+    # --- exception, teardown ---
+
+    def reconciliate_processes(self, trace: str) -> None:
+        """Ends the other ranks of this host after this one failed, so that none waits for it.
+
+        Ranks that end by themselves within a few seconds are left to; the others are killed and ``trace`` is shown.
+        Does nothing where there are no other ranks.
+
+        Args:
+            trace: The failure of this rank, as ``traceback.format_exc()`` gives it.
+        """
+        if self._reconciliation is not None:
+            self._reconciliation.reconciliate(trace)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends the other ranks if this one failed; Ctrl-C and an agreed SIGTERM, which end all ranks, are no failures."""
+        if self._reconciliation is None or not isinstance(exception, Exception):
+            return
+        first = self._reconciliation.first_failure()
+        if first is not None and hasattr(exception, "add_note"):  # Python 3.11 and later
+            exception.add_note(first)
+        trace = "".join(traceback.format_exception(exception))
+        self.reconciliate_processes(trace)
+
+    def teardown(self) -> None:
+        """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
+        if self._termination is not None:
+            self._termination.close()
+            self._termination = None
+            module = self.lightning_module
+            trainer = None if module is None else _lightning.trainer_of(module)
+            if trainer is not None:
+                _lightning.release_sigterm(trainer)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        _lightning.move_optimizers(self.optimizers, torch.device("cpu"))
+        if self.lightning_module is not None:
+            self.lightning_module.cpu()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _agree_on_sigterm(self, trainer: "pl.Trainer", agreement: TerminationAgreement) -> None:
+        """Lets ``agreement`` decide what a SIGTERM on any rank does to this stage; called by all ranks in ``setup``."""
+        if self._termination is not None:
+            self._termination.close()
+        self._termination = agreement
+
+        def stop_before_train_step_if_agreed() -> None:
+            if agreement.must_stop_before_train_step():
+                confirm()
+                raise SIGTERMException
+
+        confirm = _lightning.intercept_sigterm(trainer, agreement.request, stop_before_train_step_if_agreed)
+        self._confirm_sigterm = confirm
+
+    def _stop_before_evaluation_step_if_agreed(self) -> None:
+        if self._termination is not None and self._termination.must_stop_before_evaluation_step():
+            self._confirm_sigterm()
+            raise SIGTERMException
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        # They belong to this process: a worker has its own.
+        state.update(_termination=None, _reconciliation=None)
+        state.pop("_confirm_sigterm", None)
+        return state
+
+
+def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any) -> None:
+    """Refuses plugins that are not what their argument says.
+
+    Raises:
+        TypeError: If one is not.
+    """
+    from lightning.fabric.accelerators import Accelerator as AnyAccelerator
+
+    for name, value, kind in (
+        ("accelerator", accelerator, AnyAccelerator),
+        ("cluster_environment", cluster_environment, ClusterEnvironment),
+        ("checkpoint_io", checkpoint_io, CheckpointIO),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"`{name}` must be a {kind.__module__.rpartition('.')[0]}.{kind.__name__}, got {value!r}.")
+
+
+def check_devices(devices: Any) -> None:
+    """Refuses a list of devices that no host could give to one process each.
+
+    Raises:
+        TypeError: If it is not a list of ``torch.device``.
+        ValueError: If it mixes types, repeats a GPU or names one that is not there.
+    """
+    if devices is None:
+        return
+    if not isinstance(devices, (list, tuple)) or not all(isinstance(device, torch.device) for device in devices):
+        raise TypeError(f"`parallel_devices` must be a list of torch.device, got {devices!r}.")
+    types = {device.type for device in devices}
+    if len(types) > 1:
+        raise ValueError(f"`parallel_devices` must be of one type, got {', '.join(sorted(types))}.")
+    if types != {"cuda"}:
+        return
+    indices = [device.index for device in devices]
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"`parallel_devices={devices}` gives the same GPU to two processes. Name each once.")
+    count = torch.cuda.device_count()
+    missing = [index for index in indices if index is None or index >= count]
+    if missing:
+        raise ValueError(f"`parallel_devices={devices}`: this host has {count} GPUs, with indices from 0.")

@@ -1,0 +1,154 @@
+"""The life of the default torch.distributed process group: which backend, how it starts, how it ends.
+
+Both front ends start the group here. It is left open between stages (``fit`` → ``test`` uses the same one) and closed
+when the interpreter ends, so that no backend complains about a group that was not destroyed.
+"""
+
+import atexit
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+
+log = logging.getLogger(__name__)
+
+_AVAILABILITY = {
+    "gloo": "is_gloo_available",
+    "nccl": "is_nccl_available",
+    "mpi": "is_mpi_available",
+    "ucc": "is_ucc_available",
+    "xccl": "is_xccl_available",
+}
+
+
+def is_initialized() -> bool:
+    """Whether this process belongs to a torch.distributed process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_timeout(timeout: timedelta | None) -> None:
+    """Refuses a timeout that no process group can have.
+
+    Raises:
+        TypeError: If it is neither a ``timedelta`` nor None.
+        ValueError: If it is not positive.
+    """
+    if timeout is None:
+        return
+    if not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"`timeout` must be a datetime.timedelta or None, got {timeout!r}. Write `timedelta(seconds=...)`."
+        )
+    if timeout <= timedelta(0):
+        raise ValueError(f"`timeout` must be positive, got {timeout!r} ({timeout.total_seconds()} seconds).")
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuses a backend name that torch does not know or that this build of torch lacks.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, any backend registered with ``torch.distributed.Backend``, or one per device
+            type in torch's form ``"cpu:gloo,cuda:nccl"``. None means: by device.
+
+    Raises:
+        ValueError: If the name is unknown.
+        RuntimeError: If torch was built without it.
+    """
+    if backend is None:
+        return
+    known = sorted(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
+    for name in _backends_in(backend):
+        if name not in known:
+            raise ValueError(
+                f"`process_group_backend={backend!r}` names no backend of torch. Known: {', '.join(known)}."
+            )
+        is_available = getattr(dist, _AVAILABILITY.get(name, ""), None)
+        if is_available is not None and not is_available():
+            raise RuntimeError(
+                f"`process_group_backend={backend!r}`: this build of torch ({torch.__version__}) comes without {name}."
+                f" Leave the argument out to use the default for the device, or install a torch built with {name}."
+            )
+
+
+def check_backend_for_devices(backend: str | None, devices: list[torch.device]) -> None:
+    """Refuses a backend that cannot move tensors of the devices, e.g. NCCL with CPU ranks.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if backend is None or ":" in backend:
+        return
+    capable = dist.Backend.backend_capability.get(backend.lower(), [])
+    for device_type in sorted({device.type for device in devices}):
+        if capable and device_type not in capable:
+            raise ValueError(
+                f"`process_group_backend={backend!r}` moves tensors on {' and '.join(capable)}, and the devices are of"
+                f" type {device_type!r}. Use `accelerator={capable[0]!r}` or another backend, such as 'gloo'."
+            )
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend torch prefers for a device type: NCCL for CUDA, gloo for CPU."""
+    return dist.Backend.default_device_backend_map.get(device.type, "gloo")
+
+
+def start(environment: ClusterEnvironment, backend: str, device: torch.device, timeout: timedelta | None) -> None:
+    """Joins the default process group; returns when all ranks have joined.
+
+    Does nothing in a process that already belongs to a group of the same shape.
+
+    Args:
+        environment: Where rank, world size and the address of rank 0 come from.
+        backend: As torch takes it.
+        device: Device of this rank.
+        timeout: For the rendezvous and for every collective. None leaves torch's default.
+
+    Raises:
+        RuntimeError: If the process belongs to a group with another rank or world size.
+    """
+    rank, world_size = environment.global_rank(), environment.world_size()
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
+            raise RuntimeError(
+                f"This process is rank {dist.get_rank()} of {dist.get_world_size()} in a process group that was made"
+                f" before, and should now be rank {rank} of {world_size}. Ask for as many devices and nodes as before,"
+                " or call `torch.distributed.destroy_process_group()` first."
+            )
+        return
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
+    dist.init_process_group(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type != "cpu" else None,
+    )
+    # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
+    # owns the group, closes each group once.
+    atexit.unregister(stop)
+    atexit.register(stop)
+
+
+def stop() -> None:
+    """Leaves the default process group, if there is one."""
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group; every rank reaches it, on any number of hosts.
+
+    torch has no public accessor for it (read in torch 2.5 to 2.13).
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def _backends_in(backend: str) -> list[str]:
+    return [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]

@@ -1,0 +1,110 @@
+"""THE table of strategy names: what each one is, and in which front end it is found.
+
+To see what a name does, find its row in :data:`STRATEGIES`; the rest of this module puts the rows into Lightning's
+registries. Nothing here imports a strategy: the class behind a row loads when the name is used.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+PYTORCH = "pytorch"
+FABRIC = "fabric"
+
+_DDP_CLASS = {
+    PYTORCH: "lightning_strategies_ext.ddp:DDPStrategy",
+    FABRIC: "lightning_strategies_ext.fabric.ddp:DDPStrategy",
+}
+
+
+@dataclass(frozen=True)
+class NamedStrategy:
+    """One row: a name that ``Trainer(strategy=...)`` and ``Fabric(strategy=...)`` accept.
+
+    Attributes:
+        name: What the user writes. Lower case, since Lightning lowers what it is given.
+        classes: Front end (``"pytorch"``, ``"fabric"``) → ``"module:Class"``.
+        engine: What carries the collectives.
+        description: One line for people.
+        init_params: Keyword arguments the class is constructed with.
+    """
+
+    name: str
+    classes: dict[str, str]
+    engine: str
+    description: str
+    init_params: dict[str, Any] = field(default_factory=dict)
+
+
+def _ddp_family() -> Iterator[NamedStrategy]:
+    for base, start_method, how in (
+        ("ddp_ext", "popen", "one process per device, each runs the script"),
+        ("ddp_fork_ext", "fork", "one process per device, forked"),
+        ("ddp_notebook_ext", "fork", "one process per device, forked from a notebook"),
+    ):
+        init_params: dict[str, Any] = {"start_method": start_method}
+        yield NamedStrategy(base, _DDP_CLASS, "torch.distributed", f"DDP, {how}", init_params)
+        for value in (True, False):
+            yield NamedStrategy(
+                f"{base}_find_unused_parameters_{str(value).lower()}",
+                _DDP_CLASS,
+                "torch.distributed",
+                f"DDP, {how}, find_unused_parameters={value}",
+                {**init_params, "find_unused_parameters": value},
+            )
+
+
+STRATEGIES: tuple[NamedStrategy, ...] = (*_ddp_family(),)
+
+
+class LazyStrategy:
+    """Stands for a strategy class in a registry and loads it when it is called.
+
+    Lightning's registries accept any callable. Loading late keeps ``import lightning`` as fast as without us, and a
+    package that is broken breaks only the script that asked for it.
+    """
+
+    def __init__(self, target: str, owner: str = "lightning-strategies-ext") -> None:
+        self.target = target
+        self.owner = owner
+
+    def load(self) -> Callable[..., Any]:
+        """Returns the class (or factory).
+
+        Raises:
+            ImportError: If it cannot be imported; the message names the package it belongs to.
+        """
+        module_name, _, attribute = self.target.partition(":")
+        try:
+            loaded: Any = import_module(module_name)
+            for part in attribute.split("."):
+                loaded = getattr(loaded, part)
+        except Exception as error:
+            raise ImportError(
+                f"The strategy {self.target!r} of the package {self.owner} cannot be loaded"
+                f" ({type(error).__name__}: {error}). Repair or uninstall that package, or choose another strategy."
+            ) from error
+        return loaded  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads the class and constructs it."""
+        return self.load()(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"LazyStrategy({self.target!r})"
+
+
+def register_all(strategies: Any, front_end: str) -> None:
+    """Puts every row that ``front_end`` has a class for into Lightning's registry ``strategies``.
+
+    Args:
+        strategies: ``lightning.pytorch.strategies.StrategyRegistry`` or
+            ``lightning.fabric.strategies.STRATEGY_REGISTRY``.
+        front_end: ``"pytorch"`` or ``"fabric"``.
+    """
+    for row in STRATEGIES:
+        if front_end in row.classes and row.name not in strategies:
+            strategies.register(
+                row.name, LazyStrategy(row.classes[front_end]), description=row.description, **row.init_params
+            )
