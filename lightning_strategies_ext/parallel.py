@@ -175,7 +175,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self._reconciliation.reconciliate(trace)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Ends the other ranks if this one failed; Ctrl-C and an agreed SIGTERM, which end all ranks, are no failures."""
+        """Ends the other ranks if this one failed. Ctrl-C and an agreed SIGTERM end all ranks and are no failures."""
         if self._reconciliation is None or not isinstance(exception, Exception):
             return
         first = self._reconciliation.first_failure()

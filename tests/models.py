@@ -1,0 +1,142 @@
+"""Models, data and one training function that the tests share. Small, but none trivial: each exercises one promise."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_FEATURES = 8
+NUM_CLASSES = 3
+
+
+def dataset(num_samples: int = 64) -> TensorDataset:
+    """The same random classification problem every time."""
+    generator = torch.Generator().manual_seed(7)
+    features = torch.randn(num_samples, NUM_FEATURES, generator=generator)
+    return TensorDataset(features, features[:, :NUM_CLASSES].argmax(dim=1))
+
+
+def loader(num_samples: int = 64, batch_size: int = 4, **kwargs: Any) -> DataLoader:
+    """Batches of :func:`dataset`, in order."""
+    return DataLoader(dataset(num_samples), batch_size=batch_size, **kwargs)
+
+
+class MLP(pl.LightningModule):
+    """Two layers, SGD with momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.make_net()
+
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES))
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class WithBatchNorm(MLP):
+    """Has buffers, which DDP keeps equal to rank 0's."""
+
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, NUM_CLASSES))
+
+
+class WithUnusedParameters(MLP):
+    """One of two heads takes part in each step, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(NUM_CLASSES, NUM_CLASSES) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        logits = self.heads[batch_idx % 2](self.net(batch[0]))
+        return functional.cross_entropy(logits, batch[1])
+
+
+class TwoOptimizers(MLP):
+    """Manual optimization: two optimizers over two halves, stepped one after the other as GANs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(NUM_CLASSES, NUM_CLASSES)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        for optimizer, loss in ((first, self.loss), (second, self.other_loss)):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def other_loss(self, batch):
+        return functional.cross_entropy(self.other(self.net(batch[0])), batch[1])
+
+    def configure_optimizers(self):
+        return (
+            torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.Adam(self.other.parameters(), lr=0.01),
+        )
+
+
+def make_trainer(strategy: Any, devices: int = 2, **kwargs: Any) -> pl.Trainer:
+    """A quiet CPU Trainer."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": devices,
+        "strategy": strategy,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 2,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": True,
+    }
+    return pl.Trainer(**{**defaults, **kwargs})
+
+
+def fit(
+    strategy: Any, make_model: Callable[[], pl.LightningModule] = MLP, devices: int = 2, **trainer_kwargs: Any
+) -> tuple[pl.Trainer, pl.LightningModule]:
+    """Trains a freshly seeded model and returns the Trainer and the model."""
+    pl.seed_everything(11, verbose=False)
+    model = make_model()
+    trainer = make_trainer(strategy, devices, **trainer_kwargs)
+    trainer.fit(model, loader())
+    return trainer, model
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the weights and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Fails unless both have the same names and every tensor the same bits."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), f"{name} differs by {(tensor - theirs[name]).abs().max()}"
