@@ -20,6 +20,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -144,16 +145,21 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self._launcher = WorkerLauncher(self, self._start_method)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
-        """Refuses, before processes start, a ``fit`` for which there is no gradient to exchange.
+        """Refuses, before processes start, a ``fit`` that cannot work.
 
         Only what no hook can change any more is judged here; ``setup`` judges the rest.
 
         Raises:
-            ValueError: If no parameter of the module needs a gradient.
+            ValueError: If no parameter of the module needs a gradient, or if SyncBatchNorm is asked for on CPUs.
         """
         module = self.lightning_module
         if trainer is None or module is None or trainer.state.fn != TrainerFn.FITTING:
             return
+        if isinstance(_lightning.layer_sync(self), TorchSyncBatchNorm) and self.root_device.type == "cpu":
+            raise ValueError(
+                "`sync_batchnorm=True` needs GPUs: torch's SyncBatchNorm does not compute on CPUs. Leave it out, or use"
+                " `accelerator='gpu'`."
+            )
         if not any(is_overridden(hook, module) for hook in ("configure_model", "setup")):
             check_has_trainable_parameters(module)
 

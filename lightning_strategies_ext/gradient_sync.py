@@ -185,15 +185,21 @@ def check_has_trainable_parameters(module: Module) -> None:
 
 
 def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> None:
-    """Says, once per process, that a trained model qualifies for DDP's static-graph mode."""
+    """Says, once per process, that a model trained with ``find_unused_parameters`` qualifies for static-graph mode.
+
+    Without ``find_unused_parameters`` there is nothing to gain: DDP does not walk the graph then.
+    """
     global _has_advised_static_graph
-    if _has_advised_static_graph or model.static_graph:
+    if _has_advised_static_graph or model.static_graph or not model.find_unused_parameters:
         return
-    if model._get_ddp_logging_data().get("can_set_static_graph"):
+    # Asked of the reducer: the field "can_set_static_graph" of DDP's logging data, which torch documents for this
+    # question, stays empty (seen in torch 2.13).
+    is_static = getattr(model.reducer, "_ddp_graph_static", None)
+    if is_static is not None and is_static():
         _has_advised_static_graph = True
         rank_zero_info(
-            "Every training step used the same parameters in the same order, so DDP's static-graph mode would work for"
-            f" this model: `strategy={strategy_name}(static_graph=True)`. (Said once.)"
+            "Every training step used the same parameters in the same order, so DDP need not search for unused ones in"
+            f" each step: `strategy={strategy_name}(static_graph=True)` does it once. (Said once.)"
         )
 
 

@@ -1,0 +1,473 @@
+"""What ``ddp_ext`` promises beside equal weights: its arguments, its life over several stages, its Fabric face."""
+
+import pickle
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy as LightningFabricDDPStrategy
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_strategies_ext import DDPStrategy, ParallelStrategy
+from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
+from lightning_strategies_ext.registry import STRATEGIES
+from tests.models import (
+    MLP,
+    WithBatchNorm,
+    WithUnusedParameters,
+    assert_same_bits,
+    dataset,
+    fit,
+    loader,
+    make_trainer,
+    state_of,
+)
+from tests.ranks import REPOSITORY, outcomes_of_ranks, run_ranks, run_script
+
+POPEN_NAMES = [row.name for row in STRATEGIES if row.init_params["start_method"] == "popen"]
+FORK_NAMES = [row.name for row in STRATEGIES if row.init_params["start_method"] == "fork"]
+
+
+def test_it_is_a_lightning_ddp_strategy():
+    strategy = make_trainer("ddp_ext", devices=1).strategy
+    for kind in (DDPStrategy, ParallelStrategy, LightningDDPStrategy, LightningParallelStrategy):
+        assert isinstance(strategy, kind)
+    assert isinstance(Fabric(strategy="ddp_ext", devices=1, accelerator="cpu").strategy, LightningFabricDDPStrategy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert strategy.is_distributed
+
+
+# --- several stages of one Trainer ---
+
+
+def run_all_stages() -> dict[str, Any]:
+    trainer, model = fit("ddp_ext", max_epochs=1)
+    seen: dict[str, Any] = {"fitted": state_of(model), "wrapped": isinstance(trainer.strategy.model, MLP)}
+    seen["validated"] = trainer.validate(model, loader(), verbose=False)
+    seen["tested"] = trainer.test(model, loader(), verbose=False)
+    seen["predicted"] = len(trainer.predict(model, loader()))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader())
+    seen["steps"] = trainer.global_step
+    seen["refitted"] = state_of(model)
+    trainer.strategy.teardown()
+    trainer.strategy.teardown()
+    second = make_trainer("ddp_ext", max_epochs=1)  # another Trainer of the same script, in the same process group
+    second.fit(model, loader())
+    return seen
+
+
+def test_one_trainer_runs_fit_validate_test_predict_and_fit_again():
+    first, second = run_ranks(run_all_stages)
+    for seen in (first, second):
+        assert seen["wrapped"], "the model was left inside DDP"
+        assert seen["predicted"] == 8
+        assert seen["steps"] == 16
+    assert first["validated"] == second["validated"]
+    assert first["tested"] == second["tested"]
+    assert_same_bits(first["refitted"], second["refitted"])
+
+
+def weights_of_rank_zero_when_not_training() -> list[float]:
+    torch.manual_seed(int(__import__("os").environ["LOCAL_RANK"]))
+    model = MLP()
+    make_trainer("ddp_ext").validate(model, loader(), verbose=False)
+    return model.net[0].weight.flatten().tolist()
+
+
+def test_evaluation_without_training_uses_the_weights_of_the_first_rank_everywhere():
+    first, second = run_ranks(weights_of_rank_zero_when_not_training)
+    assert first == second
+
+
+class FailsIn(MLP):
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def prepare_data(self):
+        self.fail("prepare_data")
+
+    def setup(self, stage):
+        self.fail("setup")
+
+    def fail(self, hook: str) -> None:
+        if hook == self.hook:
+            raise KeyError(hook)
+
+
+def fail_then_train(hook: str) -> tuple[list[str], dict]:
+    torn_down = []
+
+    class Strategy(DDPStrategy):
+        def teardown(self):
+            torn_down.append("teardown")
+            super().teardown()
+
+    with pytest.raises(KeyError, match=hook):
+        make_trainer(Strategy()).fit(FailsIn(hook), loader())
+    return torn_down, state_of(fit("ddp_ext")[1])
+
+
+@pytest.mark.parametrize("hook", ["setup"])
+def test_an_exception_before_setup_tears_down_and_leaves_the_process_usable(hook):
+    first, second = run_ranks(fail_then_train, hook)
+    assert first[0] == second[0] == ["teardown"]
+    assert_same_bits(first[1], second[1])
+
+
+def test_a_strategy_can_be_pickled():
+    strategy = make_trainer("ddp_ext", devices=1).strategy
+    assert pickle.loads(pickle.dumps(strategy)).num_processes == 1
+
+
+# --- names ---
+
+
+def train_named(name: str) -> dict:
+    return state_of(fit(name, max_epochs=1)[1])
+
+
+@pytest.mark.parametrize("name", POPEN_NAMES)
+def test_every_popen_name_trains(name):
+    first, second = run_ranks(train_named, name)
+    assert_same_bits(first, second)
+
+
+SCRIPT = """
+import sys, torch
+from lightning.fabric import Fabric
+from tests.models import fit, state_of
+
+def ranks(fabric):
+    return fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum").item()
+
+if __name__ == "__main__":
+    trainer, model = fit(sys.argv[1], max_epochs=1)
+    print("loss", trainer.callback_metrics["loss"].item(), "at", trainer.world_size)
+    print("sum", Fabric(strategy=sys.argv[1], devices=2, accelerator="cpu").launch(ranks))
+"""
+
+
+@pytest.mark.parametrize("name", [name for name in FORK_NAMES if not name.endswith("false")])
+def test_every_fork_name_trains_under_both_front_ends(name, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    result = run_script(script, name)
+    assert result.returncode == 0, result.stdout
+    assert "at 2" in result.stdout
+    assert "sum 1.0" in result.stdout
+
+
+def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
+    result = run_script(REPOSITORY / "examples/digits.py", "--dir", tmp_path, "--epochs", "6", env={"COLUMNS": "120"})
+    assert result.returncode == 0, result.stdout
+    [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]
+    assert float(row.split("│")[2]) >= 0.97
+    assert (tmp_path / "digits.ckpt").is_file()
+    assert "destroy" not in result.stdout, "noise about the process group"
+
+
+# --- arguments ---
+
+
+def train_with(**arguments: Any) -> dict:
+    return state_of(fit(DDPStrategy(**arguments), max_epochs=1)[1])
+
+
+def compressed_and_not(kind: str) -> list[dict]:
+    arguments: dict[str, Any] = {
+        "fp16": {"ddp_comm_hook": default_hooks.fp16_compress_hook},
+        "bf16": {"ddp_comm_hook": default_hooks.bf16_compress_hook},
+        "wrapper": {
+            "ddp_comm_hook": default_hooks.allreduce_hook,
+            "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+        },
+        "state": {
+            "ddp_comm_state": powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2),
+            "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+        },
+    }[kind]
+    return [train_with(**arguments), train_with()]
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "wrapper", "state"])
+def test_a_communication_hook_exchanges_the_gradients_on_cpu_too(kind):
+    outcomes = run_ranks(compressed_and_not, kind)
+    for compressed, exact in outcomes:
+        assert any(not torch.equal(compressed[name], exact[name]) for name in exact), "the hook did nothing"
+        for name in exact:
+            torch.testing.assert_close(compressed[name], exact[name], atol=0.05, rtol=0.05)
+    assert_same_bits(outcomes[0][0], outcomes[1][0])
+
+
+class NoteWeights(pl.Callback):
+    def __init__(self) -> None:
+        self.weights: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.weights.append(module.net[0].weight.flatten().tolist())
+
+
+def train_locally() -> list[list[float]]:
+    """Gradients are exchanged for two steps, then not at all; models are averaged every third step."""
+    note = NoteWeights()
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
+    strategy = DDPStrategy(
+        ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=3
+    )
+    fit(strategy, callbacks=[note], max_epochs=1)
+    return note.weights
+
+
+def test_post_local_sgd_lets_models_drift_apart_and_averages_them_by_its_period():
+    first, second = run_ranks(train_locally)
+    agree = [a == b for a, b in zip(first, second, strict=True)]
+    # Averaged after the third and the sixth step: two warm-up steps, then every third one.
+    assert agree == [True, True, True, False, False, True, False, False]
+
+
+def train_within_the_host() -> list[list[float]]:
+    note = NoteWeights()
+    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)  # groups: not said
+    fit(
+        DDPStrategy(
+            ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=4
+        ),
+        callbacks=[note],
+        max_epochs=1,
+    )
+    return note.weights
+
+
+def test_post_local_sgd_exchanges_gradients_within_the_host_when_no_group_is_given():
+    first, second = run_ranks(train_within_the_host)
+    assert first == second
+
+
+def time_out() -> float:
+    strategy = make_trainer(DDPStrategy(timeout=timedelta(seconds=2))).strategy
+    strategy.setup_environment()
+    start = time.monotonic()
+    if strategy.global_rank == 0:
+        with pytest.raises(RuntimeError, match="barrier nobody comes failed"):
+            strategy.barrier("nobody comes")
+    else:
+        while time.monotonic() - start < 4:
+            pass
+    return time.monotonic() - start
+
+
+def test_timeout_bounds_a_collective():
+    assert 1 < run_ranks(time_out)[0] < 4
+
+
+def look_at_process_group() -> tuple[str | None, str, float]:
+    strategy = make_trainer(DDPStrategy(process_group_backend="cpu:gloo")).strategy
+    strategy.setup_environment()
+    return strategy.process_group_backend, dist.get_backend(), strategy.reduce(torch.tensor(3.0)).item()
+
+
+def test_process_group_backend_is_used():
+    assert run_ranks(look_at_process_group) == [("cpu:gloo", "cpu:gloo", 3.0)] * 2
+
+
+class Look(pl.Callback):
+    """Notes DDP's settings and the collectives that one forward pass runs."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.collectives: list[str] = []
+
+    def on_train_start(self, trainer, module):
+        model = trainer.strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        self.settings = (model.gradient_as_bucket_view, model.find_unused_parameters, model.static_graph)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, torch.no_grad():
+            module.forward = module.net.forward
+            model(next(iter(loader()))[0])
+        self.collectives = [event.name for event in profiler.events() if event.name.startswith("c10d::")]
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if not hasattr(self, "gradients"):
+            self.gradients = [parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()]
+
+
+def look_at_ddp() -> list[Any]:
+    seen = []
+    for model, arguments in (
+        (MLP, {}),
+        (MLP, {"gradient_as_bucket_view": False, "find_unused_parameters": True}),
+        (WithBatchNorm, {"static_graph": True}),
+    ):
+        look = Look()
+        fit(DDPStrategy(**arguments), model, callbacks=[look], max_epochs=1)
+        seen.append((look.settings, look.collectives, len(set(look.gradients))))
+    return seen
+
+
+def test_defaults_keep_gradients_once_and_broadcast_no_buffer_that_is_not_there():
+    plain, chosen, with_buffers = run_ranks(look_at_ddp)[0]
+    assert plain == ((True, False, False), [], 1), "gradients lie in one bucket"
+    assert chosen == ((False, True, False), [], 4), "the user's own choice holds"
+    assert with_buffers[0] == (True, False, True)
+
+
+def fit_often(name: str, model: type[MLP]) -> None:
+    for _ in range(3):
+        fit(name, model, max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "times"),
+    [
+        ("ddp_ext_find_unused_parameters_true", MLP, 1),
+        ("ddp_ext_find_unused_parameters_true", WithUnusedParameters, 0),  # its graph is not static
+        ("ddp_ext", MLP, 0),  # nothing to gain
+    ],
+)
+def test_static_graph_is_advised_once_where_it_helps(name, model, times):
+    first, second = outcomes_of_ranks(fit_often, name, model)
+    assert first.error is None
+    assert first.output.count("static_graph=True") == times
+    assert "static_graph" not in second.output
+
+
+# --- collectives through the strategy and the module ---
+
+
+def use_collectives() -> None:
+    class Module(MLP):
+        def on_train_start(self):
+            rank = self.trainer.global_rank
+            gathered = self.all_gather({"a": torch.tensor([float(rank)]), "b": rank})
+            assert gathered["a"].tolist() == [[0.0], [1.0]]
+            assert gathered["b"].tolist() == [0, 1]
+            strategy = self.trainer.strategy
+            assert strategy.reduce(torch.tensor(rank + 1), reduce_op="sum").item() == 3
+            assert strategy.broadcast(f"from {rank}", src=1) == "from 1"
+            assert strategy.reduce_boolean_decision(rank == 0) is False
+            assert strategy.reduce_boolean_decision(rank == 0, all=False) is True
+            assert strategy.is_global_zero == (rank == 0)
+            strategy.barrier("a name")
+
+    fit("ddp_ext", Module, max_epochs=1)
+
+
+def test_collectives_of_the_strategy_and_of_the_module():
+    run_ranks(use_collectives)
+
+
+def gradients_with_and_without_sync() -> list[bool]:
+    """Whether both ranks have equal gradients: after a blocked backward pass, and after the one that follows."""
+    agree = []
+
+    class Module(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            strategy = self.trainer.strategy
+            with strategy.block_backward_sync():
+                self.manual_backward(self.loss(batch))
+            agree.append(self.same_gradients())
+            self.manual_backward(self.loss(batch))
+            agree.append(self.same_gradients())
+
+        def same_gradients(self) -> bool:
+            gathered = self.trainer.strategy.all_gather(self.net[0].weight.grad)
+            return torch.equal(gathered[0], gathered[1])
+
+    fit("ddp_ext", Module, max_epochs=1, limit_train_batches=1)
+    return agree
+
+
+def test_block_backward_sync_keeps_gradients_local():
+    assert run_ranks(gradients_with_and_without_sync) == [[False, True]] * 2
+
+
+def join_a_group_of_another_shape() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
+    make_trainer("ddp_ext").fit(MLP(), loader())
+
+
+def test_a_process_group_of_another_shape_is_refused():
+    for outcome in outcomes_of_ranks(join_a_group_of_another_shape):
+        assert "is rank 0 of 1 in a process group" in outcome.error
+
+
+def train_with_sync_batchnorm_on_cpu() -> None:
+    make_trainer("ddp_ext", sync_batchnorm=True).fit(WithBatchNorm(), loader())
+
+
+def test_sync_batchnorm_on_cpu_is_refused_before_anything_starts():
+    for outcome in outcomes_of_ranks(train_with_sync_batchnorm_on_cpu):
+        assert "`sync_batchnorm=True` needs GPUs" in outcome.error
+
+
+# --- Fabric ---
+
+
+def train_under_fabric(name: str) -> tuple[dict, str, float]:
+    fabric = Fabric(strategy=name, devices=2, accelerator="cpu")
+    fabric.launch()
+    fabric.seed_everything(11, verbose=False)
+    module = MLP()
+    model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
+    batches = fabric.setup_dataloaders(torch.utils.data.DataLoader(dataset(), batch_size=4))
+    for index, (features, labels) in enumerate(batches):
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            loss = torch.nn.functional.cross_entropy(model(features), labels)
+            fabric.backward(loss)
+        if index % 2 == 1:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    total = fabric.all_reduce(loss.detach(), reduce_op="sum").item()
+    assert fabric.all_gather(torch.tensor(fabric.global_rank)).tolist() == [0, 1]
+    assert fabric.broadcast(fabric.global_rank, src=1) == 1
+    assert fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0, all=False)
+    fabric.barrier()
+    return state_of(module), type(fabric.strategy).__module__, total
+
+
+def train_under_fabric_with_both() -> list[Any]:
+    return [train_under_fabric("ddp_ext"), train_under_fabric("ddp")]
+
+
+def test_fabric_trains_as_with_stock_to_the_last_bit():
+    for ours, theirs in run_ranks(train_under_fabric_with_both):
+        assert ours[1] == FabricDDPStrategy.__module__
+        assert_same_bits(ours[0], theirs[0])
+        assert ours[2] == theirs[2]
+
+
+def save_and_load(directory: str) -> tuple[dict, dict]:
+    fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
+    fabric.launch()
+    torch.manual_seed(fabric.global_rank)
+    net = MLP().net
+    model = fabric.setup_module(net)
+    fabric.save(f"{directory}/model.ckpt", {"model": model})
+    before = state_of(net)
+    with torch.no_grad():
+        net[0].weight.zero_()
+    fabric.load(f"{directory}/model.ckpt", {"model": model})
+    return before, state_of(net)
+
+
+def test_fabric_saves_and_loads_without_the_prefix_of_the_wrapper(tmp_path):
+    for before, after in run_ranks(save_and_load, str(tmp_path)):
+        assert_same_bits(before, after)
+    assert next(iter(torch.load(tmp_path / "model.ckpt")["model"])) == "0.weight"
