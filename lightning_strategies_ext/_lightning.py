@@ -19,6 +19,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcess
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 
 # The four launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C
 # and `_MultiProcessingLauncher` in the prediction loop, so ours must be of those classes.
@@ -31,6 +32,7 @@ __all__ = [
     "layer_sync",
     "move_optimizers",
     "release_sigterm",
+    "skip_needless_moves",
     "trainer_of",
 ]
 
@@ -58,6 +60,31 @@ def trainer_of(module: Any) -> Any:
     exception meets (2.5 to 2.6).
     """
     return module._trainer
+
+
+class _ResultMetricInPlace(_ResultMetric):
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_tensor and not kwargs and args == (self.value.device,):
+            return self
+        return super().to(*args, **kwargs)
+
+
+class _ResultCollectionInPlace(_ResultCollection):
+    def __setitem__(self, key: str, metric: Any) -> None:
+        metric.__class__ = _ResultMetricInPlace
+        super().__setitem__(key, metric)
+
+
+def skip_needless_moves(trainer: Any) -> None:
+    """Spares each ``self.log`` call a walk through the logged value's attributes that moves it to where it already is.
+
+    ``_ResultCollection.log`` calls ``to(value.device)`` on the stored metric every time (2.5 to 2.6), which takes 0.2
+    to 0.4 ms of Python per logged value and step, longer than a small all-reduce. Only this Trainer's collections
+    change; what they hold and return does not.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop in (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        loop._results.__class__ = _ResultCollectionInPlace
 
 
 def intercept_sigterm(

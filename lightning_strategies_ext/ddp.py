@@ -214,6 +214,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             _lightning.move_optimizers(self.optimizers, self.root_device)
             inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
             self._averaging = self._gradient_sync.create_averaging(inner, self.num_processes)
+        _lightning.skip_needless_moves(trainer)
         store = process_group.default_store() if self.world_size > 1 else None
         self._agree_on_sigterm(trainer, TerminationAgreement(store, self.global_rank, self.world_size))
 
