@@ -4,6 +4,7 @@ import argparse
 from importlib.metadata import version
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -31,7 +32,7 @@ def doctor(console: Console) -> int:
     for finding in examine():
         problems += finding.problem is not None
         verdict = "yes" if finding.problem is None else f"no: {finding.problem}"
-        table.add_row(finding.name, ", ".join(finding.front_ends), finding.engine, verdict)
+        table.add_row(finding.name, ", ".join(finding.front_ends), finding.engine, escape(verdict))
     console.print(table)
     console.print("  ".join(f"{name} {version(name)}" for name in ("lightning-strategies-ext", "lightning", "torch")))
     return 1 if problems else 0

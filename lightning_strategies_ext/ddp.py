@@ -18,6 +18,7 @@ import torch.multiprocessing
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -30,7 +31,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_strategies_ext import _lightning, process_group
+from lightning_strategies_ext import _lightning, process_group, registry
 from lightning_strategies_ext.collectives import TorchCollectives
 from lightning_strategies_ext.failure.reconciliation import Reconciliation
 from lightning_strategies_ext.failure.termination import TerminationAgreement
@@ -160,7 +161,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
                 "`sync_batchnorm=True` needs GPUs: torch's SyncBatchNorm does not compute on CPUs. Leave it out, or use"
                 " `accelerator='gpu'`."
             )
-        if not any(is_overridden(hook, module) for hook in ("configure_model", "setup")):
+        module_hooks = ("configure_model", "setup", "configure_callbacks")
+        if not any(is_overridden(hook, module) for hook in module_hooks) and not _has_callback_with_setup(trainer):
             check_has_trainable_parameters(module)
 
     def setup_environment(self) -> None:
@@ -290,6 +292,11 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._averaging = None
         super().teardown()
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills a registry of its own."""
+        registry.register_class(strategy_registry, registry.PYTORCH, cls)
+
     @property
     def _is_automatic_optimization(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
@@ -307,6 +314,16 @@ def check_start_method(start_method: str) -> None:
     available = ["popen", *torch.multiprocessing.get_all_start_methods()]
     if start_method not in available:
         raise ValueError(f"`start_method={start_method!r}` is not available here. Use one of {', '.join(available)}.")
+
+
+def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:
+    """Whether a callback may unfreeze parameters. Lightning's own have a ``setup`` as well; none of them does."""
+    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+    return any(
+        is_overridden("setup", callback, Callback)
+        for callback in callbacks
+        if not type(callback).__module__.startswith("lightning.")
+    )
 
 
 def _explain_unused_parameters(exception: BaseException) -> None:

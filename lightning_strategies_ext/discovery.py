@@ -15,6 +15,7 @@ Other packages can offer strategies the same way, through two entry-point groups
 """
 
 import sys
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from types import ModuleType
@@ -55,10 +56,16 @@ def fill_registry(module: ModuleType) -> None:
 
         strategies = getattr(module, registry_name)
         registry.register_all(strategies, front_end=module.__name__.split(".")[1])
-        for entry_point in entry_points(group=group):
+        for entry_point in _installed_entry_points().select(group=group):
             _register_third_party(strategies, entry_point)
     except Exception as error:
         _say(f"its strategies could not be registered in `{module.__name__}` ({type(error).__name__}: {error}).")
+
+
+@cache
+def _installed_entry_points() -> Any:
+    """All entry points of this environment. Read once: it takes milliseconds, for the metadata of every package."""
+    return entry_points()
 
 
 def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
@@ -68,14 +75,17 @@ def _register_third_party(strategies: Any, entry_point: EntryPoint) -> None:
         top_level = entry_point.module.partition(".")[0]
         if find_spec(top_level) is None:
             raise ModuleNotFoundError(f"there is no module {top_level!r}")
-        if entry_point.name in strategies:
-            raise ValueError("the name is already taken")
-
         from lightning_strategies_ext.registry import LazyStrategy
 
+        name = entry_point.name.lower()  # Lightning lowers what the user gives before it looks it up
+        strategy = LazyStrategy(entry_point.value, owner=owner)
+        if name in strategies:
+            if strategies[name]["strategy"] == strategy:
+                return
+            raise ValueError("the name is already taken")
         strategies.register(
-            entry_point.name,
-            LazyStrategy(entry_point.value, owner=owner),
+            name,
+            strategy,
             description=f"Registered by the package {owner}",
         )
     except Exception as error:

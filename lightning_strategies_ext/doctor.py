@@ -1,6 +1,5 @@
 """Says which strategies are registered and which of them can run in this environment."""
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -46,8 +45,6 @@ def examine() -> Iterator[Finding]:
 
 def _problem(entry: dict[str, Any]) -> str | None:
     """Constructs the strategy as Lightning would; what it refuses is what the user would meet."""
-    if importlib.util.find_spec("lightning") is None:
-        return "Lightning is not installed"
     try:
         entry["strategy"](**entry["init_params"])
     except Exception as error:

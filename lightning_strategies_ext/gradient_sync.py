@@ -100,7 +100,10 @@ class GradientSync:
         if self.comm_hook is None:
             for name, value in (("ddp_comm_state", self.comm_state), ("ddp_comm_wrapper", self.comm_wrapper)):
                 if value is not None:
-                    raise ValueError(f"`{name}` was given without `ddp_comm_hook`, which is what would use it.")
+                    raise ValueError(
+                        f"`{name}={value!r}` was given without `ddp_comm_hook`, which is what would use it. Give the"
+                        " hook as well, or neither."
+                    )
             return
         _check_hook_signature("ddp_comm_hook", self.comm_hook)
         if self.comm_wrapper is not None:
@@ -224,7 +227,11 @@ def _check_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> None:
             f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(_DDP_ARGUMENTS))}."
         )
     cap = ddp_kwargs.get("bucket_cap_mb")
-    if cap is not None and not cap > 0:
+    if cap is None:
+        return
+    if not isinstance(cap, (int, float)):
+        raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes), got {cap!r}.")
+    if not cap > 0:
         raise ValueError(f"`bucket_cap_mb` must be positive (mebibytes), got {cap!r}.")
 
 

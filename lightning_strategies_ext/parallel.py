@@ -152,7 +152,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """Returns when every rank has called it.
 
         Args:
-            name: Shown in profiles and in the error if it fails.
+            name: Shown in the error if it fails.
         """
         self.collectives.barrier(name)
 

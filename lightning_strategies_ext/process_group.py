@@ -54,11 +54,14 @@ def check_backend(backend: str | None) -> None:
             type in torch's form ``"cpu:gloo,cuda:nccl"``. None means: by device.
 
     Raises:
+        TypeError: If it is neither a string nor None.
         ValueError: If the name is unknown.
         RuntimeError: If torch was built without it.
     """
     if backend is None:
         return
+    if not isinstance(backend, str):
+        raise TypeError(f"`process_group_backend` must be a name such as 'gloo', or None, got {backend!r}.")
     known = sorted(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
     for name in _backends_in(backend):
         if name not in known:

@@ -58,16 +58,20 @@ def _ddp_family() -> Iterator[NamedStrategy]:
 STRATEGIES: tuple[NamedStrategy, ...] = (*_ddp_family(),)
 
 
+@dataclass(frozen=True)
 class LazyStrategy:
     """Stands for a strategy class in a registry and loads it when it is called.
 
     Lightning's registries accept any callable. Loading late keeps ``import lightning`` as fast as without us, and a
     package that is broken breaks only the script that asked for it.
+
+    Attributes:
+        target: ``"module:Class"``.
+        owner: The package it belongs to.
     """
 
-    def __init__(self, target: str, owner: str = "lightning-strategies-ext") -> None:
-        self.target = target
-        self.owner = owner
+    target: str
+    owner: str = "lightning-strategies-ext"
 
     def load(self) -> Callable[..., Any]:
         """Returns the class (or factory).
@@ -96,7 +100,7 @@ class LazyStrategy:
 
 
 def register_all(strategies: Any, front_end: str) -> None:
-    """Puts every row that ``front_end`` has a class for into Lightning's registry ``strategies``.
+    """Puts every row that ``front_end`` has a class for, and that is not there yet, into a registry of Lightning's.
 
     Args:
         strategies: ``lightning.pytorch.strategies.StrategyRegistry`` or
@@ -104,7 +108,14 @@ def register_all(strategies: Any, front_end: str) -> None:
         front_end: ``"pytorch"`` or ``"fabric"``.
     """
     for row in STRATEGIES:
-        if front_end in row.classes and row.name not in strategies:
-            strategies.register(
-                row.name, LazyStrategy(row.classes[front_end]), description=row.description, **row.init_params
-            )
+        target = row.classes.get(front_end)
+        if target is not None and row.name not in strategies:
+            strategies.register(row.name, LazyStrategy(target), description=row.description, **row.init_params)
+
+
+def register_class(strategies: Any, front_end: str, strategy_class: type) -> None:
+    """Puts the rows that ``strategy_class`` serves into a registry, for Lightning's ``register_strategies`` hook."""
+    target = f"{strategy_class.__module__}:{strategy_class.__qualname__}"
+    for row in STRATEGIES:
+        if row.classes.get(front_end) == target and row.name not in strategies:
+            strategies.register(row.name, strategy_class, description=row.description, **row.init_params)

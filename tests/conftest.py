@@ -1,10 +1,9 @@
-"""Starts the server that test ranks are forked from once per session."""
+"""Starts the server that test ranks are forked from, once per session and not again in forked tests."""
 
 import pytest
 
 from tests import ranks
 
 
-@pytest.fixture(scope="session", autouse=True)
-def rank_server() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     ranks.start_server()

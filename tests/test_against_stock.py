@@ -402,6 +402,7 @@ def test_synchronised_layers_are_there_for_training_and_reverted_after():
     assert run_ranks(convert_and_revert) == [["SyncedOnCpu", "BatchNorm1d", "BatchNorm1d"]] * 2
 
 
+@pytest.mark.forked
 def test_sync_batchnorm_converts_and_reverts_every_layer():
     strategy = make_trainer("ddp_ext", devices=1, sync_batchnorm=True).strategy
     layer_sync = _lightning.layer_sync(strategy)

@@ -37,6 +37,7 @@ POPEN_NAMES = [row.name for row in STRATEGIES if row.init_params["start_method"]
 FORK_NAMES = [row.name for row in STRATEGIES if row.init_params["start_method"] == "fork"]
 
 
+@pytest.mark.forked
 def test_it_is_a_lightning_ddp_strategy():
     strategy = make_trainer("ddp_ext", devices=1).strategy
     for kind in (DDPStrategy, ParallelStrategy, LightningDDPStrategy, LightningParallelStrategy):
@@ -126,6 +127,7 @@ def test_an_exception_before_setup_tears_down_and_leaves_the_process_usable(hook
     assert_same_bits(first[1], second[1])
 
 
+@pytest.mark.forked
 def test_a_strategy_can_be_pickled():
     strategy = make_trainer("ddp_ext", devices=1).strategy
     assert pickle.loads(pickle.dumps(strategy)).num_processes == 1
@@ -176,6 +178,14 @@ def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
     assert float(row.split("│")[2]) >= 0.97
     assert (tmp_path / "digits.ckpt").is_file()
     assert "destroy" not in result.stdout, "noise about the process group"
+
+
+@pytest.mark.parametrize("strategy_class", [DDPStrategy, FabricDDPStrategy])
+def test_the_classes_register_their_own_names_and_no_other(strategy_class):
+    strategies = type(pl.strategies.StrategyRegistry)()
+    strategy_class.register_strategies(strategies)
+    assert set(strategies) == {row.name for row in STRATEGIES}
+    assert type(strategies.get("ddp_ext")) is strategy_class
 
 
 # --- arguments ---

@@ -135,16 +135,15 @@ class TorchCollectives:
         """Returns when every rank has called it.
 
         Args:
-            name: Shown in profiles and added to the error if the barrier fails.
+            name: Shown in the error if the barrier fails.
         """
         if not process_group.is_initialized():
             return
         device = self._device()
-        label = f"barrier {name}" if name else "barrier"
         try:
-            with torch.profiler.record_function(label):
-                dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+            dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
         except RuntimeError as error:
+            label = f"barrier {name}" if name else "barrier"
             raise RuntimeError(f"Rank {dist.get_rank()}: {label} failed: {error}") from error
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

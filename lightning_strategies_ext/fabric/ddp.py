@@ -10,10 +10,11 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext import process_group
+from lightning_strategies_ext import process_group, registry
 from lightning_strategies_ext.collectives import TorchCollectives
 from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method
 from lightning_strategies_ext.gradient_sync import GradientSync
@@ -68,6 +69,14 @@ class DDPStrategy(FabricDDPStrategy):
         check_devices(parallel_devices)
         process_group.check_backend(process_group_backend)
         process_group.check_timeout(timeout)
+        if precision is not None and not isinstance(precision, Precision):
+            raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
+        if isinstance(ddp_comm_state, PostLocalSGDState):
+            raise ValueError(
+                f"`ddp_comm_state={ddp_comm_state!r}` lets models drift apart, and under Fabric nothing averages them."
+                " Leave it out and average the models in your loop with torch's PeriodicModelAverager, or use the"
+                " Trainer."
+            )
         self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, ddp_kwargs=kwargs)
         super().__init__(
             accelerator=accelerator,
@@ -120,6 +129,11 @@ class DDPStrategy(FabricDDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
         return self.collectives.reduce_boolean_decision(decision, all)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills a registry of its own."""
+        registry.register_class(strategy_registry, registry.FABRIC, cls)
 
     def _get_root_device(self) -> torch.device:
         return self.root_device

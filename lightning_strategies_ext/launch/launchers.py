@@ -37,9 +37,21 @@ class WorkerLauncher(_lightning.MultiProcessingLauncher):
 
     def __init__(self, strategy: Any, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
         super().__init__(strategy, start_method=start_method)
+        self._num_processes: int = strategy.num_processes
         self._check = strategy.check_before_launch
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Starts the workers, runs ``function`` in each, and returns what it returned in the first."""
+        """Starts the workers, runs ``function`` in each, and returns what it returned in the first.
+
+        Raises:
+            ValueError: If the processes are there already, started by torchrun or the like.
+        """
+        environment = self._strategy.cluster_environment
+        if environment is not None and environment.creates_processes_externally and self._num_processes > 1:
+            raise ValueError(
+                f"`start_method={self._start_method!r}` would start {self._num_processes} workers in each of the"
+                f" processes that were started for {type(environment).__name__} already. Use"
+                " `strategy='ddp_ext'`, or start the script once."
+            )
         self._check(trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -1,0 +1,194 @@
+"""Microseconds per collective: the strategy methods of ``ddp_ext`` against those of a stock strategy.
+
+    python -m benchmarks.collectives
+    python -m benchmarks.collectives --rounds 31 --calls 200
+    python -m benchmarks.collectives --quick
+
+Two CPU ranks on this host, gloo. Both strategies live in the same two processes and use the same process group. Per
+operation they take turns, round by round; in a round each runs a block of calls, and the ratio is taken within the
+round. The slower rank counts.
+
+Between two calls each rank computes for a moment (``--gap-us``, taken off the result), since programs do: with calls
+back to back gloo's threads never sleep, ranks run in phase, and a few microseconds of Python in one contender then show
+as a hundred.
+
+A broadcast goes from rank 0 and from rank 1 in turns: with one and the same source that
+source would run ahead, and the block would measure how much can be under way, not how long a call takes.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import silence_lightning
+from benchmarks.ranks import run_ranks
+from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
+
+OURS = "ddp_ext"
+WARMUP_CALLS = 10
+MEGABYTE_OF_FLOATS = 2**20 // 4
+SMALL_DICT = {"monitor": "val_loss", "best": 0.25, "epoch": 3, "stopped": False}
+LARGE_OBJECT = {"state": bytes(100_000)}
+
+#: One call of an operation: (strategy, tensor of the operation, source rank).
+Call = Callable[[Any, torch.Tensor, int], Any]
+
+#: Operation → (number of floats it works on, one call).
+OPERATIONS: dict[str, tuple[int, Call]] = {
+    "reduce (mean), scalar": (1, lambda strategy, tensor, _: strategy.reduce(tensor, reduce_op="mean")),
+    "reduce (mean), 1 MB": (
+        MEGABYTE_OF_FLOATS,
+        lambda strategy, tensor, _: strategy.reduce(tensor, reduce_op="mean"),
+    ),
+    "barrier": (0, lambda strategy, _, __: strategy.barrier()),
+    "broadcast, bool": (0, lambda strategy, _, src: strategy.broadcast(True, src)),
+    "broadcast, small dict": (0, lambda strategy, _, src: strategy.broadcast(SMALL_DICT, src)),
+    "broadcast, 100 kB object": (0, lambda strategy, _, src: strategy.broadcast(LARGE_OBJECT, src)),
+    "all_gather, scalar": (1, lambda strategy, tensor, _: strategy.all_gather(tensor)),
+    "all_gather, 1 MB": (MEGABYTE_OF_FLOATS, lambda strategy, tensor, _: strategy.all_gather(tensor)),
+    "reduce_boolean_decision": (0, lambda strategy, _, __: strategy.reduce_boolean_decision(True)),
+}
+
+
+def make_strategy(name: str) -> Any:
+    """A strategy in the state in which a Trainer calls its collectives, over the process group that exists."""
+    trainer = pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=name, logger=False)
+    trainer.strategy.setup_environment()
+    return trainer.strategy
+
+
+def measure(peer: str, rounds: int, calls: int, gap_us: float) -> dict[str, dict[str, list[float]]]:
+    """Runs on every rank: both strategies, operation by operation, round by round.
+
+    Returns:
+        Operation → strategy → microseconds per call, one value per round.
+    """
+    silence_lightning()
+    strategies = {name: make_strategy(name) for name in (peer, OURS)}
+    results = {}
+    for operation, (num_floats, call) in OPERATIONS.items():
+        # The mean of ones is one: the tensor stays what it is however often it is reduced in place.
+        tensors = {name: torch.ones(num_floats) for name in strategies}
+        check_same_result(operation, call, strategies, tensors)
+        us: dict[str, list[float]] = {name: [] for name in strategies}
+        for name, strategy in strategies.items():
+            time_block(strategy, call, tensors[name], WARMUP_CALLS, gap_us)
+        for round_index in range(rounds):
+            gc.collect()
+            for name in rotated(list(strategies), round_index):
+                us[name].append(time_block(strategies[name], call, tensors[name], calls, gap_us))
+        if dist.get_rank() == 0:
+            print(f"measured {operation}", file=sys.stderr, flush=True)
+        results[operation] = us
+    return results
+
+
+def time_block(strategy: Any, call: Call, tensor: torch.Tensor, calls: int, gap_us: float) -> float:
+    """Microseconds per call, over a block of calls that all ranks begin together; the gaps are taken off."""
+    world_size = dist.get_world_size()
+    dist.barrier()
+    started_at = time.perf_counter()
+    for index in range(calls):
+        call(strategy, tensor, index % world_size)
+        gap_ends_at = time.perf_counter() + gap_us * 1e-6
+        while time.perf_counter() < gap_ends_at:
+            pass
+    return (time.perf_counter() - started_at) * 1e6 / calls - gap_us
+
+
+def check_same_result(operation: str, call: Call, strategies: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Refuses to compare operations that do different things.
+
+    Raises:
+        RuntimeError: If the strategies return different values.
+    """
+    values = [call(strategy, tensors[name], 0) for name, strategy in strategies.items()]
+    first, *others = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+    if any(other != first for other in others):
+        raise RuntimeError(f"{operation}: the strategies {', '.join(strategies)} return different values.")
+
+
+def summarize(operation: str, peer: str, per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
+    """Merges what the ranks measured of one operation; the slower rank of a round counts."""
+    us = {
+        name: [max(samples) for samples in zip(*(rank[operation][name] for rank in per_rank), strict=True)]
+        for name in (peer, OURS)
+    }
+    return {
+        "operation": operation,
+        "us_per_call": {name: vars(Spread.of(samples)) for name, samples in us.items()},
+        "ratios": {f"{peer}/{OURS}": vars(paired_ratio(us[peer], us[OURS]))},
+        "rounds_us_per_call": {name: [round(sample, 2) for sample in samples] for name, samples in us.items()},
+    }
+
+
+def present(summaries: list[dict[str, Any]], directory: Path) -> None:
+    """Prints the table and draws the plot."""
+    names, (ratio,) = list(summaries[0]["us_per_call"]), summaries[0]["ratios"]
+    rows = [
+        [
+            summary["operation"],
+            *(Spread(**summary["us_per_call"][name]).text(0) for name in names),
+            Spread(**summary["ratios"][ratio]).text(),
+        ]
+        for summary in summaries
+    ]
+    print_table(
+        "microseconds per call, 2 CPU ranks, gloo: median [quartiles]",
+        ["operation", *names, ratio],
+        rows,
+        caption=f"A ratio above 1 means that {OURS} is faster.",
+    )
+    labels = [summary["operation"] for summary in summaries]
+    times = {name: [Spread(**summary["us_per_call"][name]) for summary in summaries] for name in names}
+    factors = {ratio: [Spread(**summary["ratios"][ratio]) for summary in summaries]}
+    draw(
+        directory,
+        "collectives",
+        "Collectives, 2 CPU ranks, gloo",
+        [
+            Panel("microseconds per call", labels, times, is_logarithmic=True),
+            Panel(f"time over {OURS}'s", labels, factors, line_at=1, line_label="equal"),
+        ],
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", default="ddp", help="Lightning's strategy to compare with, by name")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds per operation")
+    parser.add_argument("--calls", type=int, default=100, help="calls per round and strategy")
+    parser.add_argument("--gap-us", type=float, default=100, help="microseconds of computing between two calls")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
+    parser.add_argument("--quick", action="store_true", help="three rounds of 20 calls: to see that it runs")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.calls = 3, 20
+    if arguments.rounds < 1 or arguments.calls < 1:
+        parser.error("--rounds and --calls must be positive")
+    if arguments.peer == OURS:
+        parser.error(f"--peer {OURS} would compare {OURS} with itself")
+    return arguments
+
+
+def main() -> None:
+    """Measures, then prints, writes and draws."""
+    arguments = parse_arguments()
+    per_rank = run_ranks(measure, arguments.peer, arguments.rounds, arguments.calls, arguments.gap_us)
+    summaries = [summarize(operation, arguments.peer, per_rank) for operation in OPERATIONS]
+    settings = {name: getattr(arguments, name) for name in ("peer", "rounds", "calls", "gap_us")}
+    present(summaries, arguments.output)
+    write_json(arguments.output, "collectives", {"settings": settings, "results": summaries})
+
+
+if __name__ == "__main__":
+    main()

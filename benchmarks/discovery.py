@@ -1,0 +1,170 @@
+"""Milliseconds that having this package installed adds to ``import torch`` and to ``import lightning``.
+
+    python -m benchmarks.discovery
+    python -m benchmarks.discovery --interpreters 50
+
+``import torch`` takes seconds and varies by more than the few milliseconds in question, so it is not timed with and
+without. Instead a fresh interpreter imports torch with the hook switched off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) and
+then does by itself, under a clock, what torch would have done:
+
+* the search for entry points, which torch does whatever is installed; shown for comparison;
+* loading our entry point and calling it, which is ours and has a budget.
+
+In interpreters of their own: the time to fill Lightning's two registries while Lightning is imported, and the time in
+which our import hook looks at the names of the modules that Lightning imports.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, print_table, write_json
+
+BUDGET_MS = 5.0
+
+#: What is measured → what it is called in the table. All in ms.
+PARTS = {
+    "hook": "import torch: load and call our hook",
+    "search": "import torch: search for entry points",
+    "registries": "import lightning: fill both registries",
+    "lookups": "import lightning: look at module names",
+}
+
+PROBE_TORCH = """
+import json, time
+import torch
+started_at = time.perf_counter()
+from importlib.metadata import entry_points
+found = [point for point in entry_points(group="torch.backends") if point.name == "lightning_strategies_ext"]
+searched_at = time.perf_counter()
+found[0].load()()
+ended_at = time.perf_counter()
+print(json.dumps({"search": (searched_at - started_at) * 1e3, "hook": (ended_at - searched_at) * 1e3}))
+"""
+
+# The functions are replaced by timed ones before our package asks for them; what happens in them stays the same.
+PROBE_LIGHTNING = """
+import json, sys, time
+import torch, wrapt
+seconds = {"registries": 0.0, "lookups": 0.0}
+register = wrapt.register_post_import_hook
+
+def timed(part, function):
+    def call(*args, **kwargs):
+        started_at = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            seconds[part] += time.perf_counter() - started_at
+    return call
+
+wrapt.register_post_import_hook = lambda hook, name: register(timed("registries", hook), name)
+import lightning_strategies_ext
+
+class TimedFinder:
+    def __init__(self, finder):
+        self.find_spec = timed("lookups", finder.find_spec)
+
+sys.meta_path[:] = [TimedFinder(one) if type(one).__module__ == "wrapt.importer" else one for one in sys.meta_path]
+import lightning
+from lightning.pytorch.strategies import StrategyRegistry
+assert "ddp_ext" in StrategyRegistry
+print(json.dumps({part: value * 1e3 for part, value in seconds.items()}))
+"""
+
+
+def run_probe(source: str) -> dict[str, float]:
+    """Runs a program in a fresh interpreter and returns the ms per part that it prints.
+
+    Raises:
+        subprocess.CalledProcessError: If it fails; what it said is on standard error.
+    """
+    completed = subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    ms: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
+    return ms
+
+
+def measure(interpreters: int) -> dict[str, list[float]]:
+    """Runs both probes in ``interpreters`` fresh interpreters each.
+
+    Returns:
+        Part → ms, one value per interpreter.
+    """
+    samples: dict[str, list[float]] = {part: [] for part in PARTS}
+    for index in range(interpreters + 1):
+        ms = {**run_probe(PROBE_TORCH), **run_probe(PROBE_LIGHTNING)}
+        # The first reads files that the operating system has not cached, and may have to compile them.
+        if index > 0:
+            for part, value in ms.items():
+                samples[part].append(value)
+    return samples
+
+
+def summarize(samples: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Median and spread of each part."""
+    return [
+        {
+            "part": part,
+            "budget_ms": BUDGET_MS if part == "hook" else None,
+            "ms": vars(Spread.of(values)),
+            "interpreters_ms": [round(value, 4) for value in values],
+        }
+        for part, values in samples.items()
+    ]
+
+
+def present(summaries: list[dict[str, Any]], directory: Path) -> None:
+    """Prints the table and draws the plot."""
+    spreads = {summary["part"]: Spread(**summary["ms"]) for summary in summaries}
+    rows = [
+        [PARTS[part], spread.text(), f"{spread.maximum:.2f}", f"{BUDGET_MS:.0f}" if part == "hook" else ""]
+        for part, spread in spreads.items()
+    ]
+    hook = spreads["hook"].median
+    print_table(
+        "ms, one fresh interpreter per sample: median [quartiles]",
+        ["part", "ms", "largest", "budget"],
+        rows,
+        caption=f"The hook takes {hook:.2f} ms, {'within' if hook <= BUDGET_MS else 'OVER'} the budget of"
+        f" {BUDGET_MS:.0f} ms. torch searches for entry points whether or not this package is installed.",
+    )
+    panel = Panel("ms", list(PARTS.values()), {"median, quartiles": [spreads[part] for part in PARTS]})
+    panel.line_at, panel.line_label = BUDGET_MS, "budget of the hook"
+    draw(directory, "discovery", "What being installed costs", [panel])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--interpreters", type=int, default=15, help="fresh interpreters per probe")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
+    parser.add_argument("--quick", action="store_true", help="three interpreters: to see that it runs")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.interpreters = 3
+    if arguments.interpreters < 1:
+        parser.error("--interpreters must be positive")
+    return arguments
+
+
+def main() -> None:
+    """Measures, then prints, writes and draws."""
+    arguments = parse_arguments()
+    summaries = summarize(measure(arguments.interpreters))
+    present(summaries, arguments.output)
+    settings = {"interpreters": arguments.interpreters}
+    write_json(arguments.output, "discovery", {"settings": settings, "results": summaries})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""What the benchmarks share after measuring: paired statistics, the environment, tables, JSON and plots.
+
+Contenders take turns, round by round, so a machine that gets slower for a while slows all of them. A ratio is therefore
+taken within each round and its median reported over rounds; the ratio of two medians would let the machine in.
+"""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+DEFAULT_OUTPUT = Path("benchmarks", "results")
+#: Runnable processes on this host before the benchmark added its own; other people's work shows in the spread.
+LOAD_AT_START = round(os.getloadavg()[0], 2)
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Samples in short: median, quartiles, extremes and their number."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    minimum: float
+    maximum: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        """Summarizes at least one sample."""
+        lower, _, upper = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+        return cls(median(samples), lower, upper, min(samples), max(samples), len(samples))
+
+    def text(self, digits: int = 2) -> str:
+        """The median with its quartiles, as a table shows it."""
+        return f"{self.median:.{digits}f} [{self.lower_quartile:.{digits}f}, {self.upper_quartile:.{digits}f}]"
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """The ratio within each round, over the rounds.
+
+    Args:
+        numerators: One sample per round.
+        denominators: One sample per round, in the same order.
+    """
+    return Spread.of([above / below for above, below in zip(numerators, denominators, strict=True)])
+
+
+def rotated(names: Sequence[str], round_index: int) -> list[str]:
+    """The order of the contenders in a round: each is first equally often, and follows each other one."""
+    start = round_index % len(names)
+    order = [*names[start:], *names[:start]]
+    return order[::-1] if (round_index // len(names)) % 2 else order
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to know of the machine and the software; names no host and no path."""
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "lightning": version("lightning"),
+        "lightning-strategies-ext": version("lightning-strategies-ext"),
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load at start": LOAD_AT_START,
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+
+
+def cpu_model() -> str:
+    """The name of the processor, as the operating system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> None:
+    """Prints a table, its first column to the left, with the environment below it."""
+    about = ", ".join(f"{name} {value}" for name, value in environment().items())
+    below = "\n".join(filter(None, [caption, about]))
+    # Escaped, since rich takes what stands in brackets for markup.
+    table = Table(title=escape(title), caption=escape(below), caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(escape(column), justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    # Into a file or a pipe rich would fold the table at 80 columns.
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def write_json(directory: Path, name: str, payload: dict[str, Any]) -> Path:
+    """Writes ``<directory>/<name>.json``: the environment, then ``payload``. Returns the file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{name}.json"
+    file.write_text(json.dumps({"benchmark": name, "environment": environment(), **payload}, indent=1) + "\n")
+    return file
+
+
+@dataclass
+class Panel:
+    """One plot of a figure: for every label, a point with its spread from each series.
+
+    Attributes:
+        axis: What the numbers are, with their unit.
+        labels: Rows, from top to bottom.
+        series: Name → one spread per label.
+        line_at: Where a line shows equality or a budget, if anywhere.
+        line_label: What the line is.
+        is_logarithmic: Whether the axis is.
+    """
+
+    axis: str
+    labels: Sequence[str]
+    series: dict[str, Sequence[Spread]]
+    line_at: float | None = None
+    line_label: str = ""
+    is_logarithmic: bool = False
+    colors: Sequence[str] = field(default=COLORS)
+
+
+def draw(directory: Path, name: str, title: str, panels: Sequence[Panel]) -> Path:
+    """Draws the panels side by side into ``<directory>/<name>.png``: medians, and lines from quartile to quartile."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    height = 1.6 + 0.14 * max(len(panel.labels) * (len(panel.series) + 1) for panel in panels)
+    figure, all_axes = pyplot.subplots(
+        1, len(panels), figsize=(5.2 * len(panels) + 1.5, height), squeeze=False, layout="constrained"
+    )
+    for axes, panel in zip(all_axes[0], panels, strict=True):
+        draw_panel(axes, panel)
+    figure.suptitle(title)
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{name}.png"
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+    return file
+
+
+def draw_panel(axes: Any, panel: Panel) -> None:
+    """Draws one panel on matplotlib axes."""
+    step = 0.7 / len(panel.series)
+    for index, (name, spreads) in enumerate(panel.series.items()):
+        rows = [row + (index - (len(panel.series) - 1) / 2) * step for row in range(len(panel.labels))]
+        medians = [spread.median for spread in spreads]
+        below = [spread.median - spread.lower_quartile for spread in spreads]
+        above = [spread.upper_quartile - spread.median for spread in spreads]
+        color = panel.colors[index % len(panel.colors)]
+        axes.errorbar(medians, rows, xerr=[below, above], fmt="o", color=color, markersize=5, capsize=3, label=name)
+    if panel.line_at is not None:
+        axes.axvline(panel.line_at, color="black", linestyle="--", linewidth=1, label=panel.line_label or None)
+    if panel.is_logarithmic:
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_xlim(left=0)
+    axes.set_yticks(range(len(panel.labels)), panel.labels)
+    axes.invert_yaxis()
+    axes.set_xlabel(panel.axis)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, fontsize="small", frameon=False)

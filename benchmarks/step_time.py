@@ -1,0 +1,196 @@
+"""Milliseconds per training step: Lightning's stock strategy, ours, and a hand-written torch DDP loop.
+
+    python -m benchmarks.step_time
+    python -m benchmarks.step_time --hidden 32 --rounds 21
+    python -m benchmarks.step_time --quick
+
+Two CPU ranks on this host, gloo, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in
+memory. Per width three cases: plain; one metric averaged over ranks per step (``self.log(..., sync_dist=True)``, in the
+hand-written loop one all-reduce); four batches per optimizer step (in the hand-written loop ``no_sync`` on the first
+three).
+
+How it is measured: the ranks start once; in them the contenders take turns, one short training each per round, in an
+order that changes from round to round. A step is one batch, and its time includes all that the loop does between two
+batches. Both ranks read the clock and the slower one counts, since a job is as slow as its slowest rank. Ratios are
+taken within a round. All contenders must arrive at the same weights, else the program fails.
+
+How to read it: a step of 2 ms is almost all latency, of Python and of gloo's round trips, hardly arithmetic. The ratio
+at h=32 says what a loop costs, and will not be found with a model whose step takes 100 ms. On a host with as many
+ranks as cores every other process shows in the numbers.
+"""
+
+import argparse
+import gc
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import Case, Length, silence_lightning, train_by_hand, train_with_lightning
+from benchmarks.ranks import run_ranks
+from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
+
+OURS = "ddp_ext"
+BY_HAND = "raw torch"
+ACCUMULATE = 4
+
+
+def measure(cases: list[Case], peer: str, rounds: int, length: Length) -> list[dict[str, Any]]:
+    """Runs on every rank: all contenders, round by round, case by case.
+
+    Returns:
+        Per case: ``ms`` (contender → one value per round), and after each round the memory in MB (``rss_mb``) and the
+        number of threads (``threads``) of this rank.
+    """
+    silence_lightning()
+    contenders = {
+        peer: partial(train_with_lightning, peer),
+        OURS: partial(train_with_lightning, OURS),
+        BY_HAND: train_by_hand,
+    }
+    process = psutil.Process()
+    results = []
+    for case in cases:
+        ms: dict[str, list[float]] = {name: [] for name in contenders}
+        rss_mb, threads = [], []
+        for round_index in range(rounds):
+            weights = {}
+            for name in rotated(list(contenders), round_index):
+                # The garbage of one contender (a Trainer is full of cycles) must not be collected on another's time.
+                gc.collect()
+                dist.barrier()
+                sample, weights[name] = contenders[name](case, length)
+                ms[name].append(sample)
+            check_same_weights(weights)
+            rss_mb.append(round(process.memory_info().rss / 2**20, 1))
+            threads.append(process.num_threads())
+        if dist.get_rank() == 0:
+            print(f"measured {case.label}", file=sys.stderr, flush=True)
+        results.append({"ms": ms, "rss_mb": rss_mb, "threads": threads})
+    return results
+
+
+def check_same_weights(weights: dict[str, torch.Tensor]) -> None:
+    """Refuses to compare contenders that did different work.
+
+    Raises:
+        RuntimeError: If the weights of two of them differ.
+    """
+    for name, vector in weights.items():
+        if not torch.allclose(vector, weights[BY_HAND], rtol=1e-4, atol=1e-6):
+            raise RuntimeError(f"{name} arrived at other weights than {BY_HAND}: they did not do the same work.")
+
+
+def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merges what the ranks measured of one case; the slower rank of a round counts."""
+    ms = {
+        name: [max(samples) for samples in zip(*(rank["ms"][name] for rank in per_rank), strict=True)]
+        for name in per_rank[0]["ms"]
+    }
+    return {
+        "case": case.label,
+        "hidden": case.hidden,
+        "logs_metric": case.logs_metric,
+        "accumulate": case.accumulate,
+        "ms_per_step": {name: vars(Spread.of(samples)) for name, samples in ms.items()},
+        "ratios": {
+            f"{name}/{OURS}": vars(paired_ratio(samples, ms[OURS])) for name, samples in ms.items() if name != OURS
+        },
+        "rounds_ms_per_step": {name: [round(sample, 4) for sample in samples] for name, samples in ms.items()},
+        "rounds_rank_0": {name: per_rank[0][name] for name in ("rss_mb", "threads")},
+    }
+
+
+def growth(summaries: list[dict[str, Any]]) -> str:
+    """One line on whether later rounds cost more than earlier ones: time of ours, memory and threads of rank 0."""
+    drifts, megabytes = [], []
+    for summary in summaries:
+        times, rss_mb = summary["rounds_ms_per_step"][OURS], summary["rounds_rank_0"]["rss_mb"]
+        half = len(times) // 2
+        if half:
+            drifts.append(Spread.of(times[-half:]).median / Spread.of(times[:half]).median)
+            megabytes.append((rss_mb[-1] - rss_mb[half]) / (len(rss_mb) - 1 - half or 1))
+    threads = [summary["rounds_rank_0"]["threads"][-1] for summary in summaries]
+    if not drifts:
+        return "Growth over rounds: needs at least two rounds."
+    return (
+        f"Later over earlier rounds, {OURS}, median of the cases: {Spread.of(drifts).text()}. Rank 0:"
+        f" {Spread.of(megabytes).median:+.2f} MB per round, {threads[0]} threads after the first case and"
+        f" {threads[-1]} after the last."
+    )
+
+
+def present(summaries: list[dict[str, Any]], directory: Path) -> None:
+    """Prints the table and draws the plot."""
+    names, ratios = list(summaries[0]["ms_per_step"]), list(summaries[0]["ratios"])
+    rows = [
+        [
+            summary["case"],
+            *(Spread(**summary["ms_per_step"][name]).text() for name in names),
+            *(Spread(**summary["ratios"][ratio]).text() for ratio in ratios),
+        ]
+        for summary in summaries
+    ]
+    print_table(
+        "ms per training step, 2 CPU ranks, gloo: median [quartiles]",
+        ["case", *names, *ratios],
+        rows,
+        caption=f"A ratio above 1 means that {OURS} is faster. {growth(summaries)}",
+    )
+    labels = [summary["case"] for summary in summaries]
+    times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
+    factors = {ratio: [Spread(**summary["ratios"][ratio]) for summary in summaries] for ratio in ratios}
+    ratio_colors = ("tab:blue", "tab:green")
+    draw(
+        directory,
+        "step_time",
+        "Training step, 2 CPU ranks, gloo",
+        [
+            Panel("ms per step", labels, times, is_logarithmic=True),
+            Panel(f"time over {OURS}'s", labels, factors, line_at=1, line_label="equal", colors=ratio_colors),
+        ],
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", default="ddp", help="Lightning's strategy to compare with, by name")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 6 give every order once")
+    parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
+    parser.add_argument("--quick", action="store_true", help="three rounds of 20 steps: to see that it runs")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.steps = 3, 20
+    if arguments.rounds < 1 or arguments.steps < 1:
+        parser.error("--rounds and --steps must be positive")
+    if arguments.peer == OURS:
+        parser.error(f"--peer {OURS} would compare {OURS} with itself")
+    return arguments
+
+
+def main() -> None:
+    """Measures, then prints, writes and draws."""
+    arguments = parse_arguments()
+    # A multiple of the accumulation, so that the timed batches hold whole optimizer steps.
+    length = Length(warmup=2 * ACCUMULATE, steps=-(-arguments.steps // ACCUMULATE) * ACCUMULATE)
+    cases = [
+        case
+        for hidden in arguments.hidden
+        for case in (Case(hidden), Case(hidden, logs_metric=True), Case(hidden, accumulate=ACCUMULATE))
+    ]
+    per_rank = run_ranks(measure, cases, arguments.peer, arguments.rounds, length)
+    summaries = [summarize(case, arguments.peer, list(ranks)) for case, *ranks in zip(cases, *per_rank, strict=True)]
+    settings = {"peer": arguments.peer, "rounds": arguments.rounds, "warmup": length.warmup, "steps": length.steps}
+    present(summaries, arguments.output)
+    write_json(arguments.output, "step_time", {"settings": settings, "growth": growth(summaries), "results": summaries})
+
+
+if __name__ == "__main__":
+    main()

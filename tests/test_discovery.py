@@ -1,0 +1,430 @@
+"""The promise of :mod:`lightning_strategies_ext.discovery`: installing the package is enough, and it harms nothing.
+
+No script here imports the package unless that is what its test is about. The scripts run in environments of their own:
+the one of this test run (usually an editable install), one with the project's wheel instead, and one with further
+packages that offer strategies, some of them broken.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from lightning_strategies_ext import __main__
+from lightning_strategies_ext.registry import STRATEGIES
+from tests.ranks import REPOSITORY, clean_environment, kill_tree
+
+PACKAGE = "lightning_strategies_ext"
+AUTOLOAD_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter and what is installed for it."""
+
+    python: Path
+    work_dir: Path
+
+    def run(
+        self, *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120
+    ) -> "subprocess.CompletedProcess[str]":
+        """Runs the interpreter away from the repository, so that only what is installed can be imported."""
+        process = subprocess.Popen(
+            [self.python, *command],
+            env={**clean_environment(), "PYTHONPATH": "", "COLUMNS": "400", **(env or {})},
+            cwd=self.work_dir,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        finally:
+            kill_tree(process.pid)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    def report(self, script: str, *options: str, env: dict[str, str] | None = None) -> "Report":
+        """Runs a script that prints one JSON value, and must succeed."""
+        result = self.run(*options, "-c", script, env=env)
+        assert result.returncode == 0, result.stdout + result.stderr
+        ours = [line for line in result.stderr.splitlines() if line.startswith("lightning-strategies-ext:")]
+        return Report(json.loads(result.stdout.splitlines()[-1]), ours)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a script printed, and the lines that this package wrote to standard error meanwhile."""
+
+    value: object
+    said: list[str]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, REPOSITORY]
+    build = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert build.returncode == 0, build.stdout + build.stderr
+    (path,) = directory.glob("*.whl")
+    return path
+
+
+def link_entries(source: Path, target: Path) -> None:
+    for entry in source.iterdir():
+        if PACKAGE not in entry.name and not (target / entry.name).exists():
+            (target / entry.name).symlink_to(entry)
+
+
+@pytest.fixture(scope="session")
+def make_environment(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Environment, Path]]:
+    """Makes environments that hold everything this one holds, but this project as its wheel.
+
+    torch and the rest are links, which takes a fifth of a second. A pure wheel is installed by unpacking it.
+    """
+
+    def make(name: str) -> tuple[Environment, Path]:
+        directory = tmp_path_factory.mktemp(name)
+        venv.create(directory / "venv", with_pip=False, symlinks=True)
+        (site,) = (directory / "venv" / "lib").glob("python*/site-packages")
+        for source in map(Path, sys.path):
+            if source.name in ("site-packages", "dist-packages"):
+                link_entries(source, site)
+        if sys.prefix != sys.base_prefix:
+            link_entries(Path(sys.prefix, "lib"), directory / "venv" / "lib")  # mpich's wheel puts libmpi there
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+        (directory / "work").mkdir()
+        return Environment(directory / "venv" / "bin" / "python", directory / "work"), site
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wheel_install(make_environment: Callable[[str], tuple[Environment, Path]]) -> Environment:
+    return make_environment("wheel")[0]
+
+
+@pytest.fixture(scope="session")
+def this_install(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment(Path(sys.executable), tmp_path_factory.mktemp("editable"))
+
+
+def install_package(
+    site: Path, name: str, pytorch: dict[str, str], fabric: dict[str, str] | None = None, source: str | None = None
+) -> None:
+    """Puts a package of one module (none if ``source`` is None) where an installer would, with its entry points."""
+    dist_info = site / f"{name}-1.0.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    lines = []
+    for front_end, strategies in (("pytorch", pytorch), ("fabric", fabric or {})):
+        lines += [f"[lightning.{front_end}.strategies]", *(f"{key} = {value}" for key, value in strategies.items())]
+    (dist_info / "entry_points.txt").write_text("\n".join(lines))
+    if source is not None:
+        (site / f"{name}.py").write_text(source)
+
+
+@pytest.fixture(scope="session")
+def third_parties(make_environment: Callable[[str], tuple[Environment, Path]]) -> Environment:
+    """One package that works and is read between broken ones, in whatever order the metadata come."""
+    environment, site = make_environment("third_parties")
+    good = """
+from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
+class Good(SingleDeviceStrategy): pass
+class GoodFabric(FabricSingleDeviceStrategy): pass
+"""
+    names = {"good_one": "good_strategies:Good", "Good_Two": "good_strategies:Good"}
+    install_package(site, "good_strategies", names, {"good_one": "good_strategies:GoodFabric"}, source=good)
+    install_package(site, "absent_module", {"absent_one": "module_that_is_not_there:Strategy"})
+    install_package(
+        site, "raises_at_import", {"raising_one": "raises_at_import:S"}, source="raise OSError('[/lib] gone')"
+    )
+    install_package(site, "name_thief", {"ddp": "name_thief:Thief"}, source="class Thief: pass")
+    return environment
+
+
+# --- the name is enough ---
+
+CONSTRUCT = """
+import json, sys
+from lightning import Fabric, Trainer
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.strategies import DDPStrategy
+trainer = Trainer(strategy="ddp_ext", accelerator="cpu", devices=1, logger=False)
+fabric = Fabric(strategy="ddp_ext", accelerator="cpu", devices=1)
+print(json.dumps({
+    "package": sys.modules["lightning_strategies_ext"].__file__,
+    "Trainer": [type(trainer.strategy).__module__, isinstance(trainer.strategy, DDPStrategy)],
+    "Fabric": [type(fabric.strategy).__module__, isinstance(fabric.strategy, FabricDDPStrategy)],
+}))
+"""
+
+
+@pytest.mark.parametrize("install", ["wheel_install", "this_install"])
+def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, request: pytest.FixtureRequest) -> None:
+    environment: Environment = request.getfixturevalue(install)
+    report = environment.report(CONSTRUCT)
+    is_from_wheel = environment.python.parents[1] in Path(report.value["package"]).parents
+    assert is_from_wheel == (install == "wheel_install")
+    assert report.value["Trainer"] == ["lightning_strategies_ext.ddp", True]
+    assert report.value["Fabric"] == ["lightning_strategies_ext.fabric.ddp", True]
+    assert report.said == []
+
+
+def test_the_wheel_trains_on_two_processes(wheel_install: Environment) -> None:
+    result = wheel_install.run(REPOSITORY / "examples" / "digits.py", "--epochs", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    cells = {row[0]: row[1] for row in table(result.stdout) if len(row) == 2}
+    assert (cells["strategy"], cells["processes"]) == ("ddp_ext", "2")
+
+
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+cli = LightningCLI(BoringModel, BoringDataModule)
+print(type(cli.trainer.strategy).__module__, cli.trainer.global_step)
+"""
+
+
+def test_the_name_works_on_the_command_line_of_lightning_cli(wheel_install: Environment) -> None:
+    options = "strategy=ddp_ext accelerator=cpu devices=1 max_steps=2 logger=false enable_progress_bar=false"
+    result = wheel_install.run("-c", CLI, "fit", *(f"--trainer.{option}" for option in options.split()))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "lightning_strategies_ext.ddp 2"
+
+
+# --- switched off, and on again by an import ---
+
+IMPORT_AFTER_LIGHTNING = """
+import json
+import lightning.fabric.strategies, lightning.pytorch.strategies
+from lightning.pytorch import Trainer
+
+def attempt():
+    try:
+        return type(Trainer(strategy="ddp_ext", accelerator="cpu", devices=1, logger=False).strategy).__module__
+    except ValueError as error:
+        return str(error)
+
+def registered():
+    return [list(lightning.pytorch.strategies.StrategyRegistry), list(lightning.fabric.strategies.STRATEGY_REGISTRY)]
+
+before = attempt()
+import lightning_strategies_ext
+after, once = attempt(), registered()
+for _ in range(2):
+    lightning_strategies_ext.discovery.install()
+    lightning_strategies_ext.discovery.fill_registry(lightning.pytorch.strategies)
+    lightning_strategies_ext.discovery.fill_registry(lightning.fabric.strategies)
+print(json.dumps([before, after, registered() == once]))
+"""
+
+
+def test_with_autoload_off_an_import_of_ours_registers_the_names_and_again_is_harmless(
+    wheel_install: Environment,
+) -> None:
+    report = wheel_install.report(IMPORT_AFTER_LIGHTNING, env=AUTOLOAD_OFF)
+    before, after, is_unchanged = report.value
+    assert "invalid strategy name" in before
+    assert after == "lightning_strategies_ext.ddp"
+    assert is_unchanged
+    assert report.said == []
+
+
+def test_with_autoload_off_the_import_of_ours_may_come_first(wheel_install: Environment) -> None:
+    report = wheel_install.report(f"import lightning_strategies_ext\n{CONSTRUCT}", env=AUTOLOAD_OFF)
+    assert report.value["Trainer"] == ["lightning_strategies_ext.ddp", True]
+    assert report.value["Fabric"] == ["lightning_strategies_ext.fabric.ddp", True]
+
+
+# --- it costs nothing ---
+
+MODULES_AFTER = "import json, sys, {}; print(json.dumps(sorted(sys.modules)))"
+
+
+def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment) -> None:
+    script = MODULES_AFTER.format("torch")
+    with_hook = set(wheel_install.report(script).value)
+    added = with_hook - set(wheel_install.report(script, env=AUTOLOAD_OFF).value)
+    assert f"{PACKAGE}.discovery" in added
+    assert {name.partition(".")[0] for name in added} - sys.stdlib_module_names <= {PACKAGE, "wrapt"}
+    assert {name for name in added if name.startswith(PACKAGE)} == {PACKAGE, f"{PACKAGE}.discovery"}
+    assert not with_hook & {"lightning", "horovod"}
+
+
+def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_install: Environment) -> None:
+    script = MODULES_AFTER.format("torch, lightning")
+    warnings_are_errors = ("-W", "error")
+    result = wheel_install.run(*warnings_are_errors, "-c", script)
+    if result.returncode and wheel_install.run(*warnings_are_errors, "-c", script, env=AUTOLOAD_OFF).returncode:
+        pytest.skip("`python -W error -c 'import lightning'` fails here without this package already")
+    assert result.returncode == 0, result.stderr
+    ours = {name for name in json.loads(result.stdout) if name.startswith(PACKAGE)}
+    assert ours == {PACKAGE, f"{PACKAGE}.discovery", f"{PACKAGE}.registry"}
+
+
+def write_stub_of_lightning(directory: Path, registries: dict[str, str]) -> dict[str, str]:
+    """Writes a package ``lightning`` whose two halves do not import each other, unlike the real one's.
+
+    Returns:
+        The environment variables with which it shadows the real one.
+    """
+    for half, registry_name in registries.items():
+        strategies = directory / "lightning" / half / "strategies.py"
+        strategies.parent.mkdir(parents=True)
+        (strategies.parents[1] / "__init__.py").touch()
+        strategies.write_text(
+            "class Registry(dict):\n"
+            "    def register(self, name, strategy, **about): self[name] = dict(about, strategy=strategy)\n"
+            f"{registry_name} = Registry()\n"
+        )
+    return {"PYTHONPATH": str(directory)}
+
+
+@pytest.mark.parametrize(("half", "other"), [("fabric", "pytorch"), ("pytorch", "fabric")])
+def test_filling_one_registry_does_not_import_the_other_half_of_lightning(
+    wheel_install: Environment, tmp_path: Path, half: str, other: str
+) -> None:
+    registries = {"fabric": "STRATEGY_REGISTRY", "pytorch": "StrategyRegistry"}
+    env = write_stub_of_lightning(tmp_path, registries)
+    script = f"""
+import json, sys, lightning_strategies_ext
+from lightning.{half}.strategies import {registries[half]} as registry
+print(json.dumps(["ddp_ext" in registry, [name for name in sys.modules if name.startswith("lightning.{other}")]]))
+"""
+    assert wheel_install.report(script, env=env).value == [True, []]
+
+
+# --- it breaks nothing ---
+
+
+def test_a_broken_hook_does_not_break_import_torch(wheel_install: Environment, tmp_path: Path) -> None:
+    (tmp_path / "wrapt.py").write_text("raise OSError('no such library')")
+    report = wheel_install.report("import torch; print(len(torch.ones(3)))", env={"PYTHONPATH": str(tmp_path)})
+    assert report.value == 3
+    assert len(report.said) == 1
+    assert "could not be registered (OSError: no such library)" in report.said[0]
+
+
+def test_a_lightning_with_other_registries_can_still_be_imported(wheel_install: Environment, tmp_path: Path) -> None:
+    env = write_stub_of_lightning(tmp_path, {"fabric": "renamed", "pytorch": "renamed"})
+    script = "import lightning_strategies_ext, lightning.pytorch.strategies, lightning.fabric.strategies; print(1)"
+    report = wheel_install.report(script, env=env)
+    assert [re.search("`(.*?)`", line)[1] for line in report.said] == [
+        "lightning.pytorch.strategies",
+        "lightning.fabric.strategies",
+    ]
+
+
+# --- strategies of other packages ---
+
+USE_THIRD_PARTIES = """
+import json
+import lightning.pytorch.strategies
+from lightning import Fabric, Trainer
+
+def attempt(front_end, name):
+    try:
+        strategy = front_end(strategy=name, accelerator="cpu", devices=1).strategy
+        return f"{type(strategy).__module__}.{type(strategy).__qualname__}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+names = ["good_one", "Good_Two", "ddp_ext", "ddp", "absent_one", "raising_one"]
+print(json.dumps({"Trainer": {name: attempt(Trainer, name) for name in names}, "Fabric": attempt(Fabric, "good_one")}))
+"""
+
+
+@pytest.fixture(scope="session")
+def third_party_report(third_parties: Environment) -> Report:
+    return third_parties.report(USE_THIRD_PARTIES)
+
+
+def test_another_package_offers_a_strategy_through_our_entry_points(third_party_report: Report) -> None:
+    assert third_party_report.value["Trainer"]["good_one"] == "good_strategies.Good"
+    assert third_party_report.value["Fabric"] == "good_strategies.GoodFabric"
+
+
+def test_a_name_with_capitals_is_found_although_lightning_lowers_what_it_is_given(third_party_report: Report) -> None:
+    assert third_party_report.value["Trainer"]["Good_Two"] == "good_strategies.Good"
+
+
+def test_broken_packages_leave_our_names_as_they_are(third_party_report: Report) -> None:
+    assert third_party_report.value["Trainer"]["ddp_ext"] == "lightning_strategies_ext.ddp.DDPStrategy"
+
+
+def test_a_package_cannot_take_a_name_of_lightnings(third_party_report: Report) -> None:
+    assert third_party_report.value["Trainer"]["ddp"] == "lightning.pytorch.strategies.ddp.DDPStrategy"
+
+
+def test_each_entry_point_that_cannot_be_registered_is_said_in_one_line_that_names_its_package(
+    third_party_report: Report,
+) -> None:
+    absent, thief = sorted(third_party_report.said)
+    assert "'absent_one'" in absent
+    assert "package absent_module is not available: there is no module 'module_that_is_not_there'" in absent
+    assert "'ddp'" in thief
+    assert "package name_thief is not available: the name is already taken" in thief
+    assert "invalid strategy name" in third_party_report.value["Trainer"]["absent_one"]
+
+
+def test_a_module_that_raises_breaks_only_the_script_that_asks_for_it(third_party_report: Report) -> None:
+    message = third_party_report.value["Trainer"]["raising_one"]
+    assert message.startswith("ImportError")
+    assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in message
+
+
+def test_registering_again_says_nothing_new_about_other_packages(third_parties: Environment, tmp_path: Path) -> None:
+    env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry"})
+    script = """
+import json, lightning.pytorch.strategies as strategies
+from lightning_strategies_ext import discovery
+discovery.fill_registry(strategies)
+print(json.dumps(sorted(strategies.StrategyRegistry)))
+"""
+    report = third_parties.report(script, env=env)
+    assert "good_one" in report.value
+    assert not [line for line in report.said if "good_strategies" in line]
+
+
+# --- the doctor ---
+
+
+def table(output: str) -> list[list[str]]:
+    """The rows of a table that rich printed."""
+    rows = [re.split("[│┃|]", line) for line in output.splitlines()]
+    return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
+
+
+def test_the_command_line_shows_every_strategy_its_engine_and_that_it_can_run(wheel_install: Environment) -> None:
+    result = wheel_install.run("-m", PACKAGE)
+    assert result.returncode == 0, result.stdout + result.stderr
+    shown = {row[0]: row[1:] for row in table(result.stdout)}
+    for strategy in STRATEGIES:
+        assert shown[strategy.name] == ["Trainer, Fabric", strategy.engine, "yes"]
+
+
+def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
+    result = third_parties.run("-m", PACKAGE, "doctor")
+    assert result.returncode == 1, result.stdout + result.stderr
+    shown = {row[0]: row[-1] for row in table(result.stdout)}
+    assert shown["raising_one"].startswith("no: ")
+    assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]
+    assert shown["good_one"] == "yes"
+    assert all(shown[strategy.name] == "yes" for strategy in STRATEGIES)
+
+
+def test_the_console_command_is_the_same_program() -> None:
+    (command,) = entry_points(group="console_scripts", name="lightning-strategies-ext")
+    assert command.load() is __main__.main
