@@ -16,7 +16,9 @@ What it does not promise: that a rank whose peer has died stops at a common step
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 
 from torch.distributed import PrefixStore, Store
@@ -33,6 +35,10 @@ POLLS_PER_SECOND_OF_STORE = 1000
 
 #: How long a rank that knows of a request waits for the last step of the others, in seconds.
 DECISION_TIMEOUT_S = 30.0
+
+#: How long rank 0 waits, once the run has to end, for the others to read which step is the last, in seconds.
+READ_TIMEOUT_S = 5.0
+_READ_POLL_INTERVAL_S = 0.02
 
 _REQUESTED = "requested"
 _run_numbers: Iterator[int] = count()
@@ -86,10 +92,18 @@ class TerminationAgreement:
         return self._must_stop_before((self._step[0], self._step[1] + 1))
 
     def close(self) -> None:
-        """Ends this rank's part without talking to the others. Harmless when called again."""
+        """Ends this rank's part. Harmless when called again.
+
+        Without a request nobody is talked to. After one, rank 0, whose process usually holds the store, first waits
+        until the others have read the decision.
+        """
+        is_first_call = not self._closed.is_set()
         self._closed.set()
-        if self._store is not None:
-            self._thread.join()
+        if self._store is None:
+            return
+        self._thread.join()
+        if is_first_call and self._rank == 0 and self._last_step is not None:
+            self._wait_for_readers(self._store)
 
     def _must_stop_before(self, step: Step) -> bool:
         if self._store is None:
@@ -134,7 +148,14 @@ class TerminationAgreement:
                 break
         else:
             self._last_step = max(_decode(self._store.get(key)) for key in keys)
+            self._store.set(f"read/{self._rank}", "")
         self._decided.set()
+
+    def _wait_for_readers(self, store: Store) -> None:
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        with suppress(RuntimeError):  # the store is elsewhere, and gone
+            while not store.check([f"read/{rank}" for rank in range(self._world_size)]) and time.monotonic() < deadline:
+                time.sleep(_READ_POLL_INTERVAL_S)
 
 
 def _step_key(rank: int) -> str:
