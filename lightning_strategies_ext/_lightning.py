@@ -21,6 +21,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 
+# How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
+from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+
 # The four launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C
 # and `_MultiProcessingLauncher` in the prediction loop, so ours must be of those classes.
 __all__ = [
@@ -28,6 +31,7 @@ __all__ = [
     "FabricSubprocessScriptLauncher",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
+    "TunerExitException",
     "intercept_sigterm",
     "layer_sync",
     "move_optimizers",

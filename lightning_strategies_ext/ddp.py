@@ -178,6 +178,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the process group as the rank that the cluster environment gives to this process."""
         assert self.cluster_environment is not None
+        self._has_failed = False
         reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or process_group.default_backend(self.root_device)
@@ -218,7 +219,9 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self._averaging = self._gradient_sync.create_averaging(inner, self.num_processes)
         _lightning.skip_needless_moves(trainer)
         store = process_group.default_store() if self.world_size > 1 else None
-        self._agree_on_sigterm(trainer, TerminationAgreement(store, self.global_rank, self.world_size))
+        must_stop = self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
+        agreement = TerminationAgreement(store, self.global_rank, self.world_size, is_requested=must_stop)
+        self._agree_on_sigterm(trainer, agreement)
 
     def configure_ddp(self) -> None:
         """Wraps the LightningModule in DDP, with the communication hook."""

@@ -70,6 +70,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         )
         self._termination: TerminationAgreement | None = None
         self._reconciliation: Reconciliation | None = None
+        self._has_failed = False
+        self._was_asked_to_stop = False
 
     @property
     @abstractmethod
@@ -127,7 +129,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Raises:
             ValueError: If ``reduce_op`` is unknown.
         """
-        return self.collectives.reduce(tensor, group, reduce_op)
+        return tensor if self._has_failed else self.collectives.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``.
@@ -137,6 +139,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             group: Ranks that take part, default all.
             sync_grads: Whether gradients flow back through the result, to every rank's input.
         """
+        if self._has_failed:
+            return torch.stack([tensor] * self.world_size)
         return self.collectives.all_gather(tensor, group, sync_grads)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -146,7 +150,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             ValueError: If there is no such rank.
             RuntimeError: On every rank, if the object cannot be pickled.
         """
-        return self.collectives.broadcast(obj, src)
+        return obj if self._has_failed else self.collectives.broadcast(obj, src)
 
     def barrier(self, name: str | None = None) -> None:
         """Returns when every rank has called it.
@@ -154,13 +158,27 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Args:
             name: Shown in the error if it fails.
         """
-        self.collectives.barrier(name)
+        if not self._has_failed:
+            self.collectives.barrier(name)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
-        return self.collectives.reduce_boolean_decision(decision, all)
+        return bool(decision) if self._has_failed else self.collectives.reduce_boolean_decision(decision, all)
 
     # --- exception, teardown ---
+
+    def note_failure(self, exception: BaseException) -> None:
+        """Says to the other ranks that this one has failed; called before any ``on_exception`` hook.
+
+        From here to the next stage the collectives of this rank return its own values: no other rank takes part, and a
+        callback that saves a checkpoint would wait in a barrier for ever. An agreed SIGTERM is no failure, and the
+        Tuner's way out of a trial is none either.
+        """
+        if isinstance(exception, (SIGTERMException, _lightning.TunerExitException)):
+            return
+        self._has_failed = True
+        if self._reconciliation is not None and isinstance(exception, Exception):
+            self._reconciliation.announce("".join(traceback.format_exception(exception)))
 
     def reconciliate_processes(self, trace: str) -> None:
         """Ends the other ranks of this host after this one failed, so that none waits for it.
@@ -188,6 +206,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
         if self._termination is not None:
             self._termination.close()
+            # A request that came after the last step, while a checkpoint was saved, say, is for the next stage.
+            self._was_asked_to_stop = self._termination.is_unanswered
             self._termination = None
             module = self.lightning_module
             trainer = None if module is None else _lightning.trainer_of(module)

@@ -1,8 +1,14 @@
 """Starts the server that test ranks are forked from, once per session and not again in forked tests."""
 
+import os
+
 import pytest
 
 from tests import ranks
+
+# Lightning's detection of MPI initializes it in every rank that makes a Trainer, which takes half a second and leaves a
+# file in /dev/shm for each rank that is killed or forked. The one test that uses MPI takes this back.
+os.environ.setdefault("MPI4PY_MPIABI", "none")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -19,10 +19,11 @@ from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from packaging.version import Version
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext import DDPStrategy, _lightning
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from tests.models import MLP, loader, make_trainer
 from tests.ranks import REPOSITORY, run_ranks
@@ -274,6 +275,30 @@ def test_trainer_of_answers_where_the_public_property_raises() -> None:
         _ = module.trainer
     module.trainer = trainer
     assert _lightning.trainer_of(module) is trainer
+
+
+class NotesFailures(DDPStrategy):
+    noted: type[BaseException] | None = None
+
+    def note_failure(self, exception: BaseException) -> None:
+        super().note_failure(exception)
+        self.noted = type(exception)
+
+
+def find_learning_rate(directory: Path) -> tuple[bool, bool]:
+    """Whether a finder leaves its trial by the exception we know, and whether the strategy takes it for a failure."""
+    strategy = NotesFailures()
+    trainer = make_trainer(strategy, devices=1, default_root_dir=directory)
+    Tuner(trainer).lr_find(TunableMLP(), loader(), num_training=5)
+    return strategy.noted is _lightning.TunerExitException, strategy._has_failed
+
+
+class TunableMLP(MLP):
+    lr = 1e-3
+
+
+def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: Path) -> None:
+    assert run_ranks(find_learning_rate, tmp_path, world_size=1) == [(True, False)]
 
 
 # --- where private names may stand ---

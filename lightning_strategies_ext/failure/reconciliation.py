@@ -13,9 +13,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 
 import psutil
 import torch.distributed as dist
@@ -27,6 +28,8 @@ ANNOUNCE_S = 1.0
 #: How long the others then have to end by themselves, in seconds.
 GRACE_S = 5.0
 _POLL_INTERVAL_S = 0.05
+# Counted per process and not per strategy: what one Trainer has left in the store must not be read by the next.
+_stage_numbers: Iterator[int] = count()
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,6 @@ class Reconciliation:
     def __init__(self) -> None:
         self._rank = dist.get_rank()
         self._default_store = process_group.default_store()
-        self._stage = 0
         peers: list[Peer] = [Peer.this_process(self._rank)] * dist.get_world_size()
         dist.all_gather_object(peers, peers[0])
         self._peers: Sequence[Peer] = [peer for peer in peers if peer.rank != self._rank]
@@ -67,8 +69,8 @@ class Reconciliation:
 
     def start_stage(self) -> None:
         """Forgets the failures of the stage before; called by all ranks together."""
-        self._stage += 1
-        self._store = dist.PrefixStore(f"lightning_strategies_ext/reconciliation/{self._stage}", self._default_store)
+        prefix = f"lightning_strategies_ext/reconciliation/{next(_stage_numbers)}"
+        self._store = dist.PrefixStore(prefix, self._default_store)
 
     def first_failure(self) -> str | None:
         """The trace of another rank that failed before, with its rank, or None."""
@@ -76,6 +78,11 @@ class Reconciliation:
             if self._has_failed(peer):
                 return f"Rank {peer.rank} failed first:\n{self._store.get(_key(peer)).decode()}"
         return None
+
+    def announce(self, trace: str) -> None:
+        """Says that this rank has failed and will end by itself; returns at once."""
+        with suppress(RuntimeError):  # the store went away with rank 0: the others know that something is wrong
+            self._store.set(_key(self._rank), trace)
 
     def reconciliate(self, trace: str) -> None:
         """Announces that this rank has failed and ends the ranks of this host that do not end by themselves.
@@ -85,12 +92,11 @@ class Reconciliation:
         Args:
             trace: The trace of this rank's failure, shown if another rank has to be killed.
         """
-        with suppress(RuntimeError):  # the store went away with rank 0: the others know that something is wrong
-            self._store.set(_key(self._rank), trace)
+        self.announce(trace)
         if not self._wait_for_others(ANNOUNCE_S):
-            # A rank inside a gloo collective wakes up with an error once our sockets close.
+            # A rank inside a gloo collective wakes up with an error once its connection to us closes.
             if dist.is_initialized() and dist.get_backend() == "gloo":
-                process_group.stop()
+                _disconnect_from(self._unreconciled())
             self._wait_for_others(GRACE_S)
         for peer in self._unreconciled():
             _say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end, it is killed. {trace}")
@@ -115,6 +121,22 @@ class Reconciliation:
             return bool(self._store.check([_key(peer)]))
         except RuntimeError:
             return False
+
+
+def _disconnect_from(peers: Sequence[Peer]) -> None:
+    """Shuts down this process's TCP connections to others on its host, but for the key-value store's.
+
+    `destroy_process_group` does not do that: the model in DDP keeps the group, and traces keep the model (torch 2.13).
+    """
+    theirs: set[tuple[str, int]] = set()
+    for peer in peers:
+        with suppress(psutil.Error):
+            theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
+    store_port = int(os.environ["MASTER_PORT"])
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr in theirs and store_port not in (connection.laddr.port, connection.raddr.port):
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as twin:
+                twin.shutdown(socket.SHUT_RDWR)
 
 
 def _key(rank: int | Peer) -> str:

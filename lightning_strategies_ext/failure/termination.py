@@ -52,25 +52,35 @@ class TerminationAgreement:
         rank: Global rank of this process.
         world_size: Number of ranks.
         poll_interval_s: Seconds between two looks into the store. None chooses by the world size.
+        is_requested: Whether the ranks know already that they have to stop, before the first step; the same on all.
     """
 
     def __init__(
-        self, store: Store | None, rank: int = 0, world_size: int = 1, poll_interval_s: float | None = None
+        self,
+        store: Store | None,
+        rank: int = 0,
+        world_size: int = 1,
+        poll_interval_s: float | None = None,
+        is_requested: bool = False,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
         self._poll_interval_s = poll_interval_s or max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
-        self._requested = False
-        self._agreeing = False
+        self._requested = self._agreeing = is_requested
+        self._has_stopped = False
         self._step: Step = (0, 0)
         self._last_step: Step | None = None
         self._lock = threading.Lock()
         self._decided = threading.Event()
         self._closed = threading.Event()
         self._store: Store | None = None
+        self._thread: threading.Thread | None = None
+        if is_requested:
+            self._decided.set()
         if store is not None:
             # Every stage has keys of its own: a request that came too late for one stage must not end the next.
             self._store = PrefixStore(f"lightning_strategies_ext/termination/{next(_run_numbers)}", store)
+        if store is not None and not is_requested:
             self._thread = threading.Thread(target=self._watch, name="termination-agreement", daemon=True)
             self._thread.start()
 
@@ -78,6 +88,11 @@ class TerminationAgreement:
     def is_requested(self) -> bool:
         """Whether this rank knows that some rank was asked to stop."""
         return self._requested
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether this rank knows of a request and has not been told to stop: it came after the stage's last step."""
+        return self._requested and not self._has_stopped
 
     def request(self) -> None:
         """Asks all ranks to stop. Safe in a signal handler: takes no lock and talks to nobody."""
@@ -99,13 +114,17 @@ class TerminationAgreement:
         """
         is_first_call = not self._closed.is_set()
         self._closed.set()
-        if self._store is None:
+        if self._store is None or self._thread is None:
             return
         self._thread.join()
         if is_first_call and self._rank == 0 and self._last_step is not None:
             self._wait_for_readers(self._store)
 
     def _must_stop_before(self, step: Step) -> bool:
+        self._has_stopped = self._is_after_last(step)
+        return self._has_stopped
+
+    def _is_after_last(self, step: Step) -> bool:
         if self._store is None:
             self._step = step
             return self._requested

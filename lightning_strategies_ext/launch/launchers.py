@@ -20,11 +20,17 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._check = strategy.check_before_launch
+        self._note_failure = strategy.note_failure
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the processes if they are not there yet, and runs ``function`` in this one."""
         self._check(trainer)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException as exception:
+            # Before the callbacks' `on_exception`, which may save a checkpoint, with a barrier, and take long.
+            self._note_failure(exception)
+            raise
 
 
 class WorkerLauncher(_lightning.MultiProcessingLauncher):
