@@ -139,9 +139,8 @@ class TorchCollectives:
         """
         if not process_group.is_initialized():
             return
-        device = self._device()
         try:
-            dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+            dist.barrier(device_ids=[self._device().index] if dist.get_backend() == "nccl" else None)
         except RuntimeError as error:
             label = f"barrier {name}" if name else "barrier"
             raise RuntimeError(f"Rank {dist.get_rank()}: {label} failed: {error}") from error
