@@ -184,10 +184,11 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._process_group_backend = self._process_group_backend or process_group.default_backend(self.root_device)
         process_group.start(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
         if self.world_size > 1:
-            if self._reconciliation is None:
+            known = self._reconciliation
+            if known is None or known.default_store is not process_group.default_store():
                 self._reconciliation = Reconciliation()
             else:
-                self._reconciliation.start_stage()
+                known.start_stage()
 
     # --- setup ---
 

@@ -56,11 +56,15 @@ class Peer:
 
 
 class Reconciliation:
-    """One rank's knowledge of the others. Create it on all ranks together: it gathers where each one runs."""
+    """One rank's knowledge of the others. Create it on all ranks together: it gathers where each one runs.
+
+    Attributes:
+        default_store: The store of the process group that it was created in, and is good for.
+    """
 
     def __init__(self) -> None:
         self._rank = dist.get_rank()
-        self._default_store = process_group.default_store()
+        self.default_store = process_group.default_store()
         peers: list[Peer] = [Peer.this_process(self._rank)] * dist.get_world_size()
         dist.all_gather_object(peers, peers[0])
         self._peers: Sequence[Peer] = [peer for peer in peers if peer.rank != self._rank]
@@ -70,7 +74,7 @@ class Reconciliation:
     def start_stage(self) -> None:
         """Forgets the failures of the stage before; called by all ranks together."""
         prefix = f"lightning_strategies_ext/reconciliation/{next(_stage_numbers)}"
-        self._store = dist.PrefixStore(prefix, self._default_store)
+        self._store = dist.PrefixStore(prefix, self.default_store)
 
     def first_failure(self) -> str | None:
         """The trace of another rank that failed before, with its rank, or None."""
@@ -132,7 +136,7 @@ def _disconnect_from(peers: Sequence[Peer]) -> None:
     for peer in peers:
         with suppress(psutil.Error):
             theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
-    store_port = int(os.environ["MASTER_PORT"])
+    store_port = int(os.environ.get("MASTER_PORT", "0"))
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr in theirs and store_port not in (connection.laddr.port, connection.raddr.port):
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as twin:

@@ -85,11 +85,6 @@ class TerminationAgreement:
             self._thread.start()
 
     @property
-    def is_requested(self) -> bool:
-        """Whether this rank knows that some rank was asked to stop."""
-        return self._requested
-
-    @property
     def is_unanswered(self) -> bool:
         """Whether this rank knows of a request and has not been told to stop: it came after the stage's last step."""
         return self._requested and not self._has_stopped
