@@ -4,6 +4,7 @@ import pickle
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy as LightningFabricDDPStrategy
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
@@ -193,6 +197,45 @@ def test_the_classes_register_their_own_names_and_no_other(strategy_class):
 
 def train_with(**arguments: Any) -> dict:
     return state_of(fit(DDPStrategy(**arguments), max_epochs=1)[1])
+
+
+class NotingCheckpointIO(TorchCheckpointIO):
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.saved.append(Path(path).name)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def train_with_plugins(directory: Path, gives_devices: bool) -> dict[str, Any]:
+    environment, checkpoint_io = LightningEnvironment(), NotingCheckpointIO()
+    precision = MixedPrecision("bf16-mixed", "cpu")
+    # Lightning's Trainer takes an accelerator or CPU devices from a strategy, not both.
+    accelerator, devices = (None, [torch.device("cpu")] * 2) if gives_devices else (CPUAccelerator(), None)
+    # By position, in the order of Lightning's own DDPStrategy.
+    strategy = DDPStrategy(accelerator, devices, environment, checkpoint_io, precision)
+    pl.seed_everything(11, verbose=False)
+    model = MLP()
+    trainer = make_trainer(strategy, devices="auto" if gives_devices else 2, accelerator="auto", max_epochs=1)
+    trainer.fit(model, loader())
+    trainer.save_checkpoint(directory / "saved.ckpt")
+    assert gives_devices or trainer.accelerator is accelerator
+    assert strategy.cluster_environment is environment
+    assert trainer.precision == "bf16-mixed"
+    return {"saved": checkpoint_io.saved, "world_size": trainer.world_size, "state": state_of(model)}
+
+
+def train_with_trainer_flags() -> dict:
+    return state_of(fit("ddp_ext", max_epochs=1, precision="bf16-mixed")[1])
+
+
+@pytest.mark.parametrize("gives_devices", [True, False])
+def test_plugins_given_to_the_strategy_are_those_that_are_used(tmp_path, gives_devices):
+    first, second = run_ranks(train_with_plugins, tmp_path, gives_devices)
+    assert first["world_size"] == second["world_size"] == 2
+    assert (first["saved"], second["saved"]) == (["saved.ckpt"], [])  # rank 0 writes
+    assert_same_bits(first["state"], run_ranks(train_with_trainer_flags)[0])
 
 
 def compressed_and_not(kind: str) -> list[dict]:
