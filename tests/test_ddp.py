@@ -1,4 +1,4 @@
-"""What ``ddp_ext`` promises beside equal weights: its arguments, its life over several stages, its Fabric face."""
+"""What ``ddp_ext`` promises beside equal weights: its arguments, its life over several stages."""
 
 import pickle
 import time
@@ -29,7 +29,6 @@ from tests.models import (
     WithBatchNorm,
     WithUnusedParameters,
     assert_same_bits,
-    dataset,
     fit,
     loader,
     make_trainer,
@@ -467,60 +466,3 @@ def train_with_sync_batchnorm_on_cpu() -> None:
 def test_sync_batchnorm_on_cpu_is_refused_before_anything_starts():
     for outcome in outcomes_of_ranks(train_with_sync_batchnorm_on_cpu):
         assert "`sync_batchnorm=True` needs GPUs" in outcome.error
-
-
-# --- Fabric ---
-
-
-def train_under_fabric(name: str) -> tuple[dict, str, float]:
-    fabric = Fabric(strategy=name, devices=2, accelerator="cpu")
-    fabric.launch()
-    fabric.seed_everything(11, verbose=False)
-    module = MLP()
-    model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
-    batches = fabric.setup_dataloaders(torch.utils.data.DataLoader(dataset(), batch_size=4))
-    for index, (features, labels) in enumerate(batches):
-        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
-            loss = torch.nn.functional.cross_entropy(model(features), labels)
-            fabric.backward(loss)
-        if index % 2 == 1:
-            fabric.clip_gradients(model, optimizer, max_norm=0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    total = fabric.all_reduce(loss.detach(), reduce_op="sum").item()
-    assert fabric.all_gather(torch.tensor(fabric.global_rank)).tolist() == [0, 1]
-    assert fabric.broadcast(fabric.global_rank, src=1) == 1
-    assert fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0, all=False)
-    fabric.barrier()
-    return state_of(module), type(fabric.strategy).__module__, total
-
-
-def train_under_fabric_with_both() -> list[Any]:
-    return [train_under_fabric("ddp_ext"), train_under_fabric("ddp")]
-
-
-def test_fabric_trains_as_with_stock_to_the_last_bit():
-    for ours, theirs in run_ranks(train_under_fabric_with_both):
-        assert ours[1] == FabricDDPStrategy.__module__
-        assert_same_bits(ours[0], theirs[0])
-        assert ours[2] == theirs[2]
-
-
-def save_and_load(directory: str) -> tuple[dict, dict]:
-    fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
-    fabric.launch()
-    torch.manual_seed(fabric.global_rank)
-    net = MLP().net
-    model = fabric.setup_module(net)
-    fabric.save(f"{directory}/model.ckpt", {"model": model})
-    before = state_of(net)
-    with torch.no_grad():
-        net[0].weight.zero_()
-    fabric.load(f"{directory}/model.ckpt", {"model": model})
-    return before, state_of(net)
-
-
-def test_fabric_saves_and_loads_without_the_prefix_of_the_wrapper(tmp_path):
-    for before, after in run_ranks(save_and_load, str(tmp_path)):
-        assert_same_bits(before, after)
-    assert next(iter(torch.load(tmp_path / "model.ckpt")["model"])) == "0.weight"

@@ -35,12 +35,11 @@ REDUCE_OPS: dict[str, Any] = {
     "bxor": ReduceOp.BXOR,
 }
 
-#: What gloo and NCCL both reduce. Everything else travels as a wider type that holds each of its values.
-_REDUCIBLE = frozenset(
+#: What gloo and NCCL both reduce and gather. To be reduced, everything else travels as a wider type that holds each of
+#: its values; to be gathered, as its bytes.
+_NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
-#: What gloo gathers; other types travel as their bytes.
-_GATHERABLE = _REDUCIBLE
 _WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 #: Size of the first message of an object broadcast, in bytes: a length, then as much of the pickle as fits. Loopback
@@ -83,7 +82,7 @@ class TorchCollectives:
         op = _parse_reduce_op(reduce_op)
         if not process_group.is_initialized() or dist.get_rank(group) < 0:
             return tensor
-        if tensor.dtype in _REDUCIBLE and tensor.is_contiguous() and (tensor.is_floating_point() or op != ReduceOp.AVG):
+        if tensor.dtype in _NATIVE and tensor.is_contiguous() and (tensor.is_floating_point() or op != ReduceOp.AVG):
             _all_reduce(tensor.detach(), op, group)
             return tensor
         return _reduce_copy(tensor.detach(), op, group)
@@ -259,7 +258,7 @@ def _reduce_copy(tensor: Tensor, op: Any, group: Any) -> Tensor:
     if tensor.is_complex():
         return _reduce_complex(tensor, op, group)
     if tensor.is_floating_point():
-        wire = tensor.to(dtype if dtype in _REDUCIBLE else torch.float32, copy=True).contiguous()
+        wire = tensor.to(dtype if dtype in _NATIVE else torch.float32, copy=True).contiguous()
         _all_reduce(wire, op, group)
         return wire.to(dtype)
     if op == ReduceOp.AVG or (op == ReduceOp.SUM and dtype == torch.bool):
@@ -288,7 +287,7 @@ def _gather(tensor: Tensor, group: Any) -> Tensor:
     if tensor.numel() == 0:
         return stacked
     output, input_ = stacked.view(-1), tensor.contiguous().view(-1)
-    if tensor.dtype not in _GATHERABLE:
+    if tensor.dtype not in _NATIVE:
         output, input_ = output.view(torch.uint8), input_.view(torch.uint8)
     dist.all_gather_into_tensor(output, input_, group=group)
     return stacked

@@ -80,7 +80,7 @@ class Reconciliation:
         """The trace of another rank that failed before, with its rank, or None."""
         for peer in self._peers:
             if self._has_failed(peer):
-                return f"Rank {peer.rank} failed first:\n{self._store.get(_key(peer)).decode()}"
+                return f"Rank {peer.rank} failed first:\n{self._store.get(_key(peer.rank)).decode()}"
         return None
 
     def announce(self, trace: str) -> None:
@@ -122,7 +122,7 @@ class Reconciliation:
 
     def _has_failed(self, peer: Peer) -> bool:
         try:
-            return bool(self._store.check([_key(peer)]))
+            return bool(self._store.check([_key(peer.rank)]))
         except RuntimeError:
             return False
 
@@ -143,8 +143,8 @@ def _disconnect_from(peers: Sequence[Peer]) -> None:
                 twin.shutdown(socket.SHUT_RDWR)
 
 
-def _key(rank: int | Peer) -> str:
-    return f"failed/{rank.rank if isinstance(rank, Peer) else rank}"
+def _key(rank: int) -> str:
+    return f"failed/{rank}"
 
 
 def _host_identity() -> str:

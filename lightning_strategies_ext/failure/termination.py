@@ -78,7 +78,7 @@ class TerminationAgreement:
         if is_requested:
             self._decided.set()
         if store is not None:
-            # Every stage has keys of its own: a request that came too late for one stage must not end the next.
+            # Every stage has keys of its own: an agreement that one stage has reached must not end the next.
             self._store = PrefixStore(f"lightning_strategies_ext/termination/{next(_run_numbers)}", store)
         if store is not None and not is_requested:
             self._thread = threading.Thread(target=self._watch, name="termination-agreement", daemon=True)
