@@ -17,6 +17,8 @@ from lightning_strategies_ext import discovery
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.ddp import DDPStrategy as DDPStrategy
+    from lightning_strategies_ext.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
+    from lightning_strategies_ext.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
 
 __version__ = "0.1.0.dev0"
@@ -24,9 +26,11 @@ __version__ = "0.1.0.dev0"
 _EXPORTS = {
     "ParallelStrategy": "lightning_strategies_ext.parallel",
     "DDPStrategy": "lightning_strategies_ext.ddp",
+    "DDPSpawnStrategy": "lightning_strategies_ext.ddp_spawn",
+    "DDPSpawnPlugin": "lightning_strategies_ext.ddp_spawn",
 }
 
-__all__ = ["ParallelStrategy", "DDPStrategy", "__version__"]
+__all__ = ["ParallelStrategy", "DDPStrategy", "DDPSpawnStrategy", "DDPSpawnPlugin", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,8 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricSubprocessScriptLauncher,
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
@@ -24,18 +25,24 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 
-# The four launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C
-# and `_MultiProcessingLauncher` in the prediction loop, so ours must be of those classes.
+# The launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C, and
+# Fabric asks for its `_MultiProcessingLauncher`, so ours must be of those classes. In the Trainer, ours must not be a
+# `_MultiProcessingLauncher`: the prediction loop refuses to return predictions then. `_Launcher` is the abstract base.
 __all__ = [
     "FabricMultiProcessingLauncher",
     "FabricSubprocessScriptLauncher",
-    "MultiProcessingLauncher",
+    "Launcher",
     "SubprocessScriptLauncher",
     "TunerExitException",
+    "connectors_of",
+    "data_of",
     "intercept_sigterm",
+    "is_bound_to_stage",
     "layer_sync",
+    "loops_of",
     "move_optimizers",
     "release_sigterm",
+    "set_layer_sync",
     "skip_needless_moves",
     "trainer_of",
 ]
@@ -55,6 +62,11 @@ def layer_sync(strategy: Any) -> Any:
     The Trainer's connector writes it to this attribute and there is no public way to read it (2.5 to 2.6).
     """
     return strategy._layer_sync
+
+
+def set_layer_sync(strategy: Any, layer_sync: Any) -> None:
+    """Sets what :func:`layer_sync` reads."""
+    strategy._layer_sync = layer_sync
 
 
 def trainer_of(module: Any) -> Any:
@@ -137,3 +149,43 @@ def release_sigterm(trainer: Any) -> None:
     vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
     for name in ("advance", "_broadcast_sigterm_tensor"):
         vars(trainer.fit_loop.epoch_loop).pop(name, None)
+
+
+def loops_of(trainer: Any) -> list[Any]:
+    """The Trainer's loops, with the loops inside them: what holds the progress of a run.
+
+    ``trainer.fit_loop`` and its siblings are public; that loops hold loops, and are of one class, is not (2.5 to 2.6).
+    """
+    found: list[Any] = []
+    waiting: list[Any] = [trainer]
+    while waiting:
+        inner = [value for value in vars(waiting.pop()).values() if isinstance(value, _Loop) and value not in found]
+        found += inner
+        waiting += inner
+    return found
+
+
+def data_of(trainer: Any) -> list[Any]:
+    """What the Trainer's loops take their loaders from: the user's loaders, LightningModule and datamodule.
+
+    ``_data_source`` is where the Trainer attaches them, in the process that runs the stage (2.5 to 2.6).
+    """
+    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
+    loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    return [loop._data_source.instance for loop in loops]
+
+
+def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:
+    """The connector that holds the logged metrics, and the Trainer's other connectors.
+
+    ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` are public to read and cannot be set
+    (2.5 to 2.6).
+    """
+    metrics = trainer._logger_connector
+    others = [value for value in vars(trainer).values() if ".trainer.connectors." in type(value).__module__]
+    return metrics, [connector for connector in others if connector is not metrics]
+
+
+def is_bound_to_stage(value: Any) -> bool:
+    """Whether a loop keeps this object for the stage that runs only: the accumulated results (2.5 to 2.6)."""
+    return isinstance(value, _ResultCollection)

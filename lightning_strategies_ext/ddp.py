@@ -42,6 +42,8 @@ from lightning_strategies_ext.gradient_sync import (
     check_has_trainable_parameters,
 )
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
+from lightning_strategies_ext.launch.optimizers import carry_over
+from lightning_strategies_ext.launch.stage import WorkerContext
 from lightning_strategies_ext.parallel import ParallelStrategy
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -115,6 +117,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._start_method = start_method
         self._averaging: ModelAveraging | None = None
         self._collectives: TorchCollectives | None = None
+        self._worker: WorkerContext | None = None
 
     @property
     def collectives(self) -> TorchCollectives:
@@ -165,6 +168,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if not any(is_overridden(hook, module) for hook in module_hooks) and not _has_callback_with_setup(trainer):
             check_has_trainable_parameters(module)
 
+    def enter_worker(self, context: WorkerContext) -> None:
+        """Called first in a worker process, with what is known only there."""
+        self._worker = context
+
     def setup_environment(self) -> None:
         """Prepares the device and joins the process group; returns when all ranks have.
 
@@ -179,7 +186,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """Joins the process group as the rank that the cluster environment gives to this process."""
         assert self.cluster_environment is not None
         self._has_failed = False
-        reset_seed()
+        if self._worker is None or not self._worker.continues:
+            reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or process_group.default_backend(self.root_device)
         process_group.start(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
@@ -206,12 +214,16 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         layer_sync = _lightning.layer_sync(self)
         if is_fitting and layer_sync is not None:
             self.model = layer_sync.apply(self.model)
+        has_same_model = not is_fitting and self._all_have_module_as_sent()
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if is_fitting:
             self.configure_ddp()
+            earlier = self.optimizers, self.lr_scheduler_configs
             self.setup_optimizers(trainer)
-        else:
+            if self._worker is not None and earlier[0]:
+                carry_over(earlier, (self.optimizers, self.lr_scheduler_configs))
+        elif not has_same_model:
             self.collectives.broadcast_module(self.model)
         self.setup_precision_plugin()
         if is_fitting:
@@ -236,6 +248,14 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """Moves the model to the device of this rank."""
         assert self.model is not None
         self.model.to(self.root_device)
+
+    def _all_have_module_as_sent(self) -> bool:
+        # Then a broadcast would change nothing, and give each worker a copy of pages that all share. Another host's
+        # workers got theirs from another main process.
+        if self._worker is None or self.num_nodes > 1:
+            return False
+        assert self.model is not None
+        return self.reduce_boolean_decision(self._worker.has_module_as_sent(self.model), all=True)
 
     # --- step ---
 
@@ -306,7 +326,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_averaging": None, "_collectives": None}
+        return {**super().__getstate__(), "_averaging": None, "_collectives": None, "_worker": None}
 
 
 def check_start_method(start_method: str) -> None:

@@ -72,6 +72,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         self._reconciliation: Reconciliation | None = None
         self._has_failed = False
         self._was_asked_to_stop = False
+        self._is_interrupted = False
 
     @property
     @abstractmethod
@@ -167,6 +168,17 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     # --- exception, teardown ---
 
+    def request_interrupt(self) -> None:
+        """Lets all ranks stop before the same step, as after Ctrl-C; for the signal handler of a worker process.
+
+        Raises:
+            KeyboardInterrupt: If no stage runs that could agree on a step.
+        """
+        if self._termination is None:
+            raise KeyboardInterrupt
+        self._is_interrupted = True
+        self._termination.request()
+
     def note_failure(self, exception: BaseException) -> None:
         """Says to the other ranks that this one has failed; called before any ``on_exception`` hook.
 
@@ -231,16 +243,21 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
         def stop_before_train_step_if_agreed() -> None:
             if agreement.must_stop_before_train_step():
-                confirm()
-                raise SIGTERMException
+                self._stop()
 
-        confirm = _lightning.intercept_sigterm(trainer, agreement.request, stop_before_train_step_if_agreed)
-        self._confirm_sigterm = confirm
+        self._confirm_sigterm = _lightning.intercept_sigterm(
+            trainer, agreement.request, stop_before_train_step_if_agreed
+        )
 
     def _stop_before_evaluation_step_if_agreed(self) -> None:
         if self._termination is not None and self._termination.must_stop_before_evaluation_step():
-            self._confirm_sigterm()
-            raise SIGTERMException
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+        self._confirm_sigterm()
+        raise SIGTERMException
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()

@@ -16,6 +16,7 @@ _DDP_CLASS = {
     PYTORCH: "lightning_strategies_ext.ddp:DDPStrategy",
     FABRIC: "lightning_strategies_ext.fabric.ddp:DDPStrategy",
 }
+_SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.ddp_spawn:DDPSpawnStrategy"}
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,18 @@ class NamedStrategy:
 
 
 def _ddp_family() -> Iterator[NamedStrategy]:
-    for base, start_method, how in (
-        ("ddp_ext", "popen", "one process per device, each runs the script"),
-        ("ddp_fork_ext", "fork", "one process per device, forked"),
-        ("ddp_notebook_ext", "fork", "one process per device, forked from a notebook"),
+    for base, classes, start_method, how in (
+        ("ddp_ext", _DDP_CLASS, "popen", "one process per device, each runs the script"),
+        ("ddp_spawn_ext", _SPAWN_CLASS, "forkserver", "worker processes, everything comes back"),
+        ("ddp_fork_ext", _SPAWN_CLASS, "fork", "worker processes, forked"),
+        ("ddp_notebook_ext", _SPAWN_CLASS, "fork", "worker processes, forked from a notebook"),
     ):
         init_params: dict[str, Any] = {"start_method": start_method}
-        yield NamedStrategy(base, _DDP_CLASS, "torch.distributed", f"DDP, {how}", init_params)
+        yield NamedStrategy(base, classes, "torch.distributed", f"DDP, {how}", init_params)
         for value in (True, False):
             yield NamedStrategy(
                 f"{base}_find_unused_parameters_{str(value).lower()}",
-                _DDP_CLASS,
+                classes,
                 "torch.distributed",
                 f"DDP, {how}, find_unused_parameters={value}",
                 {**init_params, "find_unused_parameters": value},

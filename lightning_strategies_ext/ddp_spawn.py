@@ -1,0 +1,217 @@
+"""DDPSpawnStrategy: DDP whose processes are started by ``fit`` itself, and whose results come back to the caller.
+
+Names ``ddp_spawn_ext``, ``ddp_fork_ext``, ``ddp_notebook_ext`` and variants. After a stage, the main process is as if
+the stage had run in it: weights, optimizers, progress, callbacks, metrics, loggers, predictions. What differs from
+:class:`.DDPStrategy` is only where processes come from and how results return (:mod:`.launch`); training is the same.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, DDPStrategy
+from lightning_strategies_ext.launch.launchers import WorkerLauncher
+from lightning_strategies_ext.launch.pool import WorkerStartMethod
+from lightning_strategies_ext.launch.result_queue import ResultQueue, get_metrics, put_metrics
+
+
+class DDPSpawnStrategy(DDPStrategy):
+    """Multi-process data parallelism in worker processes that the Trainer starts, keeps and ends.
+
+    Args:
+        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per worker. As chosen by ``Trainer(devices=...)`` if None.
+        cluster_environment: Where ranks and addresses come from; detected if None.
+        checkpoint_io: How checkpoints are written.
+        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
+        ddp_comm_state: See :class:`.DDPStrategy`.
+        ddp_comm_hook: See :class:`.DDPStrategy`.
+        ddp_comm_wrapper: See :class:`.DDPStrategy`.
+        model_averaging_period: See :class:`.DDPStrategy`.
+        process_group_backend: See :class:`.DDPStrategy`.
+        timeout: See :class:`.DDPStrategy`.
+        start_method: "forkserver" (the default) forks workers from a process that has imported torch and Lightning
+            once, and nothing of the user's, so that it has no thread and no GPU that a fork would break. "spawn"
+            starts Python anew for each worker. "fork" forks this process: the only one for notebooks.
+        module_attributes: Attributes of the LightningModule to bring back, besides its weights and buffers. Dotted
+            names reach into submodules. A module may list them itself, in an attribute ``returned_attributes``.
+        datamodule_attributes: The same for the LightningDataModule.
+        **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind or unknown.
+        ValueError: If a value or a combination cannot work.
+
+    Example::
+
+        trainer = Trainer(strategy="ddp_spawn_ext", devices=2)
+        trainer.fit(model)
+        predictions = trainer.predict(model, loader)  # in the same workers; of all ranks, in order
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: WorkerStartMethod = "forkserver",
+        module_attributes: Sequence[str] = (),
+        datamodule_attributes: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        if start_method not in ("spawn", "fork", "forkserver"):
+            raise ValueError(
+                f"`start_method={start_method!r}` starts no workers. Use 'forkserver', 'spawn' or 'fork'; for scripts"
+                " that run once per device, use DDPStrategy."
+            )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            **kwargs,
+        )
+        self._wants_sync_batchnorm = False
+        self.module_attributes = _names("module_attributes", module_attributes)
+        self.datamodule_attributes = _names("datamodule_attributes", datamodule_attributes)
+
+    @property
+    def sync_batchnorm(self) -> bool:
+        """Whether BatchNorm layers are converted to SyncBatchNorm for training."""
+        return self._wants_sync_batchnorm or isinstance(_lightning.layer_sync(self), TorchSyncBatchNorm)
+
+    @sync_batchnorm.setter
+    def sync_batchnorm(self, sync_batchnorm: bool) -> None:
+        self._wants_sync_batchnorm = sync_batchnorm
+
+    def _configure_launcher(self) -> None:
+        if hasattr(sys, "ps1") and self._start_method != "fork":
+            raise RuntimeError(
+                f"`start_method={self._start_method!r}` does not work in a notebook or at a prompt: a new process"
+                " cannot import what was defined there. Use `strategy='ddp_notebook_ext'`, or run a script."
+            )
+        super()._configure_launcher()
+        if self._wants_sync_batchnorm and _lightning.layer_sync(self) is None:
+            _lightning.set_layer_sync(self, TorchSyncBatchNorm())
+
+    def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
+        """Runs a function in worker processes that form a process group; needs no Trainer.
+
+        The function is called as ``function(*args, **kwargs)`` in each worker, as Lightning 1.5 did; it learns its
+        rank from ``torch.distributed`` or, if it is a method of this strategy, from ``self``. Workers stay for the
+        next call.
+
+        Args:
+            function: The function; it and its arguments must be picklable, unless workers are forked.
+            *args: Its positional arguments.
+            return_result: Whether to return the first worker's value.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            What the function returned in the first worker, with tensors on the CPU; None without ``return_result``.
+
+        Raises:
+            ValueError: If ``parallel_devices`` are not known.
+            WorkerRaisedError: If a worker raised.
+            WorkerDiedError: If a worker died.
+        """
+        if not self.parallel_devices:
+            raise ValueError(
+                "`parallel_devices` are not known: give them to the strategy, e.g."
+                " `parallel_devices=[torch.device('cpu')] * 2`, or give the strategy to a Trainer."
+            )
+        if self.cluster_environment is None:
+            self.cluster_environment = LightningEnvironment()
+        if self._launcher is None:
+            self._configure_launcher()
+        assert isinstance(self._launcher, WorkerLauncher)
+        return self._launcher.call(function, args, kwargs, return_result)
+
+    def add_to_queue(self, trainer: "pl.Trainer", queue: ResultQueue) -> None:
+        """Called in the first worker when a stage has ended; what it puts, :meth:`get_from_queue` gets.
+
+        Override both to bring back more. This one puts ``trainer.callback_metrics`` as NumPy arrays. A LightningModule
+        that has methods of these names, with arguments ``(queue)`` or ``(trainer, queue)``, is asked instead.
+        """
+        put_metrics(trainer, queue)
+
+    def get_from_queue(self, trainer: "pl.Trainer", queue: ResultQueue) -> None:
+        """Called in the main process with what :meth:`add_to_queue` has put, when all else has been brought back."""
+        get_metrics(trainer, queue)
+
+    def post_dispatch(self, trainer: "pl.Trainer") -> None:
+        """Called in the main process when a stage has ended and its results are there. Does nothing by itself."""
+
+
+class DDPSpawnPlugin(DDPSpawnStrategy):
+    """:class:`DDPSpawnStrategy` with the arguments of Lightning 1.5's class of this name, in their order.
+
+    Args:
+        parallel_devices: Devices of this host, one per worker.
+        num_nodes: Number of hosts; the Trainer sets its own.
+        cluster_environment: Where ranks and addresses come from; detected if None.
+        checkpoint_io: How checkpoints are written.
+        sync_batchnorm: Whether to convert BatchNorm layers; None leaves it to ``Trainer(sync_batchnorm=...)``.
+        ddp_comm_state: See :class:`.DDPStrategy`.
+        ddp_comm_hook: See :class:`.DDPStrategy`.
+        ddp_comm_wrapper: See :class:`.DDPStrategy`.
+        **kwargs: Further arguments of :class:`DDPSpawnStrategy` and of ``DistributedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        parallel_devices: list[torch.device] | None = None,
+        num_nodes: int | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        sync_batchnorm: bool | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            **kwargs,
+        )
+        if num_nodes is not None:
+            self.num_nodes = num_nodes
+        if sync_batchnorm is not None:
+            self.sync_batchnorm = sync_batchnorm
+
+
+def _names(argument: str, names: Any) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`{argument}` must be a list of attribute names, got {names!r}.")
+    return tuple(names)

@@ -1,0 +1,145 @@
+"""A process that has imported torch and Lightning and forks workers from there (``start_method="forkserver"``).
+
+The first worker costs one import for all; each later one a few milliseconds. Only this package's and Lightning's
+modules are imported, never the user's script: a script may start threads or touch a GPU, which no fork survives.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+#: What the server imports before it forks.
+PRELOADED = ("lightning.pytorch", "torchmetrics", "lightning_strategies_ext.ddp_spawn")
+
+_REPLY = struct.Struct("!i")
+_lock = threading.Lock()
+_server: "ForkServer | None" = None
+
+
+class ForkServer:
+    """The main process's view of its server."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
+            self._pid = os.getpid()
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment())
+
+    def fork(self, worker: socket.socket) -> int:
+        """Forks a worker that serves the other end of ``worker``'s pair, and returns its process id.
+
+        Raises:
+            RuntimeError: If the server is gone.
+        """
+        reply = b""
+        with suppress(OSError):
+            socket.send_fds(self._socket, [b"f"], [worker.fileno()])
+            reply = self._socket.recv(_REPLY.size, socket.MSG_WAITALL)
+        if len(reply) < _REPLY.size:
+            raise RuntimeError(
+                f"The process that workers are forked from ended with exit code {self.process.wait()}; what it says"
+                " about that is above. `start_method='spawn'` does without it."
+            )
+        (pid,) = _REPLY.unpack(reply)
+        return int(pid)
+
+    def exit_code(self, pid: int) -> int | None:
+        """The exit code of a worker that has ended, negative for a signal; None if it runs or is not known."""
+        with suppress(OSError):
+            self._socket.sendall(b"x" + _REPLY.pack(pid))
+            size = self._socket.recv(1)
+            if size:
+                return pickle.loads(self._socket.recv(size[0], socket.MSG_WAITALL))  # type: ignore[no-any-return]
+        return None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it runs and is this process's own, not one that it inherited in a fork."""
+        return self._pid == os.getpid() and self.process.poll() is None
+
+    def close(self) -> None:
+        """Ends the server; its workers go on."""
+        self._socket.close()
+        if self._pid == os.getpid():
+            self.process.wait()
+
+
+def get() -> ForkServer:
+    """The server of this process, started if need be."""
+    global _server
+    with _lock:
+        if _server is None or not _server.is_usable:
+            _server = ForkServer()
+        return _server
+
+
+def close() -> None:
+    """Ends this process's server, if it has one."""
+    global _server
+    with _lock:
+        if _server is not None:
+            _server.close()
+            _server = None
+
+
+def environment() -> dict[str, str]:
+    """Environment variables for a new Python; this process may have found the package through ``sys.path`` alone."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _run(requests: socket.socket, main_pid: int) -> None:
+    import importlib
+
+    for module in PRELOADED:
+        importlib.import_module(module)
+    from lightning_strategies_ext.launch import worker
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
+    worker.die_with(main_pid)
+    context = multiprocessing.get_context("fork")
+    children: dict[int, BaseProcess] = {}
+    while True:
+        wait([requests, *(child.sentinel for child in children.values() if child.exitcode is None)])
+        with suppress(BlockingIOError):
+            kind, fds, _, _ = socket.recv_fds(requests, 1, 1, socket.MSG_DONTWAIT)
+            if not kind:
+                return
+            if kind == b"f":
+                connected = socket.socket(fileno=fds[0])
+                child = context.Process(target=_run_worker, args=(requests, connected, main_pid))
+                child.start()
+                connected.close()
+                assert child.pid is not None
+                children[child.pid] = child
+                requests.sendall(_REPLY.pack(child.pid))
+            else:
+                (pid,) = _REPLY.unpack(requests.recv(_REPLY.size, socket.MSG_WAITALL))
+                ended = children.get(pid)
+                code = None
+                if ended is not None:
+                    ended.join(timeout=1)
+                    code = ended.exitcode
+                answer = pickle.dumps(code)
+                requests.sendall(bytes([len(answer)]) + answer)
+
+
+def _run_worker(requests: socket.socket, connected: socket.socket, main_pid: int) -> None:
+    from lightning_strategies_ext.launch import worker
+
+    requests.close()
+    worker.serve(connected, main_pid)
+
+
+if __name__ == "__main__":
+    _run(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,193 @@
+"""Objects as messages: a small pickle, and beside it the memory of tensors and arrays, which pickle never copies.
+
+Two extras over plain pickle, both for objects that travel to another process and back:
+
+* Tensors on the CPU and NumPy arrays become references to their memory (pickle protocol 5, PEP 574). The receiver
+  rebuilds them as views of the memory it was given. Tensors that share memory share it afterwards too.
+* Objects that both sides have (:class:`Shared`) travel as a number, so that what comes back refers to the very
+  objects that the user holds.
+
+What it does not promise: tensors on other devices keep their device only where the receiver has it too; ask for
+``to_cpu`` to have them copied to the CPU.
+"""
+
+import functools
+import io
+import pickle
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+#: Arrays smaller than this stay in the pickle, in bytes: a reference to memory costs about as much.
+MIN_OUT_OF_BAND_BYTES = 256
+
+
+class Shared:
+    """The objects that two processes both have, in the same order on both sides.
+
+    Args:
+        objects: Any objects; the first of equal identity counts.
+        never: Types of which an object that is not among ``objects`` must not travel.
+    """
+
+    def __init__(self, objects: Sequence[Any], never: tuple[type, ...] = ()) -> None:
+        self.objects = list(objects)
+        self.never = never
+        self._numbers = {id(obj): number for number, obj in reversed(list(enumerate(self.objects)))}
+
+    def number_of(self, obj: Any) -> int | None:
+        """The place of an object, or None if it is not shared."""
+        return self._numbers.get(id(obj))
+
+
+@dataclass
+class Pickled:
+    """A pickled object.
+
+    Attributes:
+        data: The pickle.
+        buffers: Memory it refers to, in order; read only once it was sent.
+    """
+
+    data: bytes
+    buffers: list[Any] = field(default_factory=list)
+
+    def load(self, shared: Shared | None = None) -> Any:
+        """Rebuilds the object; its tensors and arrays are views of :attr:`buffers`.
+
+        Raises:
+            Exception: Whatever the object's class raises, or is missing.
+        """
+        return _Unpickler(self, shared).load()
+
+
+def dump(obj: Any, shared: Shared | None = None, returning: bool = False) -> Pickled:
+    """Pickles an object.
+
+    Args:
+        obj: The object.
+        shared: What the receiver has already.
+        returning: Whether it goes back to the process that the user sees: tensors go to the CPU and bring no more than
+            they show, and a function that no other process could import arrives as one that raises when it is called.
+
+    Raises:
+        Exception: Whatever pickle raises for an object that it cannot take: PicklingError, TypeError, AttributeError.
+    """
+    stream = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    _Pickler(stream, buffers, shared, returning).dump(obj)
+    return Pickled(stream.getvalue(), buffers)
+
+
+class _Memory:
+    """A tensor's whole storage. One object per storage and message, so that pickle's memo keeps aliases."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        as_bytes: Any = torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy()
+        return _storage_from, (pickle.PickleBuffer(as_bytes),)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(
+        self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], shared: Shared | None, returning: bool
+    ) -> None:
+        def keep_out_of_band(buffer: pickle.PickleBuffer) -> bool:
+            if buffer.raw().nbytes < MIN_OUT_OF_BAND_BYTES:
+                return True
+            buffers.append(buffer)
+            return False
+
+        super().__init__(stream, protocol=5, buffer_callback=keep_out_of_band)
+        self._shared = shared
+        self._returning = returning
+        self._memories: dict[int, _Memory] = {}
+        self._copies: list[Tensor] = []  # pickle's memo knows objects by their id: they must live until the end
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return None if self._shared is None else self._shared.number_of(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor:
+            return self._reduce_tensor(obj)
+        if self._returning and isinstance(obj, types.FunctionType) and not _is_importable(obj):
+            return _left_behind, (obj.__qualname__,)
+        if self._shared is not None and isinstance(obj, self._shared.never):
+            raise pickle.PicklingError(f"{type(obj).__name__} stays in the process that made it")
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: Tensor) -> Any:
+        if self._returning and tensor.device.type not in ("cpu", "meta"):
+            tensor = self._keep(tensor.detach().cpu().requires_grad_(tensor.requires_grad))
+        is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+        if not is_plain or tensor.is_conj() or tensor.is_neg():
+            return NotImplemented
+        if self._returning and tensor.nbytes * 2 < tensor.untyped_storage().nbytes():
+            tensor = self._keep(tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return _empty_tensor, (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        memory = self._memories.setdefault(storage.data_ptr(), _Memory(storage))
+        view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return _tensor_from, (memory, tensor.dtype, *view, tensor.requires_grad)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._copies.append(tensor)
+        return tensor
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: Pickled, shared: Shared | None) -> None:
+        super().__init__(io.BytesIO(pickled.data), buffers=pickled.buffers)
+        self._shared = shared
+
+    def persistent_load(self, number: int) -> Any:
+        assert self._shared is not None
+        return self._shared.objects[number]
+
+
+def _storage_from(buffer: Any) -> torch.UntypedStorage:
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _tensor_from(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> Tensor:
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+
+
+def _is_importable(function: types.FunctionType) -> bool:
+    try:
+        pickle.dumps(function)
+    except Exception:
+        return False
+    return True
+
+
+def _left_behind(name: str) -> types.FunctionType:
+    # A function and no object of a class of ours: `LambdaLR.state_dict` leaves functions out and keeps other callables.
+    def left_behind(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"`{name}` was made in a worker process and could not be sent here, since it is no function of a module."
+            " Define it at the top of a module to have it back."
+        )
+
+    functools.update_wrapper(left_behind, left_behind)
+    left_behind.__name__ = name.rpartition(".")[2]
+    return left_behind  # type: ignore[return-value]

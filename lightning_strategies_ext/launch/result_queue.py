@@ -1,0 +1,72 @@
+"""The queue of Lightning 1.5's spawn hooks: what a worker puts, the main process gets, in order."""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from queue import Empty
+from typing import Any
+
+import torch
+
+
+class ResultQueue:
+    """First in, first out. It travels from the first worker to the main process when the stage has ended.
+
+    Args:
+        items: What it holds at first.
+    """
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self._items = deque(items)
+
+    def put(self, item: Any) -> None:
+        """Appends an item: anything that can be pickled; tensors travel through shared memory."""
+        self._items.append(item)
+
+    def get(self) -> Any:
+        """Takes the oldest item.
+
+        Raises:
+            queue.Empty: If there is none. It never waits: whatever was put is there.
+        """
+        if not self._items:
+            raise Empty("`get` was called more often in the main process than `put` in the worker.")
+        return self._items.popleft()
+
+    def empty(self) -> bool:
+        """Whether there is nothing to get."""
+        return not self._items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+def put_metrics(trainer: Any, queue: ResultQueue) -> None:
+    """Puts ``trainer.callback_metrics`` as NumPy arrays (bfloat16 as float32)."""
+    metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
+    queue.put({name: (v.float() if v.dtype == torch.bfloat16 else v).numpy() for name, v in metrics.items()})
+
+
+def get_metrics(trainer: Any, queue: ResultQueue) -> None:
+    """Gets what :func:`put_metrics` has put, as tensors."""
+    trainer.callback_metrics.update({name: torch.as_tensor(value) for name, value in queue.get().items()})
+
+
+def fill_queue(trainer: Any, queue: ResultQueue) -> None:
+    """Calls the LightningModule's ``add_to_queue`` where it has one, the strategy's otherwise."""
+    _call("add_to_queue", put_metrics, trainer, queue)
+
+
+def read_queue(trainer: Any, queue: ResultQueue) -> None:
+    """Calls the LightningModule's ``get_from_queue`` where it has one, the strategy's otherwise."""
+    _call("get_from_queue", get_metrics, trainer, queue)
+
+
+def _call(name: str, default: Callable[..., None], trainer: Any, queue: ResultQueue) -> None:
+    of_module: Callable[..., None] | None = getattr(trainer.lightning_module, name, None)
+    if of_module is None:
+        getattr(trainer.strategy, name, default)(trainer, queue)
+    elif len(inspect.signature(of_module).parameters) > 1:
+        of_module(trainer, queue)
+    else:
+        of_module(queue)

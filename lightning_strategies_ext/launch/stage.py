@@ -1,0 +1,349 @@
+"""One stage of the Trainer (``fit``, ``validate``, ``test``, ``predict``) as a job for workers.
+
+The main process sends the Trainer with all that hangs on it. A worker runs the stage on its copy. Afterwards the main
+process pulls the results from the first worker: the module's tensors in pieces, which are copied into the module that
+the user holds, then the state of everything else (:mod:`.trainer_state`). Predictions come from all workers.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.data import DistributedSampler
+
+from lightning_strategies_ext.launch.channel import Envelope
+from lightning_strategies_ext.launch.messages import Pickled, dump
+from lightning_strategies_ext.launch.pool import WorkerPool
+from lightning_strategies_ext.launch.predictions import RankPredictions, in_dataset_order
+from lightning_strategies_ext.launch.segments import Received
+from lightning_strategies_ext.launch.trainer_state import TrainerState, shared_objects
+from lightning_strategies_ext.launch.worker import JobFailedError, Place
+
+log = logging.getLogger(__name__)
+
+#: How much of the module's tensors, or of the predictions, travels in one piece, in bytes. It is what bringing back a
+#: large model costs in memory on top of the model.
+PIECE_BYTES = 32 << 20
+
+
+@dataclass
+class WorkerContext:
+    """What a strategy knows in a worker, and only there.
+
+    Attributes:
+        continues: Whether this stage goes on where an earlier one of the same Trainer ended.
+        received: What came from the main process, to tell what has changed since; None if it was inherited in a fork.
+    """
+
+    continues: bool
+    received: Received | None
+
+    def has_module_as_sent(self, module: Module) -> bool:
+        """Whether no tensor of the module differs from what the main process sent, to all workers alike."""
+        received = self.received
+        return received is not None and all(received.is_unchanged(tensor) for tensor in tensors_of(module).values())
+
+
+class StageJob:
+    """A stage, ready to be sent.
+
+    Args:
+        trainer: The Trainer.
+        function: What the Trainer asked its launcher to run.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    def __init__(self, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.trainer = trainer
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.shared = shared_objects(trainer, [args, kwargs])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "shared": self.shared.objects}
+
+    # --- in a worker ---
+
+    def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
+        """Runs the stage; see :class:`.Job`."""
+        trainer = self.trainer
+        if isinstance(self.shared, list):
+            self.shared = shared_objects(trainer, [], self.shared)
+        names = set(tensors_of(trainer.lightning_module))
+        received = None
+        if envelope.segment is not None and envelope.mapping is not None:
+            received = Received(envelope.segment, envelope.mapping)
+        context = WorkerContext(place.continues, received)
+        os.environ["LOCAL_RANK"] = str(place.local_rank)
+        place.on_interrupt = trainer.strategy.request_interrupt
+        trainer.strategy.enter_worker(context)
+        try:
+            value = self.function(*self.args, **self.kwargs)
+            place.on_interrupt = None
+        except BaseException as exception:
+            place.on_interrupt = lambda: None  # the results are still to be handed over
+            _end_failed_stage(trainer, exception)
+            if place.local_rank > 0:
+                raise
+            raise JobFailedError(self._results(context, names, None)) from exception
+        predictions = None
+        if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
+            predictions = _PredictionsOfRank.of(trainer, value)
+            if trainer.num_nodes > 1:
+                value, predictions = predictions.gathered(trainer.world_size), None
+            else:
+                value = None
+        if place.local_rank > 0:
+            return iter(()) if predictions is None else predictions.pieces()
+        return self._results(context, names, value, predictions)
+
+    def _results(
+        self, context: WorkerContext, names: set[str], value: Any, predictions: "_PredictionsOfRank | None" = None
+    ) -> Iterator[Any]:
+        module = self.trainer.lightning_module
+        received = context.received
+        piece: dict[str, Tensor] = {}
+        for name, tensor in tensors_of(module).items():
+            if name not in names or (received is not None and received.is_unchanged(tensor)):
+                continue
+            for part_name, part in _parts(name, tensor.detach()):
+                if piece and sum(other.nbytes for other in piece.values()) + part.nbytes > PIECE_BYTES:
+                    yield _ModulePiece(piece)
+                    piece = {}
+                piece[part_name] = part
+        yield _ModulePiece(piece)
+        del piece
+        yield TrainerState.collect(self.trainer, self.shared, names, value)
+        if predictions is not None:
+            yield from predictions.pieces()
+
+    # --- in the main process ---
+
+    def bring_back(self, pool: WorkerPool, has_results: set[int]) -> Any:
+        """Pulls the results of all workers, puts them where they belong and returns the stage's return value."""
+        module = self.trainer.lightning_module
+        results = pool.pull(0)
+        tensors = tensors_of(module)
+        value = None
+        for result in results:
+            if isinstance(result, _ModulePiece):
+                result.copy_into(tensors)
+            else:
+                assert isinstance(result, TrainerState)
+                value = result.restore(self.trainer, self.shared)
+                break
+        del result
+        sources = [results if rank == 0 else pool.pull(rank) for rank in sorted(has_results)]
+        plans = [plan for plan in (next(source, None) for source in sources) if plan is not None]
+        return _merged(plans, sources) if plans else value
+
+
+@dataclass
+class _ModulePiece:
+    """Some of the module's tensors, or slices of large ones: (name, first row) → rows."""
+
+    tensors: dict[Any, Tensor]
+
+    def copy_into(self, tensors: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for key, value in self.tensors.items():
+                name, start = key
+                if name not in tensors:
+                    continue
+                target = tensors[name].detach()
+                if start is not None:
+                    target.view(-1)[start : start + value.numel()].copy_(value)
+                elif target.shape == value.shape and target.dtype == value.dtype:
+                    target.copy_(value)
+                else:
+                    tensors[name].data = value.clone()
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    # A tensor beyond the size of a piece is cut, unless the receiver's may have other strides.
+    if tensor.nbytes <= PIECE_BYTES or not tensor.is_contiguous():
+        yield (name, None), tensor
+        return
+    flat = tensor.view(-1)
+    step = PIECE_BYTES // tensor.element_size()
+    for start in range(0, flat.numel(), step):
+        yield (name, start), flat[start : start + step]
+
+
+@dataclass
+class _PredictionsOfRank:
+    """A rank's predictions, per dataloader: the keys of each batch's samples, the size of a full batch, the outputs."""
+
+    keys: list[list[list[int]]]
+    batch_sizes: list[int]
+    outputs: list[list[Any]]
+
+    @classmethod
+    def of(cls, trainer: Any, value: Any) -> "_PredictionsOfRank":
+        loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
+        outputs = [value] if len(loaders) == 1 else value
+        keys, batch_sizes = [], []
+        for loader, of_loader in zip(loaders, outputs, strict=True):
+            keys_of_loader, batch_size = _keys(loader, len(of_loader), trainer.global_rank, trainer.world_size)
+            keys.append(keys_of_loader)
+            batch_sizes.append(batch_size)
+        return cls(keys, batch_sizes, outputs)
+
+    def pieces(self) -> Iterator[Any]:
+        """What to send: the plan, then the outputs in pieces."""
+        yield _PredictionsOfRank(self.keys, self.batch_sizes, [])
+        piece: list[Any] = []
+        size = 0
+        for of_loader in self.outputs:
+            while of_loader:
+                piece.append(of_loader.pop(0))
+                size += sum(memoryview(buffer).nbytes for buffer in dump(piece[-1], returning=True).buffers)
+                if size > PIECE_BYTES // 4:
+                    yield piece
+                    piece, size = [], 0
+        yield piece
+
+    def gathered(self, world_size: int) -> Any:
+        """The predictions of all ranks on all hosts, in order; called by all ranks together."""
+        plans: list[Any] = [None] * world_size
+        dist.all_gather_object(plans, self)
+        return _merged(plans, [iter([[output for loader in plan.outputs for output in loader]]) for plan in plans])
+
+
+def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[list[list[int]], int]:
+    """For each batch of a dataloader the place of its samples in the order of a single process; the full batch size."""
+    batch_sampler = loader.batch_sampler if hasattr(loader, "batch_sampler") else None
+    batches = getattr(batch_sampler, "seen_batch_indices", [])[:num_batches]  # Lightning's wrapper has noted them
+    if len(batches) < num_batches:
+        return [[number * world_size + rank] for number in range(num_batches)], 1
+    batch_size = getattr(batch_sampler, "batch_size", None) or max(map(len, batches), default=1)
+    sampler = getattr(batch_sampler, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and not sampler.shuffle:
+        # The sampler deals the samples out in turn. It may have added some at the end, to be fair to all.
+        num_samples = len(sampler.dataset)  # type: ignore[arg-type]
+        place = sampler.rank
+        keys = []
+        for batch in batches:
+            places = range(place, place + len(batch) * sampler.num_replicas, sampler.num_replicas)
+            keys.append([key % num_samples for key in places])
+            place = places.stop
+        return keys, batch_size
+    return [list(batch) for batch in batches], batch_size
+
+
+def _merged(plans: list[_PredictionsOfRank], sources: list[Iterator[Any]]) -> Any:
+    outputs = [_flattened(source) for source in sources]
+    merged = []
+    for loader, batch_size in enumerate(plans[0].batch_sizes):
+        ranks = [
+            RankPredictions(plan.keys[loader], _first(of_rank, len(plan.keys[loader])))
+            for plan, of_rank in zip(plans, outputs, strict=True)
+        ]
+        merged.append(in_dataset_order(ranks, batch_size))
+    for of_rank in outputs:
+        next(of_rank, None)
+    return merged[0] if len(merged) == 1 else merged
+
+
+def _flattened(pieces: Iterator[list[Any]]) -> Iterator[Any]:
+    for piece in pieces:
+        while piece:
+            yield piece.pop(0)
+
+
+def _first(outputs: Iterator[Any], number: int) -> Iterator[Any]:
+    for _ in range(number):
+        yield next(outputs)
+
+
+def tensors_of(module: Module) -> dict[str, Tensor]:
+    """All parameters and buffers of a module by name, each once, also the buffers that no checkpoint holds."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _end_failed_stage(trainer: Any, exception: BaseException) -> None:
+    trainer.strategy.note_failure(exception)
+    for logger in trainer.loggers:
+        _try(logger.finalize, "failed")
+    _try(trainer.strategy.teardown)
+
+
+def _try(function: Callable[..., Any], *args: Any) -> None:
+    try:
+        function(*args)
+    except Exception:
+        log.debug("clean-up after a failed stage failed too", exc_info=True)
+
+
+class CallJob:
+    """A function of the user's as a job, see ``DDPSpawnStrategy.spawn``.
+
+    Args:
+        strategy: The strategy, which joins the process group in each worker.
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        return_result: Whether the first worker's return value comes back.
+    """
+
+    def __init__(
+        self, strategy: Any, function: Callable[..., Any], args: Any, kwargs: Any, return_result: bool
+    ) -> None:
+        self.strategy = strategy
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.return_result = return_result
+
+    def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
+        """Runs the function; see :class:`.Job`."""
+        envelope.close()
+        os.environ["LOCAL_RANK"] = str(place.local_rank)
+        self.strategy.enter_worker(WorkerContext(place.continues, None))
+        self.strategy.setup_distributed()
+        value = self.function(*self.args, **self.kwargs)
+        if place.local_rank > 0 or not self.return_result:
+            return iter(())
+        return iter([value])
+
+
+def pickled_or_explained(job: StageJob | CallJob) -> Pickled:
+    """Pickles a job.
+
+    Raises:
+        TypeError: If a part of it cannot be pickled; says which.
+    """
+    try:
+        return dump(job)
+    except Exception as error:
+        culprit = "What the workers need" if isinstance(job, CallJob) else _culprit(job)
+        raise TypeError(
+            f"{culprit} cannot be sent to the worker processes: {error}. Define classes and functions at the top of a"
+            " module and keep open files, locks and lambdas out of attributes, or use"
+            " `strategy='ddp_fork_ext'`, whose workers get everything by being forked."
+        ) from error
+
+
+def _culprit(job: StageJob) -> str:
+    trainer = job.trainer
+    parts = [("The LightningModule", trainer.lightning_module)]
+    parts += [("The callback", callback) for callback in trainer.callbacks]
+    parts += [("The logger", logger) for logger in trainer.loggers]
+    parts += [("The argument", arg) for arg in [*job.args, *job.kwargs.values()] if arg is not trainer.lightning_module]
+    for name, part in parts:
+        try:
+            # Alone, without what hangs on it: each is looked at on its own.
+            dump(vars(part) if hasattr(part, "__dict__") else part, job.shared)
+        except Exception:
+            return f"{name} {type(part).__name__}"
+    return "The Trainer, or something that hangs on it,"

@@ -1,0 +1,308 @@
+"""What runs in a worker process: it waits for jobs from the main process, runs them, and hands over their results.
+
+A worker serves one pool. It ends when the pool says so, when a job fails, and when the main process is gone, however
+that happened.
+"""
+
+import gc
+import multiprocessing.spawn
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import psutil
+import torch
+
+from lightning_strategies_ext.launch.channel import Channel, Envelope
+from lightning_strategies_ext.launch.messages import Pickled, dump
+
+#: How often a worker looks whether the main process is alive, in seconds.
+PARENT_POLL_S = 0.5
+
+_is_importing_main = False
+
+
+class Job(Protocol):
+    """What a worker runs. It is pickled in the main process."""
+
+    def run(self, place: "Place", envelope: Envelope) -> Iterator[Any]:
+        """Runs the job and returns what the main process may pull of its results, one after the other.
+
+        Raises:
+            JobFailedError: If it fails.
+        """
+
+
+class JobFailedError(Exception):
+    """A job failed; its ``__cause__`` is the exception, ``results`` what the main process may pull nevertheless."""
+
+    def __init__(self, results: Iterator[Any]) -> None:
+        super().__init__()
+        self.results = results
+
+
+@dataclass
+class Start:
+    """The first message to a worker: what makes it like the main process.
+
+    Attributes:
+        preparation: As ``multiprocessing.spawn.get_preparation_data`` gives it; None in a forked worker.
+    """
+
+    local_rank: int
+    num_processes: int
+    preparation: dict[str, Any] | None
+
+
+@dataclass
+class Conditions:
+    """The state of the main process's globals that a job sees too, as they are when the job is sent."""
+
+    directory: str
+    environment: dict[str, str]
+    rng: "RngState"
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    is_deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    only_warns: bool = field(default_factory=torch.is_deterministic_algorithms_warn_only_enabled)
+    cudnn_benchmark: bool = field(default_factory=lambda: bool(torch.backends.cudnn.benchmark))
+    cudnn_deterministic: bool = field(default_factory=lambda: bool(torch.backends.cudnn.deterministic))
+    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
+
+    def apply(self) -> None:
+        """Makes this process's globals so."""
+        os.chdir(self.directory)
+        for name in set(os.environ) - set(self.environment):
+            del os.environ[name]
+        os.environ.update(self.environment)
+        torch.set_default_dtype(self.default_dtype)
+        torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        self.rng.apply()
+
+
+@dataclass
+class RngState:
+    """The states of Python's, NumPy's and torch's generators; of the GPU of this rank too where one is in use."""
+
+    python: Any
+    numpy: Any
+    torch_cpu: bytes
+    torch_cuda: bytes | None
+
+    @classmethod
+    def now(cls) -> "RngState":
+        """Those of this process."""
+        cuda = bytes(torch.cuda.get_rng_state().numpy()) if torch.cuda.is_initialized() else None
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        numpy = (kind, bytes(keys), *rest)  # type: ignore[arg-type]
+        return cls(random.getstate(), numpy, bytes(torch.get_rng_state().numpy()), cuda)
+
+    def is_same(self, other: "RngState") -> bool:
+        """Whether the generators on the CPU have the same states."""
+        return (self.python, self.numpy, self.torch_cpu) == (other.python, other.numpy, other.torch_cpu)
+
+    def apply(self) -> None:
+        """Sets this process's."""
+        random.setstate(self.python)
+        kind, keys, *rest = self.numpy
+        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch_cpu), dtype=torch.uint8))
+        if self.torch_cuda is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(self.torch_cuda), dtype=torch.uint8))
+
+
+@dataclass
+class Order:
+    """Tells a worker to run a job.
+
+    Attributes:
+        continues: Whether the job goes on where an earlier one ended.
+        is_inherited: Whether the job is the one that the worker was forked with; otherwise the next message holds it.
+    """
+
+    conditions: Conditions
+    continues: bool
+    is_inherited: bool = False
+
+
+class Pull:
+    """Asks a worker for the next of its job's results."""
+
+
+class End:
+    """Tells a worker to end. Also the answer to a :class:`Pull` when there are no more results."""
+
+
+@dataclass
+class Done:
+    """A worker's answer to a job: it has run."""
+
+    rng: RngState
+
+
+@dataclass
+class Failure:
+    """A worker's answer to a job: it has failed.
+
+    Attributes:
+        exception: The exception, if it can be sent; otherwise None.
+        trace: Its trace, as text.
+        time: When, on the clock that all processes of a host share.
+        has_results: Whether there are results to pull.
+    """
+
+    exception: BaseException | None
+    trace: str
+    time: float
+    has_results: bool
+
+    @classmethod
+    def of(cls, exception: BaseException, has_results: bool = False) -> "Failure":
+        """Describes an exception that was caught."""
+        trace = "".join(traceback.format_exception(exception))
+        sendable: BaseException | None = exception.with_traceback(None)
+        try:
+            dump(sendable, returning=True).load()
+        except Exception:
+            sendable = None
+        return cls(sendable, trace, time.monotonic(), has_results)
+
+
+class Place:
+    """Which worker this is, and what outlives a job in it.
+
+    Attributes:
+        local_rank: Index among the workers of this host.
+        continues: Whether the job goes on where an earlier one of this pool ended.
+        is_running: Whether a job runs now.
+        on_interrupt: What to do then on Ctrl-C instead of raising KeyboardInterrupt.
+    """
+
+    def __init__(self, local_rank: int) -> None:
+        self.local_rank = local_rank
+        self.continues = False
+        self.is_running = False
+        self.on_interrupt: Callable[[], None] | None = None
+
+
+def is_importing_main() -> bool:
+    """Whether this is a worker that is still importing the user's script."""
+    return _is_importing_main
+
+
+def serve(connected: socket.socket, main_pid: int, inherited: Job | None = None) -> None:
+    """Runs a worker until it is told to end. Called in the worker process, once.
+
+    Args:
+        connected: This worker's end of its channel.
+        main_pid: The main process.
+        inherited: A job that a forked worker got by being forked.
+    """
+    die_with(main_pid)
+    channel = Channel(connected)
+    with suppress(EOFError, OSError):  # the main process closed its end: there is no one to tell
+        _serve(channel, inherited)
+
+
+def _serve(channel: Channel, inherited: Job | None) -> None:
+    start: Start = channel.receive()
+    place = Place(start.local_rank)
+    signal.signal(signal.SIGINT, lambda signum, frame: _interrupted(place))
+    try:
+        _prepare(start)
+    except BaseException as exception:
+        channel.send(Failure.of(exception))
+        return
+    gc.collect()
+    gc.freeze()  # what is imported stays: the collection between jobs need not look at it
+    results: Iterator[Any] = iter(())
+    while not isinstance(message := channel.receive(), End):
+        if isinstance(message, Pull):
+            try:
+                channel.send(next(results, End()))
+            except Exception as exception:
+                channel.send(Failure.of(exception))
+            continue
+        assert isinstance(message, Order)
+        results = iter(())  # drops those of the last job, with its trainer
+        gc.collect()
+        try:
+            results = _run(message, channel, inherited, place)
+            channel.send(Done(RngState.now()))
+        except JobFailedError as failed:
+            results = failed.results
+            channel.send(Failure.of(failed.__cause__ or failed, has_results=True))
+        except BaseException as exception:
+            channel.send(Failure.of(exception))
+            return
+        inherited = None
+
+
+def _run(order: Order, channel: Channel, inherited: Job | None, place: Place) -> Iterator[Any]:
+    envelope = Envelope(Pickled(b"")) if order.is_inherited else channel.receive_envelope(private=True)
+    order.conditions.apply()
+    place.continues = order.continues
+    place.is_running = True
+    try:
+        job: Job | None = inherited if order.is_inherited else envelope.open()
+        assert job is not None
+        return job.run(place, envelope)
+    finally:
+        place.is_running = False
+        place.on_interrupt = None
+
+
+def _prepare(start: Start) -> None:
+    global _is_importing_main
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // start.num_processes))
+    if start.preparation is None:
+        return
+    _is_importing_main = True
+    try:
+        # Imports the user's script as `__mp_main__`, where its classes are looked up. `spawn.prepare` is what
+        # multiprocessing calls in its own children (Python 3.10 to 3.14).
+        multiprocessing.spawn.prepare(start.preparation)
+    finally:
+        _is_importing_main = False
+
+
+def _interrupted(place: Place) -> None:
+    if not place.is_running:
+        return
+    if place.on_interrupt is None:
+        raise KeyboardInterrupt
+    place.on_interrupt()
+
+
+def die_with(pid: int) -> None:
+    """Ends this process, and its children, soon after process ``pid`` is gone, whatever it is doing then."""
+    process = psutil.Process(pid)
+
+    def watch() -> None:
+        while process.is_running():
+            time.sleep(PARENT_POLL_S)
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="lightning-strategies-ext parent watch").start()
+
+
+if __name__ == "__main__":  # how the pool starts a worker with start method "spawn"
+    from lightning_strategies_ext.launch.worker import serve as serve_as_imported  # not as a function of `__main__`
+
+    serve_as_imported(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -1,0 +1,434 @@
+"""The predictions of several ranks, put together, are what one process would have returned.
+
+No process is started: a rank is its keys and a generator of what it predicted for them.
+"""
+
+import random
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_strategies_ext.launch.predictions import RankPredictions, in_dataset_order
+
+Predict = Callable[[list[int]], Any]
+
+
+class Scores(NamedTuple):
+    logits: torch.Tensor
+    names: list[str]
+
+
+def logits(keys: list[int]) -> torch.Tensor:
+    return torch.tensor(keys).float().unsqueeze(1) * torch.tensor([1.0, 10.0, 100.0])
+
+
+def names(keys: list[int]) -> list[str]:
+    return [f"sample {key}" for key in keys]
+
+
+def boxes(keys: list[int]) -> list[torch.Tensor]:
+    """As a detector: for each sample some boxes, 5 to 7 of them, so never as many as a batch here has samples."""
+    return [torch.full((5 + key % 3, 4), float(key)) for key in keys]
+
+
+PREDICT_STEPS: dict[str, Predict] = {
+    "tensor": logits,
+    "one number per sample": lambda keys: torch.tensor(keys),
+    "bfloat16": lambda keys: logits(keys).bfloat16(),
+    "float8": lambda keys: torch.tensor(keys).float().to(torch.float8_e4m3fn),
+    "uint16": lambda keys: torch.tensor(keys).to(torch.uint16),
+    "bool": lambda keys: torch.tensor(keys) % 3 == 0,
+    "with gradient": lambda keys: logits(keys).requires_grad_() * 2,
+    "not contiguous": lambda keys: logits(keys).t().contiguous().t(),
+    "ndarray": lambda keys: logits(keys).numpy().astype(np.float16),
+    "ndarray of str": lambda keys: np.array(names(keys), dtype="<U12"),
+    "masked array": lambda keys: np.ma.array(keys, mask=[key % 2 for key in keys]),
+    "dict": lambda keys: {"logits": logits(keys), "key": torch.tensor(keys)},
+    "OrderedDict": lambda keys: OrderedDict(b=logits(keys), a=torch.tensor(keys)),
+    "defaultdict": lambda keys: defaultdict(list, a=torch.tensor(keys)),
+    "tuple": lambda keys: (logits(keys), np.array(keys)),
+    "namedtuple": lambda keys: Scores(logits(keys), names(keys)),
+    "torch.return_types": lambda keys: torch.max(logits(keys), dim=1),
+    "nested": lambda keys: {"a": (logits(keys), {"b": None, "c": names(keys)}), "d": boxes(keys), "e": ()},
+    "list of str": names,
+    "list of dicts": lambda keys: [{"box": box, "key": box.numpy()} for box in boxes(keys)],
+    "list of tensors per sample": boxes,
+    "list of numbers": lambda keys: list(keys),
+    "list of batched tensors": lambda keys: [logits(keys), torch.tensor(keys)],
+    "None": lambda keys: None,
+    "empty dict": lambda keys: {},
+}
+
+
+def chunks(keys: list[int], batch_size: int) -> list[list[int]]:
+    return [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
+
+
+def one_process(predict: Predict, keys: list[int], batch_size: int) -> list[Any]:
+    return [predict(batch) for batch in chunks(keys, batch_size)]
+
+
+def rank_of(predict: Predict, keys: list[int], batch_size: int) -> RankPredictions:
+    batches = chunks(keys, batch_size)
+    return RankPredictions(batches, (predict(batch) for batch in batches))
+
+
+def strided(predict: Predict, num_samples: int, world_size: int, batch_size: int) -> list[RankPredictions]:
+    """As a distributed sampler that repeats no sample: ranks may differ in length."""
+    shares = [list(range(rank, num_samples, world_size)) for rank in range(world_size)]
+    return [rank_of(predict, share, batch_size) for share in shares]
+
+
+def whole(keys: list[int]) -> dict[str, Any]:
+    """An output that cannot be cut: a mean over the batch. It names its samples, for the tests to compare."""
+    return {"mean": torch.tensor(keys).float().mean(), "of": tuple(keys)}
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert not actual.requires_grad
+        assert actual.tolist() == expected.tolist()
+    elif isinstance(expected, np.ndarray):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.tolist() == expected.tolist()
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        assert_same(list(actual.values()), list(expected.values()))
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert actual == expected
+
+
+class TestOneProcess:
+    """The order and the batches of one process."""
+
+    @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5])
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+    @pytest.mark.parametrize("num_samples", [1, 3, 8, 17, 24])
+    def test_any_size(self, num_samples, world_size, batch_size):
+        ranks = strided(logits, num_samples, world_size, batch_size)
+        expected = one_process(logits, list(range(num_samples)), batch_size)
+        assert_same(in_dataset_order(ranks, batch_size), expected)
+
+    @pytest.mark.parametrize("predict", PREDICT_STEPS.values(), ids=PREDICT_STEPS)
+    @pytest.mark.parametrize(("num_samples", "world_size", "batch_size"), [(17, 3, 4), (17, 2, 1), (3, 4, 3)])
+    def test_any_output(self, predict, num_samples, world_size, batch_size):
+        ranks = strided(predict, num_samples, world_size, batch_size)
+        expected = one_process(predict, list(range(num_samples)), batch_size)
+        assert_same(in_dataset_order(ranks, batch_size), expected)
+
+    def test_a_subclass_keeps_what_it_knows(self):
+        (batch,) = in_dataset_order(strided(PREDICT_STEPS["defaultdict"], 2, 2, 1), 2)
+        assert batch.default_factory is list
+
+    def test_keys_in_any_order(self):
+        keys = random.Random(1).sample(range(100), 23)
+        ranks = [rank_of(logits, share, 4) for share in (keys[:9], keys[9:11], keys[11:])]
+        assert_same(in_dataset_order(ranks, 5), one_process(logits, sorted(keys), 5))
+
+    def test_ranks_without_batches(self):
+        ranks = [RankPredictions([], iter(())), rank_of(logits, [0, 1, 2], 2), RankPredictions([], iter(()))]
+        assert_same(in_dataset_order(ranks, 2), one_process(logits, [0, 1, 2], 2))
+        assert in_dataset_order([], 2) == []
+        assert in_dataset_order([RankPredictions([], iter(()))], 2) == []
+
+    def test_at_random(self):
+        choose = random.Random(20)
+        steps = list(PREDICT_STEPS.values())
+        for _ in range(150):
+            predict, batch_size = choose.choice(steps), choose.randint(1, 6)
+            keys = [choose.randrange(30) for _ in range(choose.randint(1, 40))]
+            cuts = sorted(choose.randint(0, len(keys)) for _ in range(choose.randint(0, 4)))
+            shares = [keys[start:end] for start, end in zip([0, *cuts], [*cuts, len(keys)], strict=True)]
+            ranks = [rank_of(predict, share, batch_size) for share in shares]
+            expected = one_process(predict, sorted(set(keys)), batch_size)
+            assert_same(in_dataset_order(ranks, batch_size), expected)
+
+
+class TestDuplicates:
+    """A key that occurs again, because a sampler filled up or every rank saw everything, is dropped."""
+
+    @pytest.mark.parametrize("num_samples", [1, 5, 7, 9])
+    @pytest.mark.parametrize("world_size", [2, 3, 4])
+    def test_filled_up_shares(self, num_samples, world_size):
+        filled_up = -(-num_samples // world_size) * world_size
+        shares = [[key % num_samples for key in range(rank, filled_up, world_size)] for rank in range(world_size)]
+        ranks = [rank_of(logits, share, 2) for share in shares]
+        assert_same(in_dataset_order(ranks, 2), one_process(logits, list(range(num_samples)), 2))
+
+    def test_the_lowest_rank_and_its_earliest_is_kept(self):
+        def by(source: str) -> Predict:
+            positions = iter(range(100))
+            return lambda keys: [f"{key} by {source}.{next(positions)}" for key in keys]
+
+        ranks = [rank_of(by("a"), [4, 1, 1, 4], 3), rank_of(by("b"), [0, 1, 2, 3, 4, 2], 3)]
+        expected = ["0 by b.0", "1 by a.1", "2 by b.2", "3 by b.3", "4 by a.0"]
+        assert in_dataset_order(ranks, 5) == [expected]
+
+    def test_every_iterator_is_read_to_its_end(self):
+        ends = []
+
+        def outputs(rank: int) -> Iterator[Any]:
+            yield from (logits([key]) for key in range(4))
+            ends.append(rank)
+
+        ranks = [RankPredictions([[key] for key in range(4)], outputs(rank)) for rank in range(3)]
+        assert_same(in_dataset_order(ranks, 4), [logits([0, 1, 2, 3])])
+        assert ends == [0, 1, 2]
+
+
+class TestCuts:
+    """Samples that do not fit into one batch are not forced into one."""
+
+    def test_rows_of_different_shapes(self):
+        def padded(keys: list[int]) -> torch.Tensor:
+            return torch.tensor(keys).unsqueeze(1).repeat(1, 2 + keys[0] // 4 + keys[0] // 6)
+
+        def expected(*batches: list[int]) -> list[torch.Tensor]:
+            return [padded(keys) for keys in batches]
+
+        for batch_size, batches in {
+            4: ([0, 1, 2, 3], [4, 5], [6, 7]),
+            3: ([0, 1, 2], [3], [4, 5], [6, 7]),
+            8: ([0, 1, 2, 3], [4, 5], [6, 7]),
+        }.items():
+            ranks = [rank_of(padded, [0, 2, 4, 5], 2), rank_of(padded, [1, 3, 6, 7], 2)]
+            assert_same(in_dataset_order(ranks, batch_size), expected(*batches))
+
+    def test_other_dtype_type_or_keys(self):
+        kinds: list[Predict] = [
+            torch.tensor,
+            lambda keys: torch.tensor(keys).float(),
+            np.array,
+            lambda keys: np.array(keys, dtype=np.float32),
+            lambda keys: np.ma.array(keys, dtype=np.float32),
+            lambda keys: {"a": torch.tensor(keys)},
+            lambda keys: OrderedDict(a=torch.tensor(keys)),
+            lambda keys: {"b": torch.tensor(keys)},
+            lambda keys: (torch.tensor(keys),),
+            lambda keys: [torch.tensor(keys)],
+            lambda keys: None,
+        ]
+
+        def various(keys: list[int]) -> Any:
+            return kinds[keys[0] // 2](keys)
+
+        keys = list(range(2 * len(kinds)))
+        for batch_size in (2, 4, len(keys)):
+            assert_same(in_dataset_order([rank_of(various, keys, 2)], batch_size), one_process(various, keys, 2))
+
+    def test_alternating_forms_keep_the_order(self):
+        ranks = [rank_of(logits, [0, 2, 4], 3), rank_of(names, [1, 3, 5], 3)]
+        expected = [logits([0]), names([1]), logits([2]), names([3]), logits([4]), names([5])]
+        assert_same(in_dataset_order(ranks, 3), expected)
+
+
+class TestWholeOutputs:
+    """An output that cannot be cut stays whole."""
+
+    @pytest.mark.parametrize(
+        "predict",
+        [
+            lambda keys: float(keys[0]),
+            lambda keys: torch.tensor(keys[0]),
+            lambda keys: torch.zeros(len(keys) + 1, keys[0]),
+            lambda keys: f"written to {keys[0]}",
+            lambda keys: {"loss": torch.tensor(0.5), "logits": logits(keys)},
+            lambda keys: [logits(keys), float(keys[0]), "three entries for two samples"],
+            lambda keys: {keys[0]},
+            lambda keys: np.array(keys[0]),
+            lambda keys: (logits(keys), [torch.zeros(3), torch.zeros(3), torch.zeros(3)]),
+        ],
+    )
+    def test_order_by_smallest_key(self, predict):
+        ranks = [rank_of(predict, [0, 8, 2, 3], 2), rank_of(predict, [7, 1, 9, 6], 2)]
+        expected = [predict(keys) for keys in ([0, 8], [7, 1], [2, 3], [9, 6])]
+        assert_same(in_dataset_order(ranks, 2), expected)
+
+    def test_sparse_tensors(self):
+        ranks = [rank_of(lambda keys: logits(keys).to_sparse(), keys, 2) for keys in ([4, 2], [3, 1])]
+        result = in_dataset_order(ranks, 2)
+        assert all(batch.is_sparse for batch in result)
+        assert_same([batch.to_dense() for batch in result], [logits([3, 1]), logits([4, 2])])
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+    def test_nested_tensors(self, layout):
+        def nest(keys: list[int]) -> torch.Tensor:
+            return torch.nested.as_nested_tensor(boxes(keys), layout=layout)
+
+        result = in_dataset_order([rank_of(nest, [4, 2], 2), rank_of(nest, [3, 1], 2)], 2)
+        assert [batch.is_nested and batch.layout for batch in result] == [layout, layout]
+        assert_same([list(batch.unbind()) for batch in result], [boxes([3, 1]), boxes([4, 2])])
+
+    def test_all_samples_known_already(self):
+        ranks = [rank_of(whole, [0, 1, 2, 3], 2), rank_of(whole, [3, 0, 1, 4], 2)]
+        # [1, 4] of the second rank has one sample of its own, 4; [3, 0] has none.
+        assert_same(in_dataset_order(ranks, 2), [whole([0, 1]), whole([2, 3]), whole([1, 4])])
+
+    def test_among_outputs_that_can_be_cut(self):
+        ranks = [rank_of(logits, [0, 2, 4, 6, 8], 2), rank_of(whole, [1, 3, 5, 7], 2)]
+        expected = [logits([0]), whole([1, 3]), logits([2]), logits([4]), whole([5, 7]), logits([6]), logits([8])]
+        assert_same(in_dataset_order(ranks, 4), expected)
+
+    def test_read_before_its_turn(self):
+        """The first output of the rank is needed last."""
+        ranks = [RankPredictions([[8, 9], [0, 1]], iter([whole([8, 9]), logits([0, 1])])), rank_of(logits, [2, 3], 2)]
+        assert_same(in_dataset_order(ranks, 3), [logits([0, 1, 2]), logits([3]), whole([8, 9])])
+
+
+class TestLists:
+    """A list may hold one entry per sample or batched values, and sometimes only other batches tell."""
+
+    def test_last_batch_that_looks_like_a_collection(self):
+        """A detector whose last batch is one sample with one box."""
+
+        def detect(keys: list[int]) -> list[torch.Tensor]:
+            return [torch.full((1 if key > 7 else 2 + key, 4), float(key)) for key in keys]
+
+        ranks = strided(detect, 10, 2, 4)
+        assert_same(in_dataset_order(ranks, 4), one_process(detect, list(range(10)), 4))
+
+    def test_batch_of_one(self):
+        """Nothing is joined, so it does not matter which of the two a list is."""
+
+        def detect(keys: list[int]) -> list[torch.Tensor]:
+            return [torch.full((1 + key % 2, 4), float(key)) for key in keys]
+
+        assert_same(in_dataset_order(strided(detect, 5, 2, 1), 1), one_process(detect, list(range(5)), 1))
+
+    def test_as_many_batched_values_as_samples(self):
+        """Nothing tells what the lists are, so the batches stay as they are."""
+        two = PREDICT_STEPS["list of batched tensors"]
+        assert_same(in_dataset_order(strided(two, 4, 2, 2), 2), [two([0, 2]), two([1, 3])])
+
+    def test_one_batched_tensor(self):
+        def one(keys: list[int]) -> list[torch.Tensor]:
+            return [logits(keys)]
+
+        assert_same(in_dataset_order(strided(one, 17, 3, 4), 4), one_process(one, list(range(17)), 4))
+
+    def test_one_after_the_other(self):
+        """No contradiction: the third batch told what the lists before it are, and the last is something else."""
+        outputs = [
+            *one_process(PREDICT_STEPS["list of batched tensors"], [0, 1, 2, 3], 2),
+            [logits([4, 5])],
+            ["6", "7"],
+        ]
+        keys = chunks(list(range(8)), 2)
+        assert_same(in_dataset_order([RankPredictions(keys, iter(outputs))], 2), outputs)
+
+    def test_found_out_late(self):
+        """The first lists may be either and stay whole; a later one tells what the rest are."""
+
+        def detect(keys: list[int]) -> list[torch.Tensor]:
+            return [torch.full((2 if key < 4 else 3, 4), float(key)) for key in keys]
+
+        expected = [detect([0, 2]), detect([1, 3]), detect([4, 5]), detect([6, 7])]
+        assert_same(in_dataset_order(strided(detect, 8, 2, 2), 2), expected)
+
+
+class TestStreaming:
+    """Outputs are asked for late and let go early."""
+
+    @pytest.mark.parametrize("make", [logits, whole], ids=["cut", "whole"])
+    @pytest.mark.parametrize("copies", [1, 3], ids=["distributed", "everyone saw everything"])
+    def test_in_lock_step(self, make, copies):
+        world_size, batch_size, num_samples = 3, 4, 96
+        alive: dict[int, set[int]] = {rank: set() for rank in range(world_size)}
+        most_alive, pulled = [], [0] * world_size
+
+        def watched(rank: int, batches: list[list[int]]) -> Iterator[Any]:
+            for number, keys in enumerate(batches):
+                pulled[rank] += 1
+                if copies == 1:
+                    assert max(pulled) - min(pulled) <= 1, "a rank is read ahead of the others"
+                output = make(keys)
+                tensor = output if isinstance(output, torch.Tensor) else output["mean"]
+                alive[rank].add(number)
+                weakref.finalize(tensor, alive[rank].discard, number)
+                most_alive.append(max(map(len, alive.values())))
+                box = [output]
+                del output, tensor
+                yield box.pop()
+
+        stride = world_size if copies == 1 else 1
+        shares = [list(range(rank if copies == 1 else 0, num_samples, stride)) for rank in range(world_size)]
+        ranks = [
+            RankPredictions(chunks(share, batch_size), watched(rank, chunks(share, batch_size)))
+            for rank, share in enumerate(shares)
+        ]
+        result = in_dataset_order(ranks, batch_size)
+        assert len(result) == num_samples // batch_size
+        assert pulled == [len(rank.keys) for rank in ranks]
+        assert max(most_alive) <= 2
+        assert not any(alive.values())
+
+    def test_no_output_before_its_row_is_needed(self):
+        """The samples of the second rank come after all of the first, so it is read after it."""
+        read = []
+
+        def noted(rank: int, batches: list[list[int]]) -> Iterator[Any]:
+            for keys in batches:
+                read.append(rank)
+                yield logits(keys)
+
+        shares = [chunks(list(range(8)), 2), chunks(list(range(8, 16)), 2)]
+        in_dataset_order([RankPredictions(share, noted(rank, share)) for rank, share in enumerate(shares)], 2)
+        assert read == [0, 0, 0, 0, 1, 1, 1, 1]
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            logits,
+            lambda keys: {"a": [logits(keys).numpy()]},
+            lambda keys: [{"box": box} for box in boxes(keys)],
+            lambda keys: (torch.zeros(9), np.zeros(9)),
+        ],
+        ids=["tensor", "ndarray", "entries", "whole"],
+    )
+    @pytest.mark.parametrize("batch_size", [2, 4])
+    def test_nothing_is_shared_with_the_outputs(self, make, batch_size):
+        def zero(value: Any) -> Any:
+            if isinstance(value, torch.Tensor | np.ndarray):
+                value[...] = -1
+            elif isinstance(value, dict | list | tuple):
+                for part in value.values() if isinstance(value, dict) else value:
+                    zero(part)
+            return value
+
+        given = one_process(make, [0, 1, 2, 3], 2)
+        result = in_dataset_order([RankPredictions([[0, 1], [2, 3]], iter(given))], batch_size)
+        zero(given)
+        can_be_cut = not isinstance(given[0], tuple)
+        assert_same(result, one_process(make, [0, 1, 2, 3], batch_size if can_be_cut else 2))
+
+
+class TestBadInput:
+    def test_iterator_ends_early(self):
+        ranks = [rank_of(logits, [0, 2], 1), RankPredictions([[1], [3]], iter([logits([1])]))]
+        with pytest.raises(ValueError, match=r"Rank 1 has keys for 1 more batch\(es\) than it has outputs"):
+            in_dataset_order(ranks, 2)
+
+    def test_iterator_ends_early_among_duplicates(self):
+        ranks = [rank_of(logits, [0, 1], 1), RankPredictions([[0], [1]], iter([logits([0])]))]
+        with pytest.raises(ValueError, match="Rank 1 has keys for 1 more"):
+            in_dataset_order(ranks, 2)
+
+    def test_more_outputs_than_keys(self):
+        with pytest.raises(ValueError, match="Rank 0 has more outputs than lists of keys"):
+            in_dataset_order([RankPredictions([[0]], iter([logits([0]), logits([1])]))], 2)
+
+    def test_batch_size(self):
+        with pytest.raises(ValueError, match="must be at least 1, not 0"):
+            in_dataset_order([], 0)
