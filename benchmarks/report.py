@@ -171,7 +171,8 @@ def draw_panel(axes: Any, panel: Panel) -> None:
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        left, right = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if right < 1000 * left else (1,)))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:

@@ -5,6 +5,7 @@ one of them is gone, so that a new Lightning release shows here first and nowher
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+from lightning.pytorch.utilities.seed import isolate_rng
 
 # The launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C, and
 # Fabric asks for its `_MultiProcessingLauncher`, so ours must be of those classes. In the Trainer, ours must not be a
@@ -39,6 +41,7 @@ __all__ = [
     "intercept_sigterm",
     "is_bound_to_stage",
     "layer_sync",
+    "load_data_aside",
     "loops_of",
     "move_optimizers",
     "release_sigterm",
@@ -184,6 +187,25 @@ def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:
     metrics = trainer._logger_connector
     others = [value for value in vars(trainer).values() if ".trainer.connectors." in type(value).__module__]
     return metrics, [connector for connector in others if connector is not metrics]
+
+
+def load_data_aside(trainer: Any) -> None:
+    """Lets a ``fit`` that goes on draw the same random numbers as the ``fit`` before would have, had it been longer.
+
+    ``FitLoop.setup_data`` makes an iterator over the training data, which draws a seed, and past the first epoch
+    ``_TrainingEpochLoop.on_run_start`` makes another in its place (2.5 to 2.6). The first draw is undone.
+    """
+    fit_loop = trainer.fit_loop
+    setup_data = fit_loop.setup_data
+
+    def setup_data_aside() -> None:
+        del fit_loop.setup_data
+        is_resuming = getattr(fit_loop, "is_resuming", False)  # from 2.5.5
+        is_iterator_used = trainer.current_epoch == 0 or is_resuming or fit_loop.epoch_loop.restarting
+        with nullcontext() if is_iterator_used else isolate_rng():
+            setup_data()
+
+    fit_loop.setup_data = setup_data_aside
 
 
 def is_bound_to_stage(value: Any) -> bool:

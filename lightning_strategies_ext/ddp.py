@@ -222,6 +222,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             earlier = self.optimizers, self.lr_scheduler_configs
             self.setup_optimizers(trainer)
             if self._worker is not None and earlier[0]:
+                _lightning.load_data_aside(trainer)
                 carry_over(earlier, (self.optimizers, self.lr_scheduler_configs))
         elif not has_same_model:
             self.collectives.broadcast_module(self.model)

@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
@@ -25,7 +26,7 @@ from packaging.version import Version
 
 from lightning_strategies_ext import DDPStrategy, _lightning
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
-from tests.models import MLP, loader, make_trainer
+from tests.models import MLP, fit, loader, make_trainer
 from tests.ranks import REPOSITORY, run_ranks
 
 
@@ -200,19 +201,19 @@ def test_lightning_moves_each_logged_value_to_where_it_is_until_we_stop_it_and_n
 # --- the launcher classes ---
 
 
-@pytest.mark.parametrize(
-    ("name", "lightnings", "ours"),
-    [
-        ("ddp", _lightning.SubprocessScriptLauncher, ScriptLauncher),
-        ("ddp_fork", _lightning.MultiProcessingLauncher, WorkerLauncher),
-    ],
-)
-def test_the_trainer_starts_processes_with_the_launcher_classes_that_ours_are_made_of(
-    name: str, lightnings: type, ours: type
-) -> None:
-    assert type(make_trainer(name).strategy.launcher) is lightnings
-    assert type(make_trainer(f"{name}_ext").strategy.launcher) is ours
-    assert issubclass(ours, lightnings)
+def test_the_trainer_starts_scripts_with_the_launcher_class_that_ours_is_made_of() -> None:
+    assert type(make_trainer("ddp").strategy.launcher) is _lightning.SubprocessScriptLauncher
+    assert type(make_trainer("ddp_ext").strategy.launcher) is ScriptLauncher
+    assert issubclass(ScriptLauncher, _lightning.SubprocessScriptLauncher)
+
+
+def test_a_launcher_of_workers_is_one_that_the_trainer_lets_predict() -> None:
+    launcher = make_trainer("ddp_spawn_ext").strategy.launcher
+    assert type(launcher) is WorkerLauncher
+    assert isinstance(launcher, _lightning.Launcher)
+    assert isinstance(make_trainer("ddp_fork").strategy.launcher, _lightning.Launcher)
+    # The class whose instances may not return predictions.
+    assert not isinstance(launcher, type(make_trainer("ddp_fork").strategy.launcher))
 
 
 @pytest.mark.parametrize(
@@ -244,10 +245,11 @@ def test_on_ctrl_c_the_trainer_tells_our_script_launcher_to_end_the_other_ranks(
     assert in_own_process(fit_until_ctrl_c) == [(signal.SIGKILL,)]
 
 
-def test_the_prediction_loop_knows_that_worker_processes_cannot_return_predictions() -> None:
+def test_the_prediction_loop_knows_that_lightnings_worker_processes_cannot_return_predictions() -> None:
     with pytest.raises(MisconfigurationException, match="return_predictions"):
-        make_trainer("ddp_fork_ext").predict_loop.return_predictions = True
-    make_trainer("ddp_ext").predict_loop.return_predictions = True
+        make_trainer("ddp_fork").predict_loop.return_predictions = True
+    for name in ("ddp_ext", "ddp_fork_ext"):
+        make_trainer(name).predict_loop.return_predictions = True
 
 
 # --- the small ones ---
@@ -344,3 +346,82 @@ def imports_from_lightning(path: Path) -> list[str]:
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
     return [name for name in names if name.split(".")[0] == "lightning"]
+
+
+# --- what comes back from workers ---
+
+
+def test_all_loops_are_found() -> None:
+    trainer = make_trainer("auto", devices=1)
+    loops = _lightning.loops_of(trainer)
+    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        assert loop in loops
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop in (epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
+        assert loop in loops
+    assert len({id(loop) for loop in loops}) == len(loops)
+
+
+def test_the_metrics_are_in_the_connector_that_we_name() -> None:
+    trainer, _ = fit("auto", devices=1)
+    metrics, others = _lightning.connectors_of(trainer)
+    kept = [value for value in vars(metrics).values() if isinstance(value, dict)]
+    for logged in (trainer.callback_metrics, trainer.logged_metrics):
+        assert logged
+        assert any(logged is value for value in kept)
+    assert metrics not in others
+    assert all(hasattr(other, "trainer") for other in others if hasattr(other, "trainer"))
+    assert len(others) >= 5
+
+
+def test_the_data_of_a_stage_are_where_we_look() -> None:
+    trainer = make_trainer("auto", devices=1)
+    train, val = loader(), loader()
+    trainer.fit(MLP(), train, val)
+    data = _lightning.data_of(trainer)
+    assert any(item is train for item in data)
+    assert any(item is val for item in data)
+
+
+def test_results_of_a_stage_are_recognised() -> None:
+    trainer, _ = fit("auto", devices=1)
+    bound = [name for name, value in vars(trainer.fit_loop.epoch_loop).items() if _lightning.is_bound_to_stage(value)]
+    assert len(bound) == 1
+
+
+def test_a_layer_sync_that_is_set_is_the_one_that_the_strategy_has() -> None:
+    strategy = make_trainer("ddp_ext").strategy
+    plugin = TorchSyncBatchNorm()
+    _lightning.set_layer_sync(strategy, plugin)
+    assert _lightning.layer_sync(strategy) is plugin
+
+
+class StatesOfRng(Callback):
+    """The generator's state at each epoch's first batch."""
+
+    def __init__(self) -> None:
+        self.states: list[list[int]] = []
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 0:
+            self.states.append(torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_fit_that_goes_on_draws_once_more_unless_data_are_loaded_aside(aside: bool) -> None:
+    whole, halves = StatesOfRng(), StatesOfRng()
+    pl.seed_everything(3, verbose=False)
+    make_trainer("auto", devices=1, callbacks=[whole]).fit(MLP(), loader())
+    pl.seed_everything(3, verbose=False)
+    trainer, model = make_trainer("auto", devices=1, max_epochs=1, callbacks=[halves]), MLP()
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit_loop._combined_loader = None  # as in a worker, whose Trainer has loaded no data yet
+    if aside:
+        _lightning.load_data_aside(trainer)
+    trainer.fit(model, loader())
+    assert halves.states[0] == whole.states[0]
+    assert (halves.states[1] == whole.states[1]) is aside
+    assert "setup_data" not in vars(trainer.fit_loop)

@@ -44,7 +44,8 @@ class ForkServer:
         """
         reply = b""
         with suppress(OSError):
-            socket.send_fds(self._socket, [b"f"], [worker.fileno()])
+            # With the output streams of now, not of when the server started.
+            socket.send_fds(self._socket, [b"f"], [worker.fileno(), 1, 2])
             reply = self._socket.recv(_REPLY.size, socket.MSG_WAITALL)
         if len(reply) < _REPLY.size:
             raise RuntimeError(
@@ -112,14 +113,14 @@ def _run(requests: socket.socket, main_pid: int) -> None:
     while True:
         wait([requests, *(child.sentinel for child in children.values() if child.exitcode is None)])
         with suppress(BlockingIOError):
-            kind, fds, _, _ = socket.recv_fds(requests, 1, 1, socket.MSG_DONTWAIT)
+            kind, fds, _, _ = socket.recv_fds(requests, 1, 3, socket.MSG_DONTWAIT)
             if not kind:
                 return
             if kind == b"f":
-                connected = socket.socket(fileno=fds[0])
-                child = context.Process(target=_run_worker, args=(requests, connected, main_pid))
+                child = context.Process(target=_run_worker, args=(requests, fds, main_pid))
                 child.start()
-                connected.close()
+                for fd in fds:
+                    os.close(fd)
                 assert child.pid is not None
                 children[child.pid] = child
                 requests.sendall(_REPLY.pack(child.pid))
@@ -134,11 +135,15 @@ def _run(requests: socket.socket, main_pid: int) -> None:
                 requests.sendall(bytes([len(answer)]) + answer)
 
 
-def _run_worker(requests: socket.socket, connected: socket.socket, main_pid: int) -> None:
+def _run_worker(requests: socket.socket, fds: list[int], main_pid: int) -> None:
     from lightning_strategies_ext.launch import worker
 
     requests.close()
-    worker.serve(connected, main_pid)
+    connected, *outputs = fds
+    for fd, number in zip(outputs, (1, 2), strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    worker.serve(socket.socket(fileno=connected), main_pid)
 
 
 if __name__ == "__main__":

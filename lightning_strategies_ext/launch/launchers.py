@@ -6,6 +6,7 @@ is nothing to clean up.
 
 import logging
 import os
+import socket
 import sys
 import weakref
 from collections.abc import Callable, Generator
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -62,6 +64,7 @@ class WorkerLauncher(_lightning.Launcher):
         self._strategy = strategy
         self._start_method: WorkerStartMethod = start_method
         self._pool: WorkerPool | None = None
+        self._rendezvous: dict[str, str] = {}
         self._rng: list[RngState] = []
         self._has_run = False
         self._trained_module: Any = None
@@ -174,8 +177,6 @@ class WorkerLauncher(_lightning.Launcher):
             )
 
     def _run(self, job: StageJob | CallJob) -> Outcome:
-        environment = self._strategy.cluster_environment
-        _ = environment.main_port  # found here, in one process, so that all workers get the same
         inherits = False
         packed = None
         try:
@@ -185,14 +186,14 @@ class WorkerLauncher(_lightning.Launcher):
                 raise
             inherits = True
         try:
+            pool = self._usable_pool(job if inherits else None)
             now = RngState.now()
             goes_on = bool(self._rng) and self._rng[0].is_same(now)
-            variables = dict(os.environ)
+            variables = {**os.environ, **self._rendezvous}
             conditions = [
                 Conditions(os.getcwd(), variables, self._rng[rank] if goes_on else now)
                 for rank in range(self._strategy.num_processes)
             ]
-            pool = self._usable_pool(job if inherits else None)
             outcome = pool.run(packed, conditions, continues=self._has_run)
         finally:
             if packed is not None:
@@ -206,6 +207,7 @@ class WorkerLauncher(_lightning.Launcher):
         if self._pool is not None and (must_be_new or not self._pool.is_usable):
             self.close()
         if self._pool is None:
+            self._rendezvous = _rendezvous(self._strategy)
             passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
             self._pool = WorkerPool(self._strategy.num_processes, self._start_method, passed_through, inherited)
             weakref.finalize(self, self._pool.close)
@@ -217,6 +219,19 @@ class WorkerLauncher(_lightning.Launcher):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_pool": None, "_rng": [], "_trained_module": None}
+
+
+def _rendezvous(strategy: Any) -> dict[str, str]:
+    """Environment variables by which the workers find each other, the same for all of them.
+
+    On one host the port is always a new one: workers stay, and ``MASTER_PORT`` may be that of another Trainer's.
+    """
+    environment = strategy.cluster_environment
+    if strategy.num_nodes > 1 or not isinstance(environment, LightningEnvironment):
+        return {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
 
 
 @contextmanager

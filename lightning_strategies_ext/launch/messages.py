@@ -11,7 +11,6 @@ What it does not promise: tensors on other devices keep their device only where 
 ``to_cpu`` to have them copied to the CPU.
 """
 
-import functools
 import io
 import pickle
 import types
@@ -21,9 +20,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-
-#: Arrays smaller than this stay in the pickle, in bytes: a reference to memory costs about as much.
-MIN_OUT_OF_BAND_BYTES = 256
 
 
 class Shared:
@@ -98,13 +94,7 @@ class _Pickler(pickle.Pickler):
     def __init__(
         self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], shared: Shared | None, returning: bool
     ) -> None:
-        def keep_out_of_band(buffer: pickle.PickleBuffer) -> bool:
-            if buffer.raw().nbytes < MIN_OUT_OF_BAND_BYTES:
-                return True
-            buffers.append(buffer)
-            return False
-
-        super().__init__(stream, protocol=5, buffer_callback=keep_out_of_band)
+        super().__init__(stream, protocol=5, buffer_callback=buffers.append)
         self._shared = shared
         self._returning = returning
         self._memories: dict[int, _Memory] = {}
@@ -116,8 +106,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor:
             return self._reduce_tensor(obj)
-        if self._returning and isinstance(obj, types.FunctionType) and not _is_importable(obj):
-            return _left_behind, (obj.__qualname__,)
+        if isinstance(obj, types.FunctionType):
+            name = getattr(obj, "name_in_worker", None)
+            if name is None and self._returning and not _is_importable(obj):
+                name = obj.__qualname__
+            return NotImplemented if name is None else (_left_behind, (name,))
         if self._shared is not None and isinstance(obj, self._shared.never):
             raise pickle.PicklingError(f"{type(obj).__name__} stays in the process that made it")
         return NotImplemented
@@ -188,6 +181,5 @@ def _left_behind(name: str) -> types.FunctionType:
             " Define it at the top of a module to have it back."
         )
 
-    functools.update_wrapper(left_behind, left_behind)
-    left_behind.__name__ = name.rpartition(".")[2]
+    left_behind.name_in_worker = name  # type: ignore[attr-defined]
     return left_behind  # type: ignore[return-value]
