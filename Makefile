@@ -32,6 +32,7 @@ bench: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.step_time
 	$(RUN) -m benchmarks.collectives
 	$(RUN) -m benchmarks.discovery
+	$(RUN) -m benchmarks.spawn
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -31,30 +31,17 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
-import lightning.pytorch as pl
 import psutil
-import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.contenders import silence_lightning
 from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
+from benchmarks.spawn_cases import KINDS, OURS, PREDICTIONS_MB, TENSOR_MB, Case, Contender
 
-OURS = "ddp_spawn_ext"
-NUM_WORKERS = 2
-TENSOR_MB = 10
-FLOATS_PER_MB = 2**20 // 4
-#: Samples, and floats predicted for each: 100 MB.
-PREDICTIONS = (3200, 8192)
-PREDICTIONS_MB = PREDICTIONS[0] * PREDICTIONS[1] // FLOATS_PER_MB
-FEW = (64, 1)
-BATCH_SIZE = 32
 SAMPLE_MEMORY_EVERY_S = 0.001
 
 #: Largest time of ours over the stock strategy's that we want.
@@ -66,237 +53,6 @@ TIME_GOALS = {
 }
 #: Largest extra memory over the size of the result that we want.
 MEMORY_GOAL = 1.2
-
-
-# --- what a sample's interpreter and its workers run ---
-
-
-@dataclass(frozen=True)
-class Case:
-    """What one interpreter measures.
-
-    Attributes:
-        kind: "start", "bring back", "predictions" or "script".
-        result_mb: The size of what comes back, where memory is measured.
-    """
-
-    kind: str
-    result_mb: int = 0
-
-    @property
-    def label(self) -> str:
-        """The case in words."""
-        return f"{self.kind} {self.result_mb} MB" if self.result_mb else self.kind
-
-
-class Model(pl.LightningModule):
-    """One linear layer that is trained; frozen weights that change nevertheless; predictions of any width."""
-
-    def __init__(self, frozen_mb: int = 0, prediction_width: int = 1) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        # Frozen, so that neither gradients nor their all-reduce take part. Not zeros: their pages would not exist yet.
-        self.frozen = nn.ParameterList(
-            nn.Parameter(torch.ones(TENSOR_MB * FLOATS_PER_MB), requires_grad=False)
-            for _ in range(frozen_mb // TENSOR_MB)
-        )
-        self.prediction_width = prediction_width
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Something to differentiate."""
-        return self.layer(batch[0]).square().mean()
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Nothing: its start is what counts."""
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Nothing."""
-
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Rows that tell which sample they belong to."""
-        return batch[0].repeat(1, self.prediction_width)
-
-    def on_train_end(self) -> None:
-        """Changes the frozen weights, so that they have to come back."""
-        for weights in self.frozen:
-            weights.add_(1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
-        return torch.optim.SGD(self.layer.parameters(), lr=1e-6)
-
-
-class Clock(pl.Callback):
-    """Writes into files when rank 0's worker gets where: the stock strategy brings no callback's state back."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def note(self, trainer: pl.Trainer, event: str) -> None:
-        """Writes the time, on the clock that all processes of a host share."""
-        if trainer.is_global_zero:
-            now = time.monotonic()
-            (self.directory / event).write_text(repr(now))
-
-    def time_of(self, event: str) -> float:
-        """The last time of an event."""
-        return float((self.directory / event).read_text())
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """The first batch counts."""
-        if batch_idx == 0:
-            self.note(trainer, "train")
-
-    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        """The first batch counts."""
-        if batch_idx == 0:
-            self.note(trainer, "validate")
-
-    def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
-        """The first batch counts."""
-        if batch_idx == 0:
-            self.note(trainer, "test")
-
-    def on_predict_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        """The last batch counts."""
-        self.note(trainer, "predict")
-
-    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        """The last hook of a callback in a worker."""
-        self.note(trainer, "end")
-
-
-class FileWriter(BasePredictionWriter):
-    """How predictions leave the workers of the stock strategy: a file per rank."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(write_interval="epoch")
-        self.directory = directory
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
-        """Writes this rank's batches, with the places of their samples in the dataset."""
-        torch.save((predictions, batch_indices[0]), self.directory / f"{trainer.global_rank}.pt")
-
-    def read(self, shape: tuple[int, int]) -> Tensor:
-        """Reads all ranks' files into one tensor, in the order of the dataset."""
-        result = torch.empty(shape)
-        for file in sorted(self.directory.glob("*.pt")):
-            for batch, indices in zip(*torch.load(file), strict=True):
-                result[torch.tensor(indices)] = batch
-        return result
-
-
-class Contender:
-    """A Trainer with a strategy and a clock.
-
-    Args:
-        strategy: As ``Trainer(strategy=...)`` takes it.
-        directory: An empty directory for the clock and the stock strategy's predictions.
-    """
-
-    def __init__(self, strategy: str, directory: Path) -> None:
-        self.clock = Clock(directory)
-        self.writer = None if strategy == OURS else FileWriter(directory)
-        self.trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=NUM_WORKERS,
-            strategy=strategy,
-            max_epochs=1,
-            callbacks=[self.clock, *([self.writer] if self.writer else [])],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
-
-    def predict(self, model: Model, shape: tuple[int, int]) -> Any:
-        """The predictions, in the order of the dataset: a list of batches, or one tensor where they came in files."""
-        if self.writer is None:
-            return self.trainer.predict(model, make_loader(shape[0]))
-        self.trainer.predict(model, make_loader(shape[0]), return_predictions=False)
-        return self.writer.read(shape)
-
-
-def make_loader(num_samples: int) -> DataLoader[Any]:
-    """Each sample is its own index."""
-    samples = torch.arange(num_samples, dtype=torch.float32).unsqueeze(1)
-    return DataLoader(TensorDataset(samples), batch_size=BATCH_SIZE)
-
-
-def measure_start(contender: Contender, case: Case) -> dict[str, Any]:
-    """Seconds from the call of three stages of one Trainer to the first batch of each."""
-    model, loader, trainer = Model(), make_loader(FEW[0]), contender.trainer
-    stages = {
-        "start: fit": ("train", trainer.fit),
-        "start: validate after fit": ("validate", trainer.validate),
-        "start: test after validate": ("test", trainer.test),
-    }
-    seconds = {}
-    for label, (event, stage) in stages.items():
-        called_at = time.monotonic()
-        stage(model, loader)
-        seconds[label] = contender.clock.time_of(event) - called_at
-    return {"seconds": seconds}
-
-
-def measure_bring_back(contender: Contender, case: Case) -> dict[str, Any]:
-    """Seconds from the end of training in a worker to the return of ``fit``."""
-    model = Model(frozen_mb=case.result_mb)
-    contender.trainer.fit(model, make_loader(FEW[0]))
-    returned_at = time.monotonic()
-    check_arrived(all(bool((weights == 2).all()) for weights in model.frozen), "weights")
-    ended_at = contender.clock.time_of("end")
-    return {"seconds": {case.label: returned_at - ended_at}, "window": (ended_at, returned_at)}
-
-
-def measure_predictions(contender: Contender, case: Case) -> dict[str, Any]:
-    """Seconds to have large predictions in the main process: of the whole call, and after the last batch."""
-    model = Model(prediction_width=PREDICTIONS[1])
-    called_at = time.monotonic()
-    predictions = contender.predict(model, PREDICTIONS)
-    returned_at = time.monotonic()
-    check_predictions(predictions, PREDICTIONS)
-    ended_at = contender.clock.time_of("predict")
-    seconds = {f"{case.label}: call": returned_at - called_at, f"{case.label}: last batch": returned_at - ended_at}
-    return {"seconds": seconds, "window": (ended_at, returned_at)}
-
-
-def run_script(contender: Contender, case: Case) -> dict[str, Any]:
-    """What a short script does; timed from outside."""
-    model, loader = Model(), make_loader(FEW[0])
-    contender.trainer.fit(model, loader)
-    contender.trainer.test(model, loader)
-    check_predictions(contender.predict(model, FEW), FEW)
-    return {"seconds": {}}
-
-
-KINDS = {
-    "start": measure_start,
-    "bring back": measure_bring_back,
-    "predictions": measure_predictions,
-    "script": run_script,
-}
-
-
-def check_predictions(predictions: Any, shape: tuple[int, int]) -> None:
-    """Refuses predictions that are not those of all samples in order."""
-    rows = torch.cat([batch[:, [0, -1]] for batch in predictions]) if isinstance(predictions, list) else predictions
-    expected = torch.arange(shape[0], dtype=torch.float32)
-    check_arrived(len(rows) == shape[0] and bool((rows == expected.unsqueeze(1)).all()), "predictions")
-
-
-def check_arrived(has_arrived: bool, what: str) -> None:
-    """Refuses to time a contender that did not do its work.
-
-    Raises:
-        RuntimeError: If it did not.
-    """
-    if not has_arrived:
-        raise RuntimeError(f"The {what} in the main process are not those of the workers.")
-
-
-# --- what starts the interpreters and sums up ---
 
 
 class MemorySampler(threading.Thread):
@@ -359,6 +115,20 @@ def take_sample(case: Case, strategy: str) -> tuple[dict[str, float], float | No
     return seconds, sampler.peak_extra_mb(*measured["window"]) if case.result_mb else None
 
 
+def take_sample_again_if_it_fails(case: Case, strategy: str, times: int = 2) -> tuple[dict[str, float], float | None]:
+    """Measures once. Now and then a worker of the stock strategy is aborted by torch when it ends; this is said.
+
+    Raises:
+        RuntimeError: If the interpreter fails once more than ``times``.
+    """
+    for _ in range(times):
+        try:
+            return take_sample(case, strategy)
+        except RuntimeError as error:
+            print(f"{strategy}: {str(error).splitlines()[-1]}; measured again", file=sys.stderr, flush=True)
+    return take_sample(case, strategy)
+
+
 def take_sample_here(request: str) -> None:
     """What the new interpreter does: measures, and prints the outcome as its last line."""
     silence_lightning()
@@ -379,7 +149,7 @@ def measure(case: Case, peer: str, rounds: int) -> list[dict[str, Any]]:
     extra_mb: dict[str, list[float]] = {name: [] for name in names}
     for round_index in range(rounds):
         for name in rotated(names, round_index):
-            by_label, extra = take_sample(case, name)
+            by_label, extra = take_sample_again_if_it_fails(case, name)
             for label, value in by_label.items():
                 seconds.setdefault(label, {name: [] for name in names})[name].append(value)
             if extra is not None:

@@ -618,6 +618,19 @@ def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, traini
     assert_only_in_use(shared_memory() - files)
 
 
+@pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
+@pytest.mark.parametrize("actions", [{1: raise_value_error}, {1: kill_itself}, {0: hang, 1: raise_value_error}])
+def test_no_temporary_file_is_left_by_a_failure(tmp_path, monkeypatch, strategy, actions):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    trainer = make_trainer(strategy)
+    with pytest.raises((WorkerRaisedError, WorkerDiedError)):
+        trainer.fit(Acts(actions), loader(num_workers=1, persistent_workers=True))
+    deadline = time.monotonic() + 10
+    while left := os.listdir(tmp_path):  # a worker that was killed leaves DataLoader workers, which end a little later
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 

@@ -115,7 +115,7 @@ def _run(requests: socket.socket, main_pid: int) -> None:
         with suppress(BlockingIOError):
             kind, fds, _, _ = socket.recv_fds(requests, 1, 3, socket.MSG_DONTWAIT)
             if not kind:
-                return
+                os._exit(0)  # at once: nothing here needs Python's shutdown, and the main process waits
             if kind == b"f":
                 child = context.Process(target=_run_worker, args=(requests, fds, main_pid))
                 child.start()

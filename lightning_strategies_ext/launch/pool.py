@@ -13,10 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, Literal
@@ -138,14 +139,17 @@ class WorkerPool:
         """
         answers: dict[int, Done | Failure | WorkerDiedError] = {}
         try:
-            for worker, condition in zip(self._workers, conditions, strict=True):
-                with suppress(OSError):
-                    worker.channel.send(Order(condition, continues, is_inherited=job is None))
-                    if job is not None:
-                        job.send(worker.channel)
-            self._collect(answers, until=lambda: any(not isinstance(answer, Done) for answer in answers.values()))
-            if len(answers) < len(self._workers) or not all(isinstance(answer, Done) for answer in answers.values()):
-                self._settle(answers)
+            with self._forwarding_sigterm():
+                for worker, condition in zip(self._workers, conditions, strict=True):
+                    with suppress(OSError):
+                        worker.channel.send(Order(condition, continues, is_inherited=job is None))
+                        if job is not None:
+                            job.send(worker.channel)
+                self._collect(answers, until=lambda: any(not isinstance(answer, Done) for answer in answers.values()))
+                if len(answers) < len(self._workers) or any(
+                    not isinstance(answer, Done) for answer in answers.values()
+                ):
+                    self._settle(answers)
         except KeyboardInterrupt as interrupt:
             return self._interrupt(answers, interrupt)
         has_results = {rank for rank, answer in answers.items() if _has_results(answer)}
@@ -194,6 +198,20 @@ class WorkerPool:
             worker.wait(max(0.0, deadline - time.monotonic()))
             worker.kill()
             worker.close()
+
+    @contextmanager
+    def _forwarding_sigterm(self) -> Generator[None, None, None]:
+        """Lets the workers stop together when this process is asked to, unless the user has seen to that."""
+        in_charge = (
+            threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        )
+        if in_charge:
+            signal.signal(signal.SIGTERM, lambda signum, frame: self.signal(signum))
+        try:
+            yield
+        finally:
+            if in_charge:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _collect(
         self,

@@ -22,6 +22,9 @@ import torch
 
 IntArray = npt.NDArray[np.int64]
 
+#: Dtypes whose rows torch 2.13 cannot put at given places, and those of the same size whose rows it can.
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
 
 @dataclass
 class RankPredictions:
@@ -234,17 +237,16 @@ def gather(form: Form, values: list[Any], rows: list[IntArray], places: list[Int
     if form.kind is type(None):
         return None
     if form.kind is torch.Tensor:
-        device = values[0].device
-        # Indexed, not `index_select` or `index_copy_`: torch 2.13 lacks these for unsigned integers or float8.
-        selected = [value.detach()[torch.from_numpy(row).to(device)] for value, row in zip(values, rows, strict=True)]
-        if len(selected) == 1:
-            return selected[0]
-        by_place = torch.from_numpy(np.argsort(np.concatenate(places))).to(device)
-        return torch.cat(selected)[by_place]
+        # Allocated once, with no other tensor of its size beside it that would leave holes between those that stay.
+        tensor = values[0].new_empty((sum(map(len, rows)), *values[0].shape[1:]))
+        dtype = SIGNED.get(tensor.dtype, tensor.dtype)
+        for value, row, place in zip(values, rows, places, strict=True):
+            tensor.view(dtype)[as_slice(place)] = value.detach().view(dtype)[as_slice(row)]
+        return tensor
     if issubclass(form.kind, np.ndarray):
         array = np.empty_like(values[0], shape=(sum(map(len, rows)), *values[0].shape[1:]))
         for value, row, place in zip(values, rows, places, strict=True):
-            array[place] = value[row]
+            array[as_slice(place)] = value[as_slice(row)]
         return array
     if form.details == ENTRY_PER_SAMPLE:
         entries: list[Any] = [None] * sum(map(len, rows))
@@ -255,6 +257,15 @@ def gather(form: Form, values: list[Any], rows: list[IntArray], places: list[Int
     columns = zip(*map(parts_of, values), strict=True)
     parts = [gather(part, list(column), rows, places) for part, column in zip(form.parts, columns, strict=True)]
     return rebuilt(values[0], parts)
+
+
+def as_slice(places: IntArray) -> Any:
+    """The same places as a slice where they are evenly spaced, which needs no copy in between."""
+    steps = np.unique(np.diff(places))
+    if len(steps) > 1 or (len(steps) == 1 and steps[0] <= 0):
+        return places
+    step = int(steps[0]) if len(steps) else 1
+    return slice(int(places[0]), int(places[-1]) + 1, step)
 
 
 def copied(value: Any) -> Any:
