@@ -47,6 +47,7 @@ __all__ = [
     "release_sigterm",
     "set_layer_sync",
     "skip_needless_moves",
+    "tear_down",
     "trainer_of",
 ]
 
@@ -206,6 +207,14 @@ def load_data_aside(trainer: Any) -> None:
             setup_data()
 
     fit_loop.setup_data = setup_data_aside
+
+
+def tear_down(trainer: Any) -> None:
+    """What the Trainer does after an exception, in the process that it runs in: strategy, loops, signal handlers.
+
+    There is no public way to end a stage from outside of it (2.5 to 2.6).
+    """
+    trainer._teardown()
 
 
 def is_bound_to_stage(value: Any) -> bool:

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import ParallelStrategy as LightningParallelSt
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext import DDPStrategy, ParallelStrategy
+from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ParallelStrategy
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.registry import STRATEGIES
 from tests.models import (
@@ -183,12 +183,15 @@ def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
     assert "destroy" not in result.stdout, "noise about the process group"
 
 
-@pytest.mark.parametrize("strategy_class", [DDPStrategy, FabricDDPStrategy])
+@pytest.mark.parametrize("strategy_class", [DDPStrategy, DDPSpawnStrategy, FabricDDPStrategy])
 def test_the_classes_register_their_own_names_and_no_other(strategy_class):
     strategies = type(pl.strategies.StrategyRegistry)()
     strategy_class.register_strategies(strategies)
-    assert set(strategies) == {row.name for row in STRATEGIES}
-    assert type(strategies.get("ddp_ext")) is strategy_class
+    in_workers = {row.name for row in STRATEGIES if row.init_params["start_method"] != "popen"}
+    in_scripts = {row.name for row in STRATEGIES} - in_workers
+    names = {DDPStrategy: in_scripts, DDPSpawnStrategy: in_workers, FabricDDPStrategy: in_scripts | in_workers}
+    assert set(strategies) == names[strategy_class]
+    assert all(type(strategies.get(name)) is strategy_class for name in strategies)
 
 
 # --- arguments ---

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from packaging.version import Version
@@ -425,3 +426,22 @@ def test_a_fit_that_goes_on_draws_once_more_unless_data_are_loaded_aside(aside: 
     assert halves.states[0] == whole.states[0]
     assert (halves.states[1] == whole.states[1]) is aside
     assert "setup_data" not in vars(trainer.fit_loop)
+
+
+class Fails(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ValueError("bad luck")
+
+
+def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_loaders() -> None:
+    trainer = make_trainer("auto", devices=1)
+    handler = signal.getsignal(signal.SIGTERM)
+    trainer.state.fn, trainer.training, model = TrainerFn.FITTING, True, Fails()
+    trainer.strategy.connect(model)
+    with pytest.raises(ValueError, match="bad luck"):
+        trainer._fit_impl(model, loader())  # as a worker does it: nothing around it handles the exception
+    assert signal.getsignal(signal.SIGTERM) != handler
+    assert trainer.fit_loop._data_fetcher is not None
+    _lightning.tear_down(trainer)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert trainer.fit_loop._data_fetcher is None

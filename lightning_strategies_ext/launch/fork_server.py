@@ -7,7 +7,6 @@ modules are imported, never the user's script: a script may start threads or tou
 import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import struct
 import subprocess
@@ -34,7 +33,10 @@ class ForkServer:
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
             self._pid = os.getpid()
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment())
+            # In a session of its own, so that Ctrl-C in a terminal reaches the main process alone, which tells workers.
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment(), start_new_session=True
+            )
 
     def fork(self, worker: socket.socket) -> int:
         """Forks a worker that serves the other end of ``worker``'s pair, and returns its process id.
@@ -43,10 +45,15 @@ class ForkServer:
             RuntimeError: If the server is gone.
         """
         reply = b""
-        with suppress(OSError):
-            # With the output streams of now, not of when the server started.
-            socket.send_fds(self._socket, [b"f"], [worker.fileno(), 1, 2])
-            reply = self._socket.recv(_REPLY.size, socket.MSG_WAITALL)
+        try:
+            with suppress(OSError):
+                # With the output streams of now, not of when the server started.
+                socket.send_fds(self._socket, [b"f"], [worker.fileno(), 1, 2])
+                reply = self._socket.recv(_REPLY.size, socket.MSG_WAITALL)
+        except BaseException:  # Ctrl-C, say: the reply would be taken for that to the next request
+            self.process.kill()
+            self.process.wait()
+            raise
         if len(reply) < _REPLY.size:
             raise RuntimeError(
                 f"The process that workers are forked from ended with exit code {self.process.wait()}; what it says"
@@ -106,7 +113,6 @@ def _run(requests: socket.socket, main_pid: int) -> None:
         importlib.import_module(module)
     from lightning_strategies_ext.launch import worker
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process
     worker.die_with(main_pid)
     context = multiprocessing.get_context("fork")
     children: dict[int, BaseProcess] = {}

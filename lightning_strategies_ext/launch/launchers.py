@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.channel import Packed
-from lightning_strategies_ext.launch.pool import Outcome, WorkerPool, WorkerStartMethod
+from lightning_strategies_ext.launch.pool import GRACE_S, Outcome, WorkerPool, WorkerStartMethod
 from lightning_strategies_ext.launch.stage import CallJob, StageJob, pickled_or_explained
 from lightning_strategies_ext.launch.worker import Conditions, RngState, is_importing_main
 
@@ -113,7 +113,10 @@ class WorkerLauncher(_lightning.Launcher):
         try:
             value = None
             if 0 in outcome.has_results:
-                value = job.bring_back(pool, outcome.has_results if outcome.error is None else {0})
+                if outcome.error is None:
+                    value = job.bring_back(pool, outcome.has_results)
+                else:
+                    job.bring_back(pool, {0}, timeout_s=GRACE_S)
                 if is_fitting:
                     self._trained_module = trainer.lightning_module
             elif isinstance(outcome.error, KeyboardInterrupt):

@@ -27,7 +27,18 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from lightning_strategies_ext.launch import fork_server
 from lightning_strategies_ext.launch.channel import Channel, Packed
-from lightning_strategies_ext.launch.worker import Conditions, Done, End, Failure, Job, Order, Pull, RngState, Start
+from lightning_strategies_ext.launch.worker import (
+    Conditions,
+    Done,
+    End,
+    Failure,
+    Job,
+    Order,
+    Pull,
+    RngState,
+    Start,
+    serve,
+)
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +115,7 @@ class WorkerPool:
         self._owner = os.getpid()
         self._passed_through = passed_through
         self._workers: list[_Worker] = []
+        self._busy: set[int] = set()  # local ranks whose answer is missing
         _pools.add(self)
         preparation = None
         if start_method != "fork":
@@ -138,6 +150,7 @@ class WorkerPool:
             continues: See :class:`.Order`.
         """
         answers: dict[int, Done | Failure | WorkerDiedError] = {}
+        self._busy = {worker.rank for worker in self._workers}
         try:
             with self._forwarding_sigterm():
                 for worker, condition in zip(self._workers, conditions, strict=True):
@@ -158,8 +171,12 @@ class WorkerPool:
             return Outcome(None, has_results, rng)
         return Outcome(self._error(answers), has_results)
 
-    def pull(self, rank: int) -> Iterator[Any]:
+    def pull(self, rank: int, timeout_s: float | None = None) -> Iterator[Any]:
         """Yields the results of a worker's job, one by one; each is written when it is asked for.
+
+        Args:
+            rank: The worker's local rank.
+            timeout_s: How long it may take for each before it is killed.
 
         Raises:
             WorkerDiedError: If the worker dies.
@@ -169,6 +186,8 @@ class WorkerPool:
         while True:
             try:
                 worker.channel.send(Pull())
+                if not wait([worker.channel.socket], timeout_s):
+                    worker.kill()
                 result = worker.channel.receive()
             except (OSError, EOFError):
                 raise worker.death() from None
@@ -191,6 +210,8 @@ class WorkerPool:
             return
         _pools.discard(self)
         for worker in workers:
+            if worker.rank in self._busy:
+                worker.kill()
             with suppress(OSError):
                 worker.channel.send(End())
         deadline = time.monotonic() + END_S
@@ -231,6 +252,7 @@ class WorkerPool:
                 answer = worker.answer()
                 if answer is not None:
                     answers[worker.rank] = answer
+                    self._busy.discard(worker.rank)
 
     def _settle(self, answers: "dict[int, Done | Failure | WorkerDiedError]") -> None:
         """After a failure: lets the others fail as well, which tells which was the first; kills those that do not."""
@@ -262,8 +284,9 @@ class WorkerPool:
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         rank = min(failures, key=lambda rank: failures[rank].time)
         failure = failures[rank]
-        if isinstance(failure.exception, self._passed_through):
-            return failure.exception
+        exception = failure.exception
+        if isinstance(exception, self._passed_through):
+            return exception
         return self._raised(rank, failure)
 
     def _raised(self, rank: int, failure: Failure) -> WorkerRaisedError:
@@ -296,13 +319,15 @@ class _Worker:
     def _spawn(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
         module = "lightning_strategies_ext.launch.worker"
         command = [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=fork_server.environment())
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=fork_server.environment(), start_new_session=True
+        )
         return process.pid, process.poll
 
     def _fork(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
-        from lightning_strategies_ext.launch.worker import serve
-
-        process = multiprocessing.get_context("fork").Process(target=serve, args=(theirs, os.getpid(), inherited))
+        process = multiprocessing.get_context("fork").Process(
+            target=_serve_in_own_session, args=(theirs, os.getpid(), inherited)
+        )
         process.start()
         assert process.pid is not None
         return process.pid, lambda: process.exitcode
@@ -364,13 +389,8 @@ class _Worker:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """Kills the process and those that it started, if it runs."""
-        if self._process is None or not self.is_alive():
-            return
-        with suppress(psutil.Error):
-            for process in [*self._process.children(recursive=True), self._process]:
-                with suppress(psutil.Error):
-                    process.kill()
+        """Kills the process, if it runs. The workers of its dataloaders notice within five seconds and end."""
+        self.signal(signal.SIGKILL)
         self.wait(END_S)
 
     def close(self) -> None:
@@ -382,6 +402,11 @@ class _Worker:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+def _serve_in_own_session(theirs: socket.socket, main_pid: int, inherited: Job | None) -> None:
+    os.setsid()
+    serve(theirs, main_pid, inherited)
 
 
 def _has_results(answer: "Done | Failure | WorkerDiedError") -> bool:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import DistributedSampler
 
+from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.channel import Envelope
 from lightning_strategies_ext.launch.messages import Pickled, dump
 from lightning_strategies_ext.launch.pool import WorkerPool
@@ -92,10 +94,9 @@ class StageJob:
             place.on_interrupt = None
         except BaseException as exception:
             place.on_interrupt = lambda: None  # the results are still to be handed over
-            _end_failed_stage(trainer, exception)
-            if place.local_rank > 0:
-                raise
-            raise JobFailedError(self._results(context, names, None)) from exception
+            trainer.strategy.note_failure(exception)
+            results = self._results(context, names, None) if place.local_rank == 0 else None
+            raise JobFailedError(partial(_end_failed_stage, trainer), results) from exception
         predictions = None
         if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
             predictions = _PredictionsOfRank.of(trainer, value)
@@ -129,10 +130,16 @@ class StageJob:
 
     # --- in the main process ---
 
-    def bring_back(self, pool: WorkerPool, has_results: set[int]) -> Any:
-        """Pulls the results of all workers, puts them where they belong and returns the stage's return value."""
+    def bring_back(self, pool: WorkerPool, has_results: set[int], timeout_s: float | None = None) -> Any:
+        """Pulls the results of all workers, puts them where they belong and returns the stage's return value.
+
+        Args:
+            pool: The workers.
+            has_results: The local ranks that have results.
+            timeout_s: How long rank 0 may take for each.
+        """
         module = self.trainer.lightning_module
-        results = pool.pull(0)
+        results = pool.pull(0, timeout_s)
         tensors = tensors_of(module)
         value = None
         for result in results:
@@ -271,11 +278,10 @@ def tensors_of(module: Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _end_failed_stage(trainer: Any, exception: BaseException) -> None:
-    trainer.strategy.note_failure(exception)
+def _end_failed_stage(trainer: Any) -> None:
     for logger in trainer.loggers:
         _try(logger.finalize, "failed")
-    _try(trainer.strategy.teardown)
+    _try(_lightning.tear_down, trainer)
 
 
 def _try(function: Callable[..., Any], *args: Any) -> None:

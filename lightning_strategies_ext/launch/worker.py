@@ -44,10 +44,16 @@ class Job(Protocol):
 
 
 class JobFailedError(Exception):
-    """A job failed; its ``__cause__`` is the exception, ``results`` what the main process may pull nevertheless."""
+    """A job failed; its ``__cause__`` is the exception.
 
-    def __init__(self, results: Iterator[Any]) -> None:
+    Args:
+        clean_up: What is left to do. The failure is reported first: this may take long.
+        results: What the main process may pull nevertheless, or None.
+    """
+
+    def __init__(self, clean_up: Callable[[], None], results: Iterator[Any] | None) -> None:
         super().__init__()
+        self.clean_up = clean_up
         self.results = results
 
 
@@ -157,13 +163,13 @@ class Failure:
     """A worker's answer to a job: it has failed.
 
     Attributes:
-        exception: The exception, if it can be sent; otherwise None.
+        pickled: The exception, if it can be pickled; otherwise None.
         trace: Its trace, as text.
         time: When, on the clock that all processes of a host share.
         has_results: Whether there are results to pull.
     """
 
-    exception: BaseException | None
+    pickled: Pickled | None
     trace: str
     time: float
     has_results: bool
@@ -172,12 +178,18 @@ class Failure:
     def of(cls, exception: BaseException, has_results: bool = False) -> "Failure":
         """Describes an exception that was caught."""
         trace = "".join(traceback.format_exception(exception))
-        sendable: BaseException | None = exception.with_traceback(None)
-        try:
-            dump(sendable, returning=True).load()
-        except Exception:
-            sendable = None
-        return cls(sendable, trace, time.monotonic(), has_results)
+        pickled = None
+        with suppress(Exception):
+            pickled = dump(exception, returning=True)
+        return cls(pickled, trace, time.monotonic(), has_results)
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The exception, or None if it cannot be rebuilt here."""
+        with suppress(Exception):
+            loaded = None if self.pickled is None else self.pickled.load()
+            return loaded if isinstance(loaded, BaseException) else None
+        return None
 
 
 class Place:
@@ -214,6 +226,7 @@ def serve(connected: socket.socket, main_pid: int, inherited: Job | None = None)
     channel = Channel(connected)
     with suppress(EOFError, OSError):  # the main process closed its end: there is no one to tell
         _serve(channel, inherited)
+    gc.collect()  # ends the workers of dataloaders in good order
 
 
 def _serve(channel: Channel, inherited: Job | None) -> None:
@@ -242,8 +255,11 @@ def _serve(channel: Channel, inherited: Job | None) -> None:
             results = _run(message, channel, inherited, place)
             channel.send(Done(RngState.now()))
         except JobFailedError as failed:
+            channel.send(Failure.of(failed.__cause__ or failed, has_results=failed.results is not None))
+            failed.clean_up()
+            if failed.results is None:
+                return
             results = failed.results
-            channel.send(Failure.of(failed.__cause__ or failed, has_results=True))
         except BaseException as exception:
             channel.send(Failure.of(exception))
             return
@@ -288,15 +304,16 @@ def _interrupted(place: Place) -> None:
 
 
 def die_with(pid: int) -> None:
-    """Ends this process, and its children, soon after process ``pid`` is gone, whatever it is doing then."""
+    """Kills this process soon after process ``pid`` is gone, whatever it is doing then.
+
+    The workers of its dataloaders notice within five seconds, and clean up behind them.
+    """
     process = psutil.Process(pid)
 
     def watch() -> None:
-        while process.is_running():
-            time.sleep(PARENT_POLL_S)
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                child.kill()
+        with suppress(psutil.NoSuchProcess):
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="lightning-strategies-ext parent watch").start()
