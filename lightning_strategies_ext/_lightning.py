@@ -6,6 +6,7 @@ one of them is gone, so that a new Lightning release shows here first and nowher
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ __all__ = [
     "load_data_aside",
     "loops_of",
     "move_optimizers",
+    "note_sigterm",
     "release_sigterm",
     "set_layer_sync",
     "skip_needless_moves",
@@ -142,10 +144,12 @@ def intercept_sigterm(
     if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
         epoch_loop._broadcast_sigterm_tensor = lambda: None
 
-    def confirm() -> None:
-        connector.received_sigterm = True
+    return partial(note_sigterm, trainer)
 
-    return confirm
+
+def note_sigterm(trainer: Any) -> None:
+    """Makes ``trainer.received_sigterm``, which is public to read, True (2.5 to 2.6)."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def release_sigterm(trainer: Any) -> None:

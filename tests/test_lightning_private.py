@@ -445,3 +445,10 @@ def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_load
     _lightning.tear_down(trainer)
     assert signal.getsignal(signal.SIGTERM) == handler
     assert trainer.fit_loop._data_fetcher is None
+
+
+def test_a_sigterm_that_is_noted_is_one_that_the_trainer_has_received() -> None:
+    trainer = make_trainer("auto", devices=1)
+    assert not trainer.received_sigterm
+    _lightning.note_sigterm(trainer)
+    assert trainer.received_sigterm

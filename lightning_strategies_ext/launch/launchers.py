@@ -126,6 +126,8 @@ class WorkerLauncher(_lightning.Launcher):
             raise (outcome.error or error) from (outcome.error and error)
         if outcome.error is not None:
             self.close()
+            if isinstance(outcome.error, SIGTERMException):
+                _lightning.note_sigterm(trainer)
             raise outcome.error
         self._keep_rng(outcome)
         if hasattr(self._strategy, "post_dispatch"):

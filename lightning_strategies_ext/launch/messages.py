@@ -75,7 +75,8 @@ def dump(obj: Any, shared: Shared | None = None, returning: bool = False) -> Pic
     """
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    _Pickler(stream, buffers, shared, returning).dump(obj)
+    kind = _Pickler if shared is None else _SharingPickler
+    kind(stream, buffers, shared, returning).dump(obj)
     return Pickled(stream.getvalue(), buffers)
 
 
@@ -99,9 +100,6 @@ class _Pickler(pickle.Pickler):
         self._returning = returning
         self._memories: dict[int, _Memory] = {}
         self._copies: list[Tensor] = []  # pickle's memo knows objects by their id: they must live until the end
-
-    def persistent_id(self, obj: Any) -> int | None:
-        return None if self._shared is None else self._shared.number_of(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor:
@@ -133,6 +131,12 @@ class _Pickler(pickle.Pickler):
     def _keep(self, tensor: Tensor) -> Tensor:
         self._copies.append(tensor)
         return tensor
+
+
+class _SharingPickler(_Pickler):  # apart, since it is asked about every single object
+    def persistent_id(self, obj: Any) -> int | None:
+        assert self._shared is not None
+        return self._shared.number_of(obj)
 
 
 class _Unpickler(pickle.Unpickler):
