@@ -151,7 +151,7 @@ class DDPSpawnStrategy(DDPStrategy):
         if self._launcher is None:
             self._configure_launcher()
         assert isinstance(self._launcher, WorkerLauncher)
-        return self._launcher.call(function, args, kwargs, return_result)
+        return self._launcher.workers.call(function, args, kwargs, return_result)
 
     def add_to_queue(self, trainer: "pl.Trainer", queue: ResultQueue) -> None:
         """Called in the first worker when a stage has ended; what it puts, :meth:`get_from_queue` gets.

@@ -576,6 +576,22 @@ def test_other_optimizers_than_before_start_anew_and_it_is_said(capfd):
     assert "they start anew" in capfd.readouterr().err
 
 
+class CountsDescriptors(pl.Callback):
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.counts.append(psutil.Process().num_fds())
+
+
+def test_workers_keep_nothing_of_the_stages_before():
+    trainer = spawn_trainer(callbacks=[descriptors := CountsDescriptors()])
+    model = MLP()
+    for _ in range(4):
+        trainer.validate(model, loader(), verbose=False)
+    assert len(set(descriptors.counts[1:])) == 1
+
+
 def test_a_logger_goes_on_in_the_same_place(tmp_path):
     trainer = spawn_trainer(max_epochs=1, logger=CSVLogger(tmp_path), log_every_n_steps=1)
     model = MLP()
@@ -740,7 +756,8 @@ if __name__ == "__main__":
     try:
         trainer.fit(model, loader())
     except SIGTERMException:
-        print("stopped", trainer.global_step >= 5, trainer.received_sigterm, (before != model.net[0].weight).any().item())
+        is_trained = (before != model.net[0].weight).any().item()
+        print("stopped", trainer.global_step >= 5, trainer.received_sigterm, is_trained)
 """
 
 

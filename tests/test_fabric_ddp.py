@@ -1,11 +1,14 @@
 """What ``Fabric(strategy="ddp_ext")`` promises: it trains as stock does, to the last bit."""
 
+import os
 from typing import Any
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
+from lightning_strategies_ext.launch.pool import WorkerRaisedError
 from tests.models import MLP, assert_same_bits, dataset, state_of
 from tests.ranks import run_ranks
 
@@ -13,6 +16,10 @@ from tests.ranks import run_ranks
 def train_under_fabric(name: str) -> tuple[dict, str, float]:
     fabric = Fabric(strategy=name, devices=2, accelerator="cpu")
     fabric.launch()
+    return train(fabric)
+
+
+def train(fabric: Fabric) -> tuple[dict, str, float]:
     fabric.seed_everything(11, verbose=False)
     module = MLP()
     model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
@@ -62,3 +69,42 @@ def test_fabric_saves_and_loads_without_the_prefix_of_the_wrapper(tmp_path):
     for before, after in run_ranks(save_and_load, str(tmp_path)):
         assert_same_bits(before, after)
     assert next(iter(torch.load(tmp_path / "model.ckpt")["model"])) == "0.weight"
+
+
+# --- functions that are launched in workers ---
+
+
+@pytest.mark.parametrize("name", ["ddp_spawn_ext", "ddp_fork_ext"])
+def test_a_launched_function_trains_as_scripts_do_and_its_value_comes_back(name):
+    ((expected, _, total), _), *_ = run_ranks(train_under_fabric_with_both)
+    weights, module, sum_of_losses = Fabric(strategy=name, devices=2, accelerator="cpu").launch(train)
+    assert module == FabricDDPStrategy.__module__
+    assert_same_bits(weights, expected)
+    assert sum_of_losses == total
+
+
+def where(fabric: Fabric, scale: int, offset: int = 0) -> tuple[int, list[int]]:
+    return os.getpid(), (fabric.all_gather(torch.tensor(fabric.global_rank)) * scale + offset).tolist()
+
+
+def fail(fabric: Fabric) -> None:
+    if fabric.global_rank == 1:
+        raise ValueError("bad luck")
+    fabric.barrier()
+
+
+def test_workers_stay_for_the_next_launch_and_a_failure_names_the_rank():
+    fabric = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu")
+    pid, values = fabric.launch(where, 10, offset=1)
+    assert values == [1, 11]
+    assert pid != os.getpid()
+    assert fabric.launch(where, 2) == (pid, [0, 2])
+    with pytest.raises(WorkerRaisedError, match=r"rank 1 .* failed: ValueError: bad luck"):
+        fabric.launch(fail)
+    other, values = fabric.launch(where, 3)
+    assert (values, other != pid) == ([0, 3], True)
+
+
+def test_launching_nothing_in_workers_is_refused():
+    with pytest.raises(TypeError, match="needs to be called with a function"):
+        Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch()

@@ -18,6 +18,7 @@ from lightning_strategies_ext import process_group, registry
 from lightning_strategies_ext.collectives import TorchCollectives
 from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method
 from lightning_strategies_ext.gradient_sync import GradientSync
+from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
 from lightning_strategies_ext.parallel import check_devices, check_plugins
 
 T = TypeVar("T")
@@ -93,7 +94,10 @@ class DDPStrategy(FabricDDPStrategy):
 
     def _configure_launcher(self) -> None:
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
-        super()._configure_launcher()
+        if self._start_method == "popen":
+            super()._configure_launcher()
+        else:
+            self._launcher = FabricWorkerLauncher(self, self._start_method)
 
     def _setup_distributed(self) -> None:
         # Called by `setup_environment`, in each process.

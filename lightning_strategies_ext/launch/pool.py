@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -37,6 +36,7 @@ from lightning_strategies_ext.launch.worker import (
     Pull,
     RngState,
     Start,
+    command,
     serve,
 )
 
@@ -317,10 +317,11 @@ class _Worker:
                 self._pidfd = os.pidfd_open(self.pid)
 
     def _spawn(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
-        module = "lightning_strategies_ext.launch.worker"
-        command = [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())]
         process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=fork_server.environment(), start_new_session=True
+            command(theirs, os.getpid()),
+            pass_fds=[theirs.fileno()],
+            env=fork_server.environment(),
+            start_new_session=True,
         )
         return process.pid, process.poll
 

@@ -83,8 +83,10 @@ class Segment:
         return Mapping(mmap.mmap(self.fd, self.num_bytes, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE))
 
     def close(self) -> None:
-        """Closes the descriptor; mappings stay."""
-        os.close(self.fd)
+        """Closes the descriptor; mappings stay. A second call does no harm."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Mapping:
@@ -112,7 +114,7 @@ class Received:
     """What a process received in a segment that others have mapped as well, to tell what it changed.
 
     Args:
-        segment: The segment; this object owns it from here.
+        segment: The segment; once it is closed, nothing can be told any more.
         mapping: This process's private mapping of it.
     """
 
@@ -123,7 +125,7 @@ class Received:
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was received, with the values it had; False when in doubt."""
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+        if self._segment.fd < 0 or tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return False
         storage = tensor.untyped_storage()
         start = storage.data_ptr() - self._address
@@ -134,11 +136,6 @@ class Received:
             self._original = torch.frombuffer(shared, dtype=torch.uint8)
         original = self._original[start : start + storage.nbytes()].view(tensor.dtype)
         return torch.equal(tensor, original.as_strided(tensor.shape, tensor.stride(), _offset(original, tensor)))
-
-    def close(self) -> None:
-        """Lets go of the segment; tensors that were received stay valid."""
-        self._original = None
-        self._segment.close()
 
 
 def _offset(original: Tensor, tensor: Tensor) -> int:

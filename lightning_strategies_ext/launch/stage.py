@@ -26,7 +26,7 @@ from lightning_strategies_ext.launch.messages import Pickled, dump
 from lightning_strategies_ext.launch.pool import WorkerPool
 from lightning_strategies_ext.launch.predictions import RankPredictions, in_dataset_order
 from lightning_strategies_ext.launch.segments import Received
-from lightning_strategies_ext.launch.trainer_state import TrainerState, shared_objects
+from lightning_strategies_ext.launch.trainer_state import TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.worker import JobFailedError, Place
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class StageJob:
                 piece[part_name] = part
         yield _ModulePiece(piece)
         del piece
-        yield TrainerState.collect(self.trainer, self.shared, names, value)
+        yield TrainerSnapshot.collect(self.trainer, self.shared, names, value)
         if predictions is not None:
             yield from predictions.pieces()
 
@@ -146,7 +146,7 @@ class StageJob:
             if isinstance(result, _ModulePiece):
                 result.copy_into(tensors)
             else:
-                assert isinstance(result, TrainerState)
+                assert isinstance(result, TrainerSnapshot)
                 value = result.restore(self.trainer, self.shared)
                 break
         del result
@@ -300,23 +300,31 @@ class CallJob:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         return_result: Whether the first worker's return value comes back.
+        joins_group: Whether workers join the process group first; Fabric's functions do it themselves.
     """
 
     def __init__(
-        self, strategy: Any, function: Callable[..., Any], args: Any, kwargs: Any, return_result: bool
+        self,
+        strategy: Any,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_result: bool,
+        joins_group: bool,
     ) -> None:
         self.strategy = strategy
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.return_result = return_result
+        self.joins_group = joins_group
 
     def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
         """Runs the function; see :class:`.Job`."""
-        envelope.close()
         os.environ["LOCAL_RANK"] = str(place.local_rank)
-        self.strategy.enter_worker(WorkerContext(place.continues, None))
-        self.strategy.setup_distributed()
+        if self.joins_group:
+            self.strategy.enter_worker(WorkerContext(place.continues, None))
+            self.strategy.setup_distributed()
         value = self.function(*self.args, **self.kwargs)
         if place.local_rank > 0 or not self.return_result:
             return iter(())

@@ -64,8 +64,8 @@ def _data_in(value: Any) -> Iterator[Any]:
 
 
 @dataclass
-class TrainerState:
-    """The state, ready to be sent.
+class TrainerSnapshot:
+    """The state of a Trainer, ready to be sent.
 
     Attributes:
         attributes: (number of a shared object, attribute, value).
@@ -90,7 +90,7 @@ class TrainerState:
     # --- in a worker ---
 
     @classmethod
-    def collect(cls, trainer: Any, shared: Shared, names: set[str], value: Any) -> "TrainerState":
+    def collect(cls, trainer: Any, shared: Shared, names: set[str], value: Any) -> "TrainerSnapshot":
         """Collects the state after a stage.
 
         Args:

@@ -1,0 +1,187 @@
+"""The worker processes of one strategy: started when they are first needed, replaced when they are of no more use."""
+
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.launch.channel import Packed
+from lightning_strategies_ext.launch.pool import Outcome, WorkerPool, WorkerStartMethod
+from lightning_strategies_ext.launch.stage import CallJob, StageJob, pickled_or_explained
+from lightning_strategies_ext.launch.worker import Conditions, RngState, is_importing_main
+
+
+class Workers:
+    """What launchers of both front ends start workers with. They end with this object at the latest.
+
+    Args:
+        strategy: The strategy, Trainer's or Fabric's.
+        start_method: How workers are started, see :class:`.WorkerPool`.
+    """
+
+    def __init__(self, strategy: Any, start_method: WorkerStartMethod) -> None:
+        self._strategy = strategy
+        self._start_method: WorkerStartMethod = start_method
+        self._pool: WorkerPool | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        self._rendezvous: dict[str, str] = {}
+        self._rng: list[RngState] = []
+        self._has_run = False
+
+    @property
+    def are_interactive_compatible(self) -> bool:
+        """Whether they work in a notebook: only a forked worker knows what was defined there."""
+        return self._start_method == "fork"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of those that are there, in order of local ranks."""
+        return [] if self._pool is None else self._pool.pids
+
+    @property
+    def pool(self) -> WorkerPool:
+        """The pool that ran the last job."""
+        assert self._pool is not None
+        return self._pool
+
+    def check_can_start(self) -> None:
+        """Refuses to start workers where that cannot work.
+
+        Raises:
+            RuntimeError: In a worker that is importing the script; in a process that cannot be forked.
+            ValueError: If the processes are there already, started by torchrun or the like.
+        """
+        if is_importing_main():
+            raise RuntimeError(
+                "The script starts training while a worker process imports it. Put what the script does under"
+                ' `if __name__ == "__main__":`, and keep only definitions outside of it.'
+            )
+        environment = self._strategy.cluster_environment
+        num_processes = self._strategy.num_processes
+        if environment is not None and environment.creates_processes_externally and num_processes > 1:
+            raise ValueError(
+                f"`start_method={self._start_method!r}` would start {num_processes} workers in each of the"
+                f" processes that were started for {type(environment).__name__} already. Use"
+                " `strategy='ddp_ext'`, or start the script once."
+            )
+        if self._start_method == "fork" and torch.cuda.is_initialized():
+            raise RuntimeError(
+                "`start_method='fork'`: this process has used a GPU already, and its forks could not. Restart the"
+                " notebook or script and leave the GPU alone until training starts, or use"
+                " `strategy='ddp_spawn_ext'` in a script."
+            )
+
+    def run(self, job: StageJob | CallJob) -> Outcome:
+        """Runs a job in each worker; its results can be pulled from :attr:`pool` then.
+
+        Raises:
+            TypeError: If something that the workers need cannot be pickled.
+        """
+        inherits = False
+        packed = None
+        try:
+            packed = Packed(pickled_or_explained(job))
+        except TypeError:
+            if self._start_method != "fork":
+                raise
+            inherits = True
+        try:
+            pool = self._usable_pool(job if inherits else None)
+            now = RngState.now()
+            goes_on = bool(self._rng) and self._rng[0].is_same(now)
+            variables = {**os.environ, **self._rendezvous}
+            conditions = [
+                Conditions(os.getcwd(), variables, self._rng[rank] if goes_on else now)
+                for rank in range(self._strategy.num_processes)
+            ]
+            outcome = pool.run(packed, conditions, continues=self._has_run)
+        finally:
+            if packed is not None:
+                packed.close()
+        self._has_run = True
+        return outcome
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_result: bool = True,
+        joins_group: bool = True,
+    ) -> Any:
+        """Runs any function in each worker and returns the first worker's value.
+
+        Args:
+            function: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            return_result: Whether the value is wanted.
+            joins_group: Whether workers join the process group first.
+
+        Raises:
+            WorkerRaisedError: If a worker raised.
+            WorkerDiedError: If a worker died.
+        """
+        self.check_can_start()
+        outcome = self.run(CallJob(self._strategy, function, args, kwargs, return_result, joins_group))
+        if outcome.error is not None:
+            self.close()
+            raise outcome.error
+        value = None
+        for value in self.pool.pull(0):  # noqa: B007
+            pass
+        return value
+
+    def keep_rng(self, outcome: Outcome) -> None:
+        """Sets this process's random generators to rank 0's, and lets each rank go on with its own next time."""
+        self._rng = outcome.rng
+        self._rng[0].apply()
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal to those that are there."""
+        if self._pool is not None:
+            self._pool.signal(signum)
+
+    def close(self) -> None:
+        """Ends them; the next job starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+
+    def _usable_pool(self, inherited: StageJob | CallJob | None) -> WorkerPool:
+        # A forked worker knows what was defined when it was forked, and in a notebook more is defined all the time.
+        must_be_new = inherited is not None or hasattr(sys, "ps1")
+        if self._pool is not None and (must_be_new or not self._pool.is_usable):
+            self.close()
+        if self._pool is None:
+            self._rendezvous = _rendezvous(self._strategy)
+            passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
+            self._pool = WorkerPool(self._strategy.num_processes, self._start_method, passed_through, inherited)
+            self._finalizer = weakref.finalize(self, self._pool.close)
+        return self._pool
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pool": None, "_finalizer": None, "_rng": []}
+
+
+def _rendezvous(strategy: Any) -> dict[str, str]:
+    """Environment variables by which the workers find each other, the same for all of them.
+
+    On one host the port is always a new one: workers stay, and ``MASTER_PORT`` may be that of another Trainer's.
+    """
+    environment = strategy.cluster_environment
+    if strategy.num_nodes > 1 or not isinstance(environment, LightningEnvironment):
+        return {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

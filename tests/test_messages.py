@@ -1,0 +1,171 @@
+"""How objects travel between processes: tensors beside the pickle, shared objects as references."""
+
+import errno
+import os
+import pickle
+import socket
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_strategies_ext.launch.channel import Channel, Packed
+from lightning_strategies_ext.launch.messages import Shared, dump
+from lightning_strategies_ext.launch.segments import Received, Segment
+
+
+def copied(obj: Any, **kwargs: Any) -> Any:
+    """What a receiver would have, with memory of its own."""
+    pickled = dump(obj, **kwargs)
+    pickled.buffers = [bytearray(buffer) for buffer in pickled.buffers]
+    return pickled.load(kwargs.get("shared"))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).t(),
+        torch.randn(10)[2:7:2],
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor(1.5),
+        torch.empty(0, 3),
+        torch.arange(5, dtype=torch.int8),
+        torch.tensor([True, False]),
+        torch.randn(3, dtype=torch.bfloat16),
+        torch.randn(3, dtype=torch.complex64),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.randn(3, requires_grad=True),
+        torch.nn.Parameter(torch.randn(3)),
+        torch.randn(3, 3).to_sparse(),
+        torch.ones(3).expand(2, 3),
+        torch.empty(3, device="meta"),
+    ],
+    ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.dtype}-{tensor.layout}-{tensor.device}",
+)
+@pytest.mark.parametrize("returning", [False, True])
+def test_tensors_arrive_as_they_were(tensor, returning):
+    arrived = copied(tensor, returning=returning)
+    assert type(arrived) is type(tensor)
+    assert (arrived.dtype, arrived.shape, arrived.device) == (tensor.dtype, tensor.shape, tensor.device)
+    assert arrived.requires_grad == tensor.requires_grad
+    if tensor.device.type != "meta":
+        assert torch.equal(arrived.to_dense().resolve_conj(), tensor.to_dense().resolve_conj())
+    if tensor.layout == torch.strided:
+        assert arrived.stride() == tensor.stride()
+
+
+def test_memory_is_not_in_the_pickle():
+    pickled = dump({"tensor": torch.ones(1 << 20), "array": np.ones(1 << 17)})
+    assert len(pickled.data) < 1000
+    assert sum(memoryview(buffer).nbytes for buffer in pickled.buffers) == 5 << 20
+
+
+def test_tensors_that_share_memory_share_it_afterwards():
+    whole = torch.zeros(6)
+    arrived = copied({"whole": whole, "part": whole[2:4], "parameter": torch.nn.Parameter(whole)})
+    arrived["part"].fill_(7)
+    assert arrived["whole"].tolist() == [0, 0, 7, 7, 0, 0]
+    assert arrived["parameter"].tolist() == [0, 0, 7, 7, 0, 0]
+
+
+def test_a_small_view_does_not_bring_back_what_it_is_a_view_of():
+    view = torch.zeros(1 << 20)[5:7]
+    assert sum(memoryview(buffer).nbytes for buffer in dump(view, returning=True).buffers) == view.nbytes
+    assert sum(memoryview(buffer).nbytes for buffer in dump(view).buffers) == 4 << 20
+
+
+def test_shared_objects_are_those_of_the_receiver():
+    module = torch.nn.Linear(2, 2)
+    theirs = Shared([module, module.weight])
+    ours = Shared(["the module", "the weight"])
+    sent = dump({"module": module, "weights": [module.weight], "bias": module.bias}, theirs)
+    arrived = sent.load(ours)
+    assert arrived["module"] == "the module"
+    assert arrived["weights"] == ["the weight"]
+    assert torch.equal(arrived["bias"], module.bias)
+
+
+def test_what_must_not_travel_does_not():
+    loader = torch.utils.data.DataLoader([1])
+    shared = Shared([loader], never=(torch.utils.data.DataLoader,))
+    assert dump([loader], shared).load(shared)[0] is loader
+    with pytest.raises(pickle.PicklingError, match="DataLoader stays"):
+        dump([torch.utils.data.DataLoader([1])], shared)
+
+
+def test_a_function_that_nobody_could_import_says_so_when_it_is_called():
+    def local(x: int) -> int:
+        return x
+
+    sent = dump({"local": local, "function": copied}, returning=True)
+    arrived = sent.load()
+    assert arrived["function"] is copied
+    with pytest.raises(RuntimeError, match=r"local` was made in a worker process"):
+        arrived["local"](1)
+    with pytest.raises(RuntimeError, match=r"local` was made in a worker process"):
+        dump(arrived).load()["local"](1)  # it can go on to the next worker
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        dump(local)
+
+
+def channels() -> tuple[Channel, Channel]:
+    ours, theirs = socket.socketpair()
+    return Channel(ours), Channel(theirs)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 14, 1 << 22])
+def test_a_message_of_any_size_arrives(size):
+    ours, theirs = channels()
+    message = {"text": "x" * size, "tensor": torch.arange(size)}
+    sender = threading.Thread(target=ours.send, args=(message,))
+    sender.start()
+    arrived = theirs.receive()
+    sender.join()
+    assert arrived["text"] == message["text"]
+    assert torch.equal(arrived["tensor"], message["tensor"])
+    ours.send("x" * size)
+    assert theirs.receive() == "x" * size
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.receive()
+
+
+def test_receivers_of_one_message_do_not_see_what_the_others_write():
+    packed = Packed(dump(torch.zeros(3)))
+    arrived = []
+    for _ in range(2):
+        ours, theirs = channels()
+        packed.send(ours)
+        envelope = theirs.receive_envelope(private=True)
+        arrived.append((envelope, envelope.open()))
+    packed.close()
+    (first_envelope, first), (_, second) = arrived
+    received = Received(first_envelope.segment, first_envelope.mapping)
+    assert received.is_unchanged(first)
+    first.fill_(5)
+    assert second.tolist() == [0, 0, 0]
+    assert not received.is_unchanged(first)
+    assert not received.is_unchanged(torch.zeros(3))
+    first.zero_()
+    assert received.is_unchanged(first)
+    first_envelope.close()
+    assert not received.is_unchanged(first)  # it cannot be told any more
+
+
+def test_a_full_memory_is_no_end_while_there_is_space_in_files(monkeypatch, tmp_path):
+    def full(fd: int, data: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    write = os.write
+    monkeypatch.setattr(os, "write", full)
+    before = len(os.listdir("/proc/self/fd"))
+    segment = Segment.write([b"abc", bytearray(range(100))])
+    assert [bytes(view) for view in segment.map(private=True).buffers(segment.spans)] == [b"abc", bytes(range(100))]
+    segment.close()
+    segment.close()
+    assert len(os.listdir("/proc/self/fd")) == before
