@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.ddp import DDPStrategy as DDPStrategy
     from lightning_strategies_ext.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
+    from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
+    from lightning_strategies_ext.launch.errors import WorkerRaisedError as WorkerRaisedError
     from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
 
 __version__ = "0.1.0.dev0"
@@ -28,9 +30,11 @@ _EXPORTS = {
     "DDPStrategy": "lightning_strategies_ext.ddp",
     "DDPSpawnStrategy": "lightning_strategies_ext.ddp_spawn",
     "DDPSpawnPlugin": "lightning_strategies_ext.ddp_spawn",
+    "WorkerDiedError": "lightning_strategies_ext.launch.errors",
+    "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
 }
 
-__all__ = ["ParallelStrategy", "DDPStrategy", "DDPSpawnStrategy", "DDPSpawnPlugin", "__version__"]
+__all__ = [*_EXPORTS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

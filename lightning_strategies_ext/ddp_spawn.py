@@ -21,7 +21,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, DDPStrategy
 from lightning_strategies_ext.launch.launchers import WorkerLauncher
-from lightning_strategies_ext.launch.pool import WorkerStartMethod
+from lightning_strategies_ext.launch.process import WorkerStartMethod
 from lightning_strategies_ext.launch.result_queue import ResultQueue, get_metrics, put_metrics
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
+from lightning_strategies_ext import WorkerRaisedError
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
-from lightning_strategies_ext.launch.pool import WorkerRaisedError
 from tests.models import MLP, assert_same_bits, dataset, state_of
 from tests.ranks import run_ranks
 

@@ -24,8 +24,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.nn import Module
 from torch.utils.data import DataLoader
 
-from lightning_strategies_ext import DDPSpawnStrategy
-from lightning_strategies_ext.launch.pool import WorkerDiedError, WorkerRaisedError
+from lightning_strategies_ext import DDPSpawnStrategy, WorkerDiedError, WorkerRaisedError
 from tests.models import MLP, loader, make_trainer, state_of
 from tests.ranks import REPOSITORY, clean_environment, kill_tree, run_script
 
@@ -356,7 +355,7 @@ if __name__ == "__main__":
 FAILS_TWICE = """
 from pathlib import Path
 
-from lightning_strategies_ext.launch.pool import WorkerRaisedError
+from lightning_strategies_ext import WorkerRaisedError
 from tests.models import MLP, loader, make_trainer
 
 is_broken = Path(__file__).with_name("is_broken")
@@ -385,7 +384,7 @@ if __name__ == "__main__":
 
 NO_GUARD = """
 from lightning_strategies_ext import DDPSpawnStrategy
-from lightning_strategies_ext.launch.pool import WorkerRaisedError
+from lightning_strategies_ext import WorkerRaisedError
 from tests.models import MLP, loader, make_trainer
 
 for start_method in ("forkserver", "spawn"):

@@ -18,6 +18,8 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
+import psutil
+
 #: What the server imports before it forks.
 PRELOADED = ("lightning.pytorch", "torchmetrics", "lightning_strategies_ext.ddp_spawn")
 
@@ -115,15 +117,17 @@ def _run(requests: socket.socket, main_pid: int) -> None:
     gc.freeze()  # so that no collection in a worker writes to pages that all share
     from lightning_strategies_ext.launch import worker
 
-    worker.die_with(main_pid)
     context = multiprocessing.get_context("fork")
     children: dict[int, BaseProcess] = {}
-    while True:
-        wait([requests, *(child.sentinel for child in children.values() if child.exitcode is None)])
+    main_process = psutil.Process(main_pid)
+    # No thread watches the main process here: threads do not survive a fork.
+    while worker.is_running(main_process):
+        running = [child.sentinel for child in children.values() if child.exitcode is None]
+        wait([requests, *running], worker.PARENT_POLL_S)
         with suppress(BlockingIOError):
             kind, fds, _, _ = socket.recv_fds(requests, 1, 3, socket.MSG_DONTWAIT)
             if not kind:
-                os._exit(0)  # at once: nothing here needs Python's shutdown, and the main process waits
+                break
             if kind == b"f":
                 child = context.Process(target=_run_worker, args=(requests, fds, main_pid))
                 child.start()
@@ -141,6 +145,7 @@ def _run(requests: socket.socket, main_pid: int) -> None:
                     code = ended.exitcode
                 answer = pickle.dumps(code)
                 requests.sendall(bytes([len(answer)]) + answer)
+    os._exit(0)  # at once: nothing here needs Python's shutdown, and the main process waits
 
 
 def _run_worker(requests: socket.socket, fds: list[int], main_pid: int) -> None:

@@ -13,7 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.launch.pool import GRACE_S, WorkerStartMethod
+from lightning_strategies_ext.launch.pool import GRACE_S
+from lightning_strategies_ext.launch.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage import StageJob
 from lightning_strategies_ext.launch.workers import Workers
 

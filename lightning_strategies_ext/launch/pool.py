@@ -10,8 +10,6 @@ import multiprocessing
 import multiprocessing.spawn
 import os
 import signal
-import socket
-import subprocess
 import threading
 import time
 import weakref
@@ -19,13 +17,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any, Literal
-
-import psutil
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from typing import Any
 
 from lightning_strategies_ext.launch import fork_server
-from lightning_strategies_ext.launch.channel import Channel, Packed
+from lightning_strategies_ext.launch.channel import Packed
+from lightning_strategies_ext.launch.errors import WorkerDiedError, WorkerRaisedError
+from lightning_strategies_ext.launch.process import END_S, WorkerProcess, WorkerStartMethod
 from lightning_strategies_ext.launch.worker import (
     Conditions,
     Done,
@@ -36,13 +33,9 @@ from lightning_strategies_ext.launch.worker import (
     Pull,
     RngState,
     Start,
-    command,
-    serve,
 )
 
 log = logging.getLogger(__name__)
-
-WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
 #: How long ranks may take to fail as well after one has failed, in seconds, before they are killed.
 GRACE_S = 5.0
@@ -50,30 +43,9 @@ GRACE_S = 5.0
 SHORT_GRACE_S = 1.0
 #: How long ranks may take to stop together after Ctrl-C, in seconds.
 INTERRUPT_GRACE_S = 10.0
-#: How long an idle worker may take to end, in seconds.
-END_S = 3.0
 _POLL_S = 0.5
 
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
-
-
-class WorkerRaisedError(ProcessRaisedException):
-    """A worker raised an exception; ``__cause__`` is that exception where it could be sent.
-
-    Attributes:
-        error_index: The local rank of the worker.
-        error_pid: Its process id.
-    """
-
-
-class WorkerDiedError(ProcessExitedException):
-    """A worker ended in the middle of its work: killed, out of memory, crashed.
-
-    Attributes:
-        error_index: The local rank of the worker.
-        error_pid: Its process id.
-        exit_code: Its exit code, negative for a signal; -1 where it is not known.
-    """
 
 
 @dataclass
@@ -114,7 +86,7 @@ class WorkerPool:
             atexit.register(_close_all)  # after multiprocessing's own, which waits for children: ours runs before it
         self._owner = os.getpid()
         self._passed_through = passed_through
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._busy: set[int] = set()  # local ranks whose answer is missing
         _pools.add(self)
         preparation = None
@@ -123,7 +95,7 @@ class WorkerPool:
             preparation["authkey"] = bytes(preparation["authkey"])
         try:
             for rank in range(num_workers):
-                self._workers.append(_Worker(rank, start_method, inherited))
+                self._workers.append(WorkerProcess(rank, start_method, inherited))
             for worker in self._workers:
                 with suppress(OSError):  # it died at once: `run` finds out why
                     worker.channel.send(Start(worker.rank, num_workers, preparation))
@@ -296,118 +268,6 @@ class WorkerPool:
         error = WorkerRaisedError(message, rank, pid)
         error.__cause__ = failure.exception
         return error
-
-
-class _Worker:
-    """One worker process, as the main process sees it."""
-
-    def __init__(self, rank: int, start_method: WorkerStartMethod, inherited: Job | None) -> None:
-        self.rank = rank
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours)
-        with theirs:
-            start = {"spawn": self._spawn, "fork": self._fork, "forkserver": self._fork_from_server}[start_method]
-            self.pid, self._exit_code = start(theirs, inherited)
-        self._process: psutil.Process | None = None
-        with suppress(psutil.NoSuchProcess):
-            self._process = psutil.Process(self.pid)
-        self._pidfd: int | None = None
-        if hasattr(os, "pidfd_open"):
-            with suppress(OSError):
-                self._pidfd = os.pidfd_open(self.pid)
-
-    def _spawn(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
-        process = subprocess.Popen(
-            command(theirs, os.getpid()),
-            pass_fds=[theirs.fileno()],
-            env=fork_server.environment(),
-            start_new_session=True,
-        )
-        return process.pid, process.poll
-
-    def _fork(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
-        process = multiprocessing.get_context("fork").Process(
-            target=_serve_in_own_session, args=(theirs, os.getpid(), inherited)
-        )
-        process.start()
-        assert process.pid is not None
-        return process.pid, lambda: process.exitcode
-
-    def _fork_from_server(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
-        server = fork_server.get()
-        pid = server.fork(theirs)
-        return pid, lambda: server.exit_code(pid)
-
-    @property
-    def pollable(self) -> list[Any]:
-        """What becomes ready when there is an answer, or the worker has died."""
-        return [self.channel] if self._pidfd is None else [self.channel, self._pidfd]
-
-    def answer(self) -> "Done | Failure | WorkerDiedError | None":
-        """The worker's answer to a job, its death if it died without one, or None for now."""
-        is_dead = not self.is_alive()  # asked first: a worker that answers and then dies has answered
-        if wait([self.channel.socket], 0):
-            with suppress(EOFError, OSError):
-                return self.channel.receive()  # type: ignore[no-any-return]
-        return self.death() if is_dead else None
-
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        if self._pidfd is not None:
-            return not wait([self._pidfd], 0)
-        with suppress(psutil.NoSuchProcess):
-            return self._process is not None and self._process.status() != psutil.STATUS_ZOMBIE
-        return False
-
-    def death(self) -> WorkerDiedError:
-        """Describes how the worker ended; waits a moment for it to have ended."""
-        self.wait(1.0)
-        code = self._exit_code()
-        name = None
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            how = f"was killed by {name}"
-            if name == "SIGKILL":
-                how += "; the kernel does that when memory runs out"
-        else:
-            how = "ended" if code is None else f"ended with exit code {code}"
-        message = f"rank {self.rank} (pid {self.pid}) {how}, in the middle of its work."
-        return WorkerDiedError(message, self.rank, self.pid, -1 if code is None else code, name)
-
-    def signal(self, signum: int) -> None:
-        """Sends it a signal, if it runs."""
-        if self.is_alive():
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signum)
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits until the process has ended."""
-        if self._pidfd is not None:
-            wait([self._pidfd], timeout_s)
-            return
-        deadline = time.monotonic() + timeout_s
-        while self.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-
-    def kill(self) -> None:
-        """Kills the process, if it runs. The workers of its dataloaders notice within five seconds and end."""
-        self.signal(signal.SIGKILL)
-        self.wait(END_S)
-
-    def close(self) -> None:
-        """Frees what this process holds for it."""
-        self._exit_code()  # reaps it
-        with suppress(OSError):
-            self.channel.socket.shutdown(socket.SHUT_RDWR)
-        self.channel.close()
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
-
-
-def _serve_in_own_session(theirs: socket.socket, main_pid: int, inherited: Job | None) -> None:
-    os.setsid()
-    serve(theirs, main_pid, inherited)
 
 
 def _has_results(answer: "Done | Failure | WorkerDiedError") -> bool:

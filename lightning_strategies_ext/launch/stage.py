@@ -13,26 +13,22 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.data import DistributedSampler
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.channel import Envelope
 from lightning_strategies_ext.launch.messages import Pickled, dump
 from lightning_strategies_ext.launch.pool import WorkerPool
-from lightning_strategies_ext.launch.predictions import RankPredictions, in_dataset_order
+from lightning_strategies_ext.launch.rank_predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.segments import Received
 from lightning_strategies_ext.launch.trainer_state import TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.worker import JobFailedError, Place
 
 log = logging.getLogger(__name__)
 
-#: How much of the module's tensors, or of the predictions, travels in one piece, in bytes. It is what bringing back a
-#: large model costs in memory on top of the model.
+#: How much of the module's tensors travels in one piece, in bytes: what bringing it back costs in memory.
 PIECE_BYTES = 32 << 20
 
 
@@ -99,7 +95,7 @@ class StageJob:
             raise JobFailedError(partial(_end_failed_stage, trainer), results) from exception
         predictions = None
         if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
-            predictions = _PredictionsOfRank.of(trainer, value)
+            predictions = PredictionsOfRank.of(trainer, value)
             if trainer.num_nodes > 1:
                 value, predictions = predictions.gathered(trainer.world_size), None
             else:
@@ -109,7 +105,7 @@ class StageJob:
         return self._results(context, names, value, predictions)
 
     def _results(
-        self, context: WorkerContext, names: set[str], value: Any, predictions: "_PredictionsOfRank | None" = None
+        self, context: WorkerContext, names: set[str], value: Any, predictions: "PredictionsOfRank | None" = None
     ) -> Iterator[Any]:
         module = self.trainer.lightning_module
         received = context.received
@@ -152,7 +148,7 @@ class StageJob:
         del result
         sources = [results if rank == 0 else pool.pull(rank) for rank in sorted(has_results)]
         plans = [plan for plan in (next(source, None) for source in sources) if plan is not None]
-        return _merged(plans, sources) if plans else value
+        return merged(plans, sources) if plans else value
 
 
 @dataclass
@@ -185,92 +181,6 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
     step = PIECE_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), step):
         yield (name, start), flat[start : start + step]
-
-
-@dataclass
-class _PredictionsOfRank:
-    """A rank's predictions, per dataloader: the keys of each batch's samples, the size of a full batch, the outputs."""
-
-    keys: list[list[list[int]]]
-    batch_sizes: list[int]
-    outputs: list[list[Any]]
-
-    @classmethod
-    def of(cls, trainer: Any, value: Any) -> "_PredictionsOfRank":
-        loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
-        outputs = [value] if len(loaders) == 1 else value
-        keys, batch_sizes = [], []
-        for loader, of_loader in zip(loaders, outputs, strict=True):
-            keys_of_loader, batch_size = _keys(loader, len(of_loader), trainer.global_rank, trainer.world_size)
-            keys.append(keys_of_loader)
-            batch_sizes.append(batch_size)
-        return cls(keys, batch_sizes, outputs)
-
-    def pieces(self) -> Iterator[Any]:
-        """What to send: the plan, then the outputs in pieces."""
-        yield _PredictionsOfRank(self.keys, self.batch_sizes, [])
-        piece: list[Any] = []
-        size = 0
-        for of_loader in self.outputs:
-            while of_loader:
-                piece.append(of_loader.pop(0))
-                size += sum(memoryview(buffer).nbytes for buffer in dump(piece[-1], returning=True).buffers)
-                if size > PIECE_BYTES // 4:
-                    yield piece
-                    piece, size = [], 0
-        yield piece
-
-    def gathered(self, world_size: int) -> Any:
-        """The predictions of all ranks on all hosts, in order; called by all ranks together."""
-        plans: list[Any] = [None] * world_size
-        dist.all_gather_object(plans, self)
-        return _merged(plans, [iter([[output for loader in plan.outputs for output in loader]]) for plan in plans])
-
-
-def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[list[list[int]], int]:
-    """For each batch of a dataloader the place of its samples in the order of a single process; the full batch size."""
-    batch_sampler = loader.batch_sampler if hasattr(loader, "batch_sampler") else None
-    batches = getattr(batch_sampler, "seen_batch_indices", [])[:num_batches]  # Lightning's wrapper has noted them
-    if len(batches) < num_batches:
-        return [[number * world_size + rank] for number in range(num_batches)], 1
-    batch_size = getattr(batch_sampler, "batch_size", None) or max(map(len, batches), default=1)
-    sampler = getattr(batch_sampler, "sampler", None)
-    if isinstance(sampler, DistributedSampler) and not sampler.shuffle:
-        # The sampler deals the samples out in turn. It may have added some at the end, to be fair to all.
-        num_samples = len(sampler.dataset)  # type: ignore[arg-type]
-        place = sampler.rank
-        keys = []
-        for batch in batches:
-            places = range(place, place + len(batch) * sampler.num_replicas, sampler.num_replicas)
-            keys.append([key % num_samples for key in places])
-            place = places.stop
-        return keys, batch_size
-    return [list(batch) for batch in batches], batch_size
-
-
-def _merged(plans: list[_PredictionsOfRank], sources: list[Iterator[Any]]) -> Any:
-    outputs = [_flattened(source) for source in sources]
-    merged = []
-    for loader, batch_size in enumerate(plans[0].batch_sizes):
-        ranks = [
-            RankPredictions(plan.keys[loader], _first(of_rank, len(plan.keys[loader])))
-            for plan, of_rank in zip(plans, outputs, strict=True)
-        ]
-        merged.append(in_dataset_order(ranks, batch_size))
-    for of_rank in outputs:
-        next(of_rank, None)
-    return merged[0] if len(merged) == 1 else merged
-
-
-def _flattened(pieces: Iterator[list[Any]]) -> Iterator[Any]:
-    for piece in pieces:
-        while piece:
-            yield piece.pop(0)
-
-
-def _first(outputs: Iterator[Any], number: int) -> Iterator[Any]:
-    for _ in range(number):
-        yield next(outputs)
 
 
 def tensors_of(module: Module) -> dict[str, Tensor]:

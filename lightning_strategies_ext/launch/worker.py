@@ -319,12 +319,18 @@ def die_with(pid: int) -> None:
     process = psutil.Process(pid)
 
     def watch() -> None:
-        with suppress(psutil.NoSuchProcess):
-            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(PARENT_POLL_S)
+        while is_running(process):
+            time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="lightning-strategies-ext parent watch").start()
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended and that nobody has asked about does not."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def command(connected: socket.socket, main_pid: int) -> list[str]:

@@ -13,7 +13,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.channel import Packed
-from lightning_strategies_ext.launch.pool import Outcome, WorkerPool, WorkerStartMethod
+from lightning_strategies_ext.launch.pool import Outcome, WorkerPool
+from lightning_strategies_ext.launch.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage import CallJob, StageJob, pickled_or_explained
 from lightning_strategies_ext.launch.worker import Conditions, RngState, is_importing_main
 
