@@ -333,7 +333,14 @@ class BuildsLayersLate(MLP):
     def configure_model(self):
         if len(self.net) == 1:
             self.net.append(self.make_net())
+            self.net.append(nn.Identity())
             self.register_parameter("scale", nn.Parameter(torch.ones(1)))
+            self.register_buffer("steps", torch.zeros(1))
+            self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def on_train_batch_end(self, *args):
+        self.steps += 1
+        self.scratch += 2
 
     def loss(self, batch):
         return functional.cross_entropy(self.net(batch[0]) * self.scale, batch[1])
@@ -344,6 +351,10 @@ def test_layers_that_are_made_in_the_worker_come_back():
     trainer = spawn_trainer(max_epochs=1)
     trainer.fit(model, loader())
     assert model.scale != 1
+    assert (model.steps.item(), model.scratch.item()) == (8, 16)
+    assert "steps" in model.state_dict()
+    assert "scratch" not in model.state_dict()
+    assert isinstance(model.net[2], nn.Identity)
     assert [id(p) for p in trainer.optimizers[0].param_groups[0]["params"]] == [id(p) for p in model.parameters()]
     value = trainer.validate(model, loader(), verbose=False)[0]["val_loss"]
     expected = model.loss(dataset().tensors)

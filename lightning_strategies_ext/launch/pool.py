@@ -45,6 +45,9 @@ SHORT_GRACE_S = 1.0
 INTERRUPT_GRACE_S = 10.0
 _POLL_S = 0.5
 
+#: What each worker has said to a job, by local rank.
+Answers = dict[int, Done | Failure | WorkerDiedError]
+
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 
 
@@ -121,7 +124,11 @@ class WorkerPool:
             conditions: For each worker.
             continues: See :class:`.Order`.
         """
-        answers: dict[int, Done | Failure | WorkerDiedError] = {}
+        answers: Answers = {}
+
+        def has_failed() -> bool:
+            return any(not isinstance(answer, Done) for answer in answers.values())
+
         self._busy = {worker.rank for worker in self._workers}
         try:
             with self._forwarding_sigterm():
@@ -130,10 +137,8 @@ class WorkerPool:
                         worker.channel.send(Order(condition, continues, is_inherited=job is None))
                         if job is not None:
                             job.send(worker.channel)
-                self._collect(answers, until=lambda: any(not isinstance(answer, Done) for answer in answers.values()))
-                if len(answers) < len(self._workers) or any(
-                    not isinstance(answer, Done) for answer in answers.values()
-                ):
+                self._collect(answers, until=has_failed)
+                if has_failed():
                     self._settle(answers)
         except KeyboardInterrupt as interrupt:
             return self._interrupt(answers, interrupt)
@@ -208,7 +213,7 @@ class WorkerPool:
 
     def _collect(
         self,
-        answers: "dict[int, Done | Failure | WorkerDiedError]",
+        answers: Answers,
         until: Callable[[], bool],
         timeout_s: float | None = None,
     ) -> None:
@@ -226,7 +231,7 @@ class WorkerPool:
                     answers[worker.rank] = answer
                     self._busy.discard(worker.rank)
 
-    def _settle(self, answers: "dict[int, Done | Failure | WorkerDiedError]") -> None:
+    def _settle(self, answers: Answers) -> None:
         """After a failure: lets the others fail as well, which tells which was the first; kills those that do not."""
 
         def nothing_more_is_needed() -> bool:
@@ -239,9 +244,7 @@ class WorkerPool:
                 log.info("rank %d does not end after another has failed, it is killed", worker.rank)
                 worker.kill()
 
-    def _interrupt(
-        self, answers: "dict[int, Done | Failure | WorkerDiedError]", interrupt: KeyboardInterrupt
-    ) -> Outcome:
+    def _interrupt(self, answers: Answers, interrupt: KeyboardInterrupt) -> Outcome:
         try:
             self.signal(signal.SIGINT)
             self._collect(answers, until=lambda: False, timeout_s=INTERRUPT_GRACE_S)
@@ -249,11 +252,15 @@ class WorkerPool:
             pass
         return Outcome(interrupt, {rank for rank, answer in answers.items() if _has_results(answer)})
 
-    def _error(self, answers: "dict[int, Done | Failure | WorkerDiedError]") -> BaseException:
+    def _error(self, answers: Answers) -> BaseException:
         deaths = [answer for answer in answers.values() if isinstance(answer, WorkerDiedError)]
-        if deaths:  # what the others say then is that they lost it
-            return deaths[0]
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        if deaths:  # what the others say then is, as a rule, that they lost it
+            death = deaths[0]
+            others = "".join(f"\nThen rank {rank} failed: {failure.summary}" for rank, failure in failures.items())
+            return WorkerDiedError(
+                f"{death}{others}", death.error_index, death.error_pid, death.exit_code, death.signal_name
+            )
         rank = min(failures, key=lambda rank: failures[rank].time)
         failure = failures[rank]
         exception = failure.exception
@@ -263,14 +270,13 @@ class WorkerPool:
 
     def _raised(self, rank: int, failure: Failure) -> WorkerRaisedError:
         pid = self._workers[rank].pid
-        last_line = failure.trace.strip().splitlines()[-1]
-        message = f"rank {rank} (pid {pid}) failed: {last_line}\n\nTrace of rank {rank}:\n{failure.trace}"
+        message = f"rank {rank} (pid {pid}) failed: {failure.summary}\n\nTrace of rank {rank}:\n{failure.trace}"
         error = WorkerRaisedError(message, rank, pid)
         error.__cause__ = failure.exception
         return error
 
 
-def _has_results(answer: "Done | Failure | WorkerDiedError") -> bool:
+def _has_results(answer: Done | Failure | WorkerDiedError) -> bool:
     return isinstance(answer, Done) or (isinstance(answer, Failure) and answer.has_results)
 
 

@@ -77,7 +77,7 @@ class StageJob:
         trainer = self.trainer
         if isinstance(self.shared, list):
             self.shared = shared_objects(trainer, [], self.shared)
-        names = set(tensors_of(trainer.lightning_module))
+        names = names_in(trainer.lightning_module)
         received = None
         if envelope.segment is not None and envelope.mapping is not None:
             received = Received(envelope.segment, envelope.mapping)
@@ -186,6 +186,11 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
 def tensors_of(module: Module) -> dict[str, Tensor]:
     """All parameters and buffers of a module by name, each once, also the buffers that no checkpoint holds."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def names_in(module: Module) -> set[str]:
+    """The names of all submodules, parameters and buffers."""
+    return {*dict(module.named_modules()), *tensors_of(module)}
 
 
 def _end_failed_stage(trainer: Any) -> None:

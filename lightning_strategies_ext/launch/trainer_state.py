@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_strategies_ext import _lightning
@@ -96,7 +96,7 @@ class TrainerSnapshot:
         Args:
             trainer: The Trainer.
             shared: What the main process has.
-            names: Parameters and buffers that the module had when it came; others are new.
+            names: Submodules, parameters and buffers that the module had when it came; others are new.
             value: What the stage returned.
         """
         module = trainer.lightning_module
@@ -127,9 +127,12 @@ class TrainerSnapshot:
             _set(shared.objects[number], name, _loaded(pickled, shared, name))
         if self.training is not None:
             new, optimizers, schedulers = self.training.load(shared)
-            for path, part in new:
+            for path, part, is_persistent in new:
                 parent, _, name = path.rpartition(".")
-                setattr(module.get_submodule(parent), name, part)
+                if isinstance(part, (Module, Parameter)):
+                    setattr(module.get_submodule(parent), name, part)
+                else:
+                    module.get_submodule(parent).register_buffer(name, part, is_persistent)
             strategy.optimizers = optimizers
             strategy.lr_scheduler_configs = schedulers
         modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
@@ -175,18 +178,20 @@ def _state_of(holder: Any) -> dict[str, Any]:
     return state
 
 
-def _new_parts(module: Module, names: set[str], shared: Shared) -> Iterator[tuple[str, Any]]:
-    """Submodules, parameters and buffers that were made in the worker, by name; not what is inside of them."""
+def _new_parts(module: Module, names: set[str], shared: Shared) -> Iterator[tuple[str, Any, bool]]:
+    """What was made in the worker: (name, submodule or parameter or buffer, whether a state dict has it).
+
+    Of a new submodule only the whole, not what is inside of it.
+    """
+    persistent = module.state_dict().keys()
     found: list[str] = []
-    parts: list[tuple[str, Any]] = [(name, child) for name, child in module.named_modules() if name]
-    for name, part in parts:
-        is_new = shared.number_of(part) is None and not any(name.startswith(f"{other}.") for other in found)
-        if is_new and any(f"{name}.{inner}" not in names for inner, _ in part.named_parameters()):
+    for name, part in (*module.named_modules(), *module.named_parameters(), *module.named_buffers()):
+        is_new = name not in names
+        if isinstance(part, Module) and shared.number_of(part) is None:  # in the place of another
+            is_new = is_new or any(f"{name}.{inner}" not in names for inner, _ in part.named_parameters())
+        if is_new and not any(name.startswith(f"{other}.") for other in found):
             found.append(name)
-            yield name, part
-    for name, tensor in module.named_parameters():
-        if name not in names and not any(name.startswith(f"{other}.") for other in found):
-            yield name, tensor
+            yield name, part, name in persistent
 
 
 def _named(trainer: Any, shared: Shared) -> Iterator[tuple[int, str, Pickled]]:

@@ -184,6 +184,11 @@ class Failure:
         return cls(pickled, trace, time.monotonic(), has_results)
 
     @property
+    def summary(self) -> str:
+        """The last line of the trace."""
+        return self.trace.strip().splitlines()[-1]
+
+    @property
     def exception(self) -> BaseException | None:
         """The exception, or None if it cannot be rebuilt here."""
         with suppress(Exception):
