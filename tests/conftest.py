@@ -11,7 +11,7 @@ from tests import ranks
 # file in /dev/shm for each rank that is killed or forked. The one test that uses MPI takes this back.
 os.environ.setdefault("MPI4PY_MPIABI", "none")
 
-# A shell that runs the tests in the background has them, and all that they start, ignore Ctrl-C, which some tests press.
+# A shell that runs tests in the background has them, and all that they start, ignore Ctrl-C, which some of them press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
