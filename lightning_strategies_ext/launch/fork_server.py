@@ -14,7 +14,8 @@ import struct
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -49,15 +50,10 @@ class ForkServer:
             RuntimeError: If the server is gone.
         """
         reply = b""
-        try:
-            with suppress(OSError):
-                # With the output streams of now, not of when the server started.
-                socket.send_fds(self._socket, [b"f"], [worker.fileno(), 1, 2])
-                reply = self._socket.recv(_REPLY.size, socket.MSG_WAITALL)
-        except BaseException:  # Ctrl-C, say: the reply would be taken for that to the next request
-            self.process.kill()
-            self.process.wait()
-            raise
+        with self._exchange():
+            # With the output streams of now, not of when the server started.
+            socket.send_fds(self._socket, [b"f"], [worker.fileno(), 1, 2])
+            reply = self._socket.recv(_REPLY.size, socket.MSG_WAITALL)
         if len(reply) < _REPLY.size:
             raise RuntimeError(
                 f"The process that workers are forked from ended with exit code {self.process.wait()}; what it says"
@@ -68,12 +64,23 @@ class ForkServer:
 
     def exit_code(self, pid: int) -> int | None:
         """The exit code of a worker that has ended, negative for a signal; None if it runs or is not known."""
-        with suppress(OSError):
+        with self._exchange():
             self._socket.sendall(b"x" + _REPLY.pack(pid))
             size = self._socket.recv(1)
             if size:
                 return pickle.loads(self._socket.recv(size[0], socket.MSG_WAITALL))  # type: ignore[no-any-return]
         return None
+
+    @contextmanager
+    def _exchange(self) -> Generator[None, None, None]:
+        """A request and its reply. Cut short, it ends the server, whose reply would be taken for that to the next."""
+        try:
+            with suppress(OSError):
+                yield
+        except BaseException:
+            self.process.kill()
+            self.process.wait()
+            raise
 
     @property
     def is_usable(self) -> bool:

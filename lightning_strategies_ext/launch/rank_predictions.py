@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DistributedSampler
 
-from lightning_strategies_ext.launch.messages import dump
+from lightning_strategies_ext.launch.messages import Pickled, dump
 from lightning_strategies_ext.launch.predictions import RankPredictions, in_dataset_order
 
 #: How much of the predictions travels in one piece, in bytes.
@@ -43,12 +43,12 @@ class PredictionsOfRank:
     def pieces(self) -> Iterator[Any]:
         """What to send: the plan, then the outputs in pieces."""
         yield PredictionsOfRank(self.keys, self.batch_sizes, [])
-        piece: list[Any] = []
+        piece: list[Pickled] = []
         size = 0
         for of_loader in self.outputs:
             while of_loader:
-                piece.append(of_loader.pop(0))
-                size += sum(memoryview(buffer).nbytes for buffer in dump(piece[-1], returning=True).buffers)
+                piece.append(dump(of_loader.pop(0), returning=True))
+                size += sum(memoryview(buffer).nbytes for buffer in piece[-1].buffers)
                 if size > PIECE_BYTES:
                     yield piece
                     piece, size = [], 0
@@ -58,7 +58,9 @@ class PredictionsOfRank:
         """The predictions of all ranks on all hosts, in order; called by all ranks together."""
         plans: list[Any] = [None] * world_size
         dist.all_gather_object(plans, self)
-        return merged(plans, [iter([[output for loader in plan.outputs for output in loader]]) for plan in plans])
+        return merged(
+            plans, [iter([[dump(output) for of_loader in plan.outputs for output in of_loader]]) for plan in plans]
+        )
 
 
 def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[list[list[int]], int]:
@@ -102,10 +104,10 @@ def merged(plans: list[PredictionsOfRank], sources: list[Iterator[Any]]) -> Any:
     return merged[0] if len(merged) == 1 else merged
 
 
-def _flattened(pieces: Iterator[list[Any]]) -> Iterator[Any]:
+def _flattened(pieces: Iterator[list[Pickled]]) -> Iterator[Any]:
     for piece in pieces:
         while piece:
-            yield piece.pop(0)
+            yield piece.pop(0).load()
 
 
 def _first(outputs: Iterator[Any], number: int) -> Iterator[Any]:
