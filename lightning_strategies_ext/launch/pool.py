@@ -106,10 +106,13 @@ class WorkerPool:
             self.close()
             raise
 
-    @property
     def is_usable(self) -> bool:
-        """Whether all workers are there, waiting for a job."""
-        return bool(self._workers) and self._owner == os.getpid() and all(worker.is_alive() for worker in self._workers)
+        """Asks all workers whether they are there, waiting for a job."""
+        if not self._workers or self._owner != os.getpid():
+            return False
+        for worker in self._workers:
+            worker.ping()
+        return all(worker.is_there() for worker in self._workers)
 
     @property
     def pids(self) -> list[int]:

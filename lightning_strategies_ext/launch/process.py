@@ -16,7 +16,7 @@ import psutil
 from lightning_strategies_ext.launch import fork_server
 from lightning_strategies_ext.launch.channel import Channel
 from lightning_strategies_ext.launch.errors import WorkerDiedError
-from lightning_strategies_ext.launch.worker import Done, Failure, Job, command, serve
+from lightning_strategies_ext.launch.worker import Done, Failure, Job, Ping, command, serve
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -86,6 +86,26 @@ class WorkerProcess:
             with suppress(EOFError, OSError):
                 return self.channel.receive()  # type: ignore[no-any-return]
         return self.death() if is_dead else None
+
+    def ping(self) -> None:
+        """Asks the worker, which waits for a job, to answer :meth:`is_there`."""
+        with suppress(OSError):
+            self.channel.send(Ping())
+
+    def is_there(self) -> bool:
+        """Waits for the answer to :meth:`ping`; False if the worker ended instead.
+
+        A worker that was killed still counts as a running process for a moment; it does not answer any more.
+        """
+        while True:
+            wait(self.pollable, 1.0)  # its dataloaders' workers may hold its end of the channel open
+            is_dead = not self.is_alive()
+            if wait([self.channel.socket], 0):
+                with suppress(EOFError, OSError):
+                    return isinstance(self.channel.receive(), Ping)
+                return False
+            if is_dead:
+                return False
 
     def is_alive(self) -> bool:
         """Whether the process runs."""

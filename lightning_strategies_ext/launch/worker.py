@@ -143,6 +143,10 @@ class Order:
     is_inherited: bool = False
 
 
+class Ping:
+    """Asks a worker whether it is there. The worker answers with the same."""
+
+
 class Pull:
     """Asks a worker for the next of its job's results."""
 
@@ -250,6 +254,9 @@ def _serve(channel: Channel, inherited: Job | None) -> None:
     results: Iterator[Any] = iter(())
     result: Any
     while not isinstance(message := channel.receive(), End):
+        if isinstance(message, Ping):
+            channel.send(message)
+            continue
         if isinstance(message, Pull):
             try:
                 result = next(results, End())

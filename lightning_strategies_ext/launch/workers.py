@@ -162,7 +162,7 @@ class Workers:
     def _usable_pool(self, inherited: StageJob | CallJob | None) -> WorkerPool:
         # A forked worker knows what was defined when it was forked, and in a notebook more is defined all the time.
         must_be_new = inherited is not None or hasattr(sys, "ps1")
-        if self._pool is not None and (must_be_new or not self._pool.is_usable):
+        if self._pool is not None and (must_be_new or not self._pool.is_usable()):
             self.close()
         if self._pool is None:
             self._rendezvous = _rendezvous(self._strategy)
