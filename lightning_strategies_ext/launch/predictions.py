@@ -10,7 +10,6 @@ another shape, dtype or structure; nothing is padded), or copies of objects that
 collections of these.
 """
 
-import copy
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from lightning_strategies_ext.nested import parts_of, rebuilt
 
 IntArray = npt.NDArray[np.int64]
 
@@ -277,20 +278,3 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict | tuple | list):
         return rebuilt(value, [copied(part) for part in parts_of(value)])
     return value
-
-
-def parts_of(collection: Any) -> list[Any]:
-    """Returns the values of a dict, tuple or list."""
-    return list(collection.values() if isinstance(collection, dict) else collection)
-
-
-def rebuilt(collection: Any, parts: list[Any]) -> Any:
-    """Returns a collection of the same type, with the same keys, that holds ``parts``."""
-    if isinstance(collection, dict):
-        result = copy.copy(collection)  # keeps what a subclass knows besides its items
-        for key, part in zip(collection, parts, strict=True):
-            result[key] = part
-        return result
-    if isinstance(collection, list):
-        return parts
-    return type(collection)(*parts) if hasattr(collection, "_fields") else type(collection)(parts)
