@@ -7,6 +7,7 @@ one of them is gone, so that a new Lightning release shows here first and nowher
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricSubprocessScriptLauncher,
 )
+from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -32,6 +35,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 # Fabric asks for its `_MultiProcessingLauncher`, so ours must be of those classes. In the Trainer, ours must not be a
 # `_MultiProcessingLauncher`: the prediction loop refuses to return predictions then. `_Launcher` is the abstract base.
 __all__ = [
+    "BackwardSyncControl",
     "FabricMultiProcessingLauncher",
     "FabricSubprocessScriptLauncher",
     "Launcher",
@@ -47,11 +51,37 @@ __all__ = [
     "move_optimizers",
     "note_sigterm",
     "release_sigterm",
+    "set_device",
     "set_layer_sync",
     "skip_needless_moves",
+    "take_redirection",
     "tear_down",
     "trainer_of",
 ]
+
+
+def set_device(module: torch.nn.Module, device: torch.device) -> None:
+    """Sets what the property ``device`` of LightningModules and the like returns.
+
+    The property has no setter, and ``module.to(device)`` would move the parameters too (2.5 to 2.6).
+    """
+    if isinstance(module, _DeviceDtypeModuleMixin):
+        module._device = device
+
+
+def take_redirection(module: torch.nn.Module) -> str | None:
+    """The method that Fabric wants called in place of ``forward``, or None; ``forward`` is itself again then.
+
+    For ``fabric_module.training_step(...)`` and methods given to ``mark_forward_method``, Fabric sets ``forward`` of
+    the user's module to a function that calls the method of that module (2.5 to 2.6: ``_FabricModule.
+    _redirection_through_forward``). A replica must call its own, so the name is read from the function's closure.
+    """
+    forward = vars(module).get("forward")
+    if getattr(forward, "__qualname__", "") != "_FabricModule._redirection_through_forward.<locals>.wrapped_forward":
+        return None
+    found = getclosurevars(forward).nonlocals  # type: ignore[arg-type]
+    module.forward = found["original_forward"]
+    return str(found["method_name"])
 
 
 def move_optimizers(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> None:

@@ -16,6 +16,10 @@ _DDP_CLASS = {
     PYTORCH: "lightning_strategies_ext.ddp:DDPStrategy",
     FABRIC: "lightning_strategies_ext.fabric.ddp:DDPStrategy",
 }
+_DP_CLASS = {
+    PYTORCH: "lightning_strategies_ext.dp:DataParallelStrategy",
+    FABRIC: "lightning_strategies_ext.fabric.dp:DataParallelStrategy",
+}
 _SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.ddp_spawn:DDPSpawnStrategy"}
 
 
@@ -57,7 +61,14 @@ def _ddp_family() -> Iterator[NamedStrategy]:
             )
 
 
-STRATEGIES: tuple[NamedStrategy, ...] = (*_ddp_family(),)
+#: The names that Lightning 2 has dropped stand last, and in the front end only that has no strategy of that name.
+STRATEGIES: tuple[NamedStrategy, ...] = (
+    *_ddp_family(),
+    NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP, one process, a replica of the module on each device"),
+    NamedStrategy(
+        "dp", {PYTORCH: "lightning_strategies_ext.dp:legacy_dp"}, "threads", "what Lightning 1 called so: `dp_ext`"
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,13 @@ class Mapping(MutableMapping):
         return len(self._items)
 
 
+class Movable:
+    """Holds tensors that only it knows of, as batches of graphs do."""
+
+    def to(self, device):
+        return self
+
+
 class Graph:
     """Not a collection, whatever it holds."""
 
@@ -157,6 +164,8 @@ def test_the_only_part_is_the_batch_itself(batch):
         pytest.param([rows(4, 5), [rows(2, 4), None, rows(7, 4), None]], 4, id="some samples have nothing"),
         pytest.param([(rows(3, 8, 8), 1)] * 4, 4, id="samples that were not collated"),
         pytest.param([(rows(3, 8, 8), torch.tensor(1))] * 4, 4, id="samples as tuples"),
+        pytest.param([(rows(32, 5), rows(32)), (rows(32, 5), rows(32))], 32, id="batches of two loaders as tuples"),
+        pytest.param([{"x": rows(8, 5)}, {"x": rows(8, 5)}], 8, id="batches of two loaders as dicts"),
         pytest.param([{"image": rows(3, 8, 8), "label": 1}] * 4, 4, id="samples as dicts"),
         pytest.param([[rows(3, 8, 8), "cat"]] * 4, 4, id="samples as lists"),
         pytest.param([{"x": rows(8), "names": ["a"] * 8}] * 2, 8, id="two collated batches"),
@@ -264,6 +273,7 @@ def test_a_rebuilt_defaultdict_has_its_factory():
         (None, r"`batch` is of type NoneType"),
         (Graph(), r"`batch` is of type Graph"),
         ({"scale": torch.tensor(1.0)}, r"`batch` is of type dict"),
+        ([rows(4), Movable()], r"`batch\[1\]` is a Movable"),
         ([rows(2), pack_sequence([rows(3), rows(2)])], r"`batch\[1\]` is a PackedSequence"),
         ([pack_sequence([rows(3)]), pack_sequence([rows(3)])], r"`batch\[0\]` is a PackedSequence"),
         ({"x": torch.eye(4).to_sparse()}, r'`batch\["x"\]` is a tensor of layout torch\.sparse_coo'),

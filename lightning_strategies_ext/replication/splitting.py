@@ -120,7 +120,9 @@ def strong_sizes(value: Any) -> Sizes:
         return value.shape[:1] or None
     if whole_batch_only(value):
         return ()
-    return agreed(parts_of(value), strong_sizes) if is_collection(value) else None
+    if is_collection(value):
+        return agreed(parts_of(value), strong_sizes)
+    return () if callable(getattr(value, "to", None)) else None  # an object with tensors that nobody can look into
 
 
 def sizes_of_list(values: list[Any]) -> Sizes:
@@ -219,8 +221,8 @@ def whole_batch_only(value: Any) -> bool:
 
 
 def are_samples(values: list[Any]) -> bool:
-    """Whether the entries of a list look like samples that were not collated: collating leaves no numbers in tuples."""
-    return all(isinstance(value, tuple) or has_number_beside_tensor(value) for value in values)
+    """Whether the entries of a list look like samples that were not collated: collating leaves no numbers in them."""
+    return all(has_number_beside_tensor(value) for value in values)
 
 
 def has_number_beside_tensor(value: Any) -> bool:
@@ -228,7 +230,9 @@ def has_number_beside_tensor(value: Any) -> bool:
     if isinstance(value, torch.Tensor) or not is_collection(value):
         return False
     leaves = list(leaves_of(value))
-    return any(map(is_array, leaves)) and any(isinstance(leaf, int | float | complex | str | bytes) for leaf in leaves)
+    return any(is_array(leaf) and leaf.ndim for leaf in leaves) and any(
+        isinstance(leaf, int | float | complex | str | bytes) or (is_array(leaf) and not leaf.ndim) for leaf in leaves
+    )
 
 
 def leaves_of(collection: Any) -> Iterator[Any]:

@@ -1,0 +1,257 @@
+"""DataParallelStrategy: one process, a replica of the module on each device, a part of each batch for each replica.
+
+Name ``dp_ext`` (and ``dp``, which Lightning 2 has dropped). For the Trainer it is a single process: loops, callbacks,
+optimizers and checkpoints are those of a single device. Only the four steps run on replicas (:mod:`.replication`), and
+what they return, log and update is that of the whole batch.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext.parallel import check_plugins
+from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
+from lightning_strategies_ext.replication.single_process import (
+    check_replica_devices,
+    check_scatter,
+    check_single_process,
+    reduce_replicas,
+)
+
+T = TypeVar("T")
+
+
+class DataParallelStrategy(LightningParallelStrategy):
+    """Single-process data parallelism.
+
+    Args:
+        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
+        parallel_devices: A device per replica; the CPU as often as there are to be replicas. As chosen by
+            ``Trainer(devices=...)`` if None.
+        checkpoint_io: How checkpoints are written.
+        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
+        scatter: Splits batches that have no first dimension to split. Called as ``scatter(batch, num_replicas)``, it
+            returns at most so many pairs of a part and its number of samples.
+        take_turns: Whether replicas run one after the other. By default they do on the CPU, where torch has one
+            random generator for the whole process: at once, what dropout draws would differ from run to run.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If ``parallel_devices`` cannot hold replicas.
+
+    Example::
+
+        trainer = Trainer(strategy="dp_ext", accelerator="gpu", devices=4)
+        trainer.fit(model)
+    """
+
+    strategy_name = "dp_ext"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        scatter: Scatter | None = None,
+        take_turns: bool | None = None,
+    ) -> None:
+        check_plugins(accelerator, None, checkpoint_io)
+        if precision_plugin is not None and not isinstance(precision_plugin, Precision):
+            raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
+        check_replica_devices(parallel_devices)
+        check_scatter(scatter, take_turns)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=None,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._scatter = scatter
+        self._take_turns = take_turns
+        self._num_nodes = 1
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the module's own weights are."""
+        assert self.parallel_devices
+        return self.parallel_devices[0]
+
+    @property
+    def is_distributed(self) -> bool:
+        """False: for the Trainer there is one process, with whole batches."""
+        return False
+
+    @property
+    def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
+        """None: batches are split, not the dataset."""
+        return
+
+    @property
+    def world_size(self) -> int:
+        """One process."""
+        return 1
+
+    @property
+    def num_nodes(self) -> int:
+        """One host."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        check_single_process(num_nodes, None)
+        self._num_nodes = num_nodes
+
+    def _configure_launcher(self) -> None:
+        # The last that the Trainer's constructor calls: everything is known, and nothing started.
+        check_single_process(self._num_nodes, self.cluster_environment)
+        check_replica_devices(self.parallel_devices)
+
+    # --- setup ---
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Makes the module ready for the stage.
+
+        Raises:
+            ValueError: If the module cannot be replicated, or something asks for several processes.
+        """
+        assert self.lightning_module is not None
+        layer_sync = _lightning.layer_sync(self)
+        if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
+            raise ValueError(
+                f"`plugins=[{type(layer_sync).__name__}(...)]` syncs layers between processes, and"
+                " `strategy='dp_ext'` is one. For batch normalisation, `Trainer(sync_batchnorm=True)` does it."
+            )
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            step = getattr(self.lightning_module, name)
+            if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+                raise ValueError(
+                    f"`{name}(self, dataloader_iter)` fetches its batches itself, and `strategy='dp_ext'` splits those"
+                    f" that the Trainer fetches. Write `{name}(self, batch, batch_idx)`, or use `strategy='ddp_ext'`."
+                )
+        _lightning.skip_needless_moves(trainer)
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Moves the module to the root device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _setup_model(self, model: Module) -> ReplicatedModule:
+        assert self.parallel_devices
+        return ReplicatedModule(
+            model,
+            self.parallel_devices,
+            self._scatter,
+            self._take_turns,
+            sync_batchnorm=_lightning.layer_sync(self) is not None,
+        )
+
+    # --- steps ---
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Leaves the batch for the replicas, each of which gets its part on its device.
+
+        Where the module has transfer hooks of its own they run once, on the whole batch and the root device.
+        """
+        module = self.lightning_module
+        assert module is not None
+        hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+        sources = [module, *filter(None, [getattr(_lightning.trainer_of(module), "datamodule", None)])]
+        is_whole = self.root_device.type == "cpu" or len(self.parallel_devices or ()) == 1
+        if is_whole or any(_overrides(source, hook) for source in sources for hook in hooks):
+            return super().batch_to_device(batch, device, dataloader_idx)
+        return batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a training step on replicas; the loss is that of the whole batch."""
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a validation step on replicas."""
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a test step on replicas."""
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a predict step on replicas; predictions are in the order of the samples."""
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", args, kwargs)
+
+    def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert isinstance(self.model, ReplicatedModule)
+        return self.model.run(method, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Does nothing: gradients of replicas add up on the root device, in each backward pass."""
+        yield
+
+    # --- collectives ---
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces each tensor of a collection over its entries, one per replica; one of no dimensions is returned.
+
+        Raises:
+            ValueError: If ``reduce_op`` is unknown.
+        """
+        return reduce_replicas(tensor, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensor: there is one process."""
+        return tensor
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Returns the object: there is one process."""
+        return obj
+
+    def barrier(self, name: str | None = None) -> None:
+        """Returns: there is one process."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns the decision: there is one process."""
+        return decision
+
+    # --- teardown ---
+
+    def teardown(self) -> None:
+        """Ends the replicas' threads."""
+        if isinstance(self.model, ReplicatedModule):
+            self.model.close()
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills a registry of its own."""
+        registry.register_class(strategy_registry, registry.PYTORCH, cls)
+
+
+def legacy_dp(**kwargs: Any) -> DataParallelStrategy:
+    """What ``Trainer(strategy="dp")`` gives where Lightning has no such name."""
+    rank_zero_info("`strategy='dp'` is served by lightning-strategies-ext; it is the same as `strategy='dp_ext'`.")
+    return DataParallelStrategy(**kwargs)
+
+
+def _overrides(source: Any, hook: str) -> bool:
+    parent = pl.LightningModule if isinstance(source, pl.LightningModule) else pl.LightningDataModule
+    return is_overridden(hook, source, parent=parent)

@@ -1,0 +1,167 @@
+"""DataParallelStrategy for Fabric: ``Fabric(strategy="dp_ext")``, on the replicas that the Trainer's face uses."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import DataParallelStrategy as FabricDataParallelStrategy
+from torch import Tensor
+from torch.nn import DataParallel, Module
+
+from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext.parallel import check_plugins
+from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
+from lightning_strategies_ext.replication.single_process import (
+    check_replica_devices,
+    check_scatter,
+    check_single_process,
+    reduce_replicas,
+)
+
+T = TypeVar("T")
+
+
+class DataParallelStrategy(FabricDataParallelStrategy):
+    """Single-process data parallelism under Fabric.
+
+    Args:
+        accelerator: As chosen by ``Fabric(accelerator=...)`` if None.
+        parallel_devices: A device per replica; the CPU as often as there are to be replicas. As chosen by
+            ``Fabric(devices=...)`` if None.
+        checkpoint_io: How checkpoints are written.
+        precision: As chosen by ``Fabric(precision=...)`` if None.
+        scatter: Splits the first input of the module where it has no first dimension to split. Called as
+            ``scatter(batch, num_replicas)``, it returns at most so many pairs of a part and its number of samples.
+        take_turns: Whether replicas run one after the other; by default, on the CPU.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If ``parallel_devices`` cannot hold replicas.
+
+    Example::
+
+        fabric = Fabric(strategy="dp_ext", accelerator="gpu", devices=4)
+        model, optimizer = fabric.setup(model, optimizer)
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        scatter: Scatter | None = None,
+        take_turns: bool | None = None,
+    ) -> None:
+        check_plugins(accelerator, None, checkpoint_io)
+        if precision is not None and not isinstance(precision, Precision):
+            raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
+        check_replica_devices(parallel_devices)
+        check_scatter(scatter, take_turns)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self._scatter = scatter
+        self._take_turns = take_turns
+        self._num_nodes = 1
+        self._backward_sync_control = _NothingToSync()
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the modules' own weights are."""
+        assert self.parallel_devices
+        return self.parallel_devices[0]
+
+    @property
+    def distributed_sampler_kwargs(self) -> None:
+        """None: batches are split, not the dataset."""
+        return
+
+    @property
+    def world_size(self) -> int:
+        """One process."""
+        return 1
+
+    @property
+    def num_nodes(self) -> int:
+        """One host."""
+        return self._num_nodes
+
+    def _configure_launcher(self) -> None:
+        # The last that Fabric's constructor calls: everything is known, and nothing started.
+        check_single_process(self._num_nodes, self.cluster_environment)
+        check_replica_devices(self.parallel_devices)
+
+    def setup_module(self, module: Module) -> ReplicatedModule:
+        """Wraps a module so that calls of it run on replicas.
+
+        Raises:
+            ValueError: If it cannot be replicated.
+        """
+        assert self.parallel_devices
+        return ReplicatedModule(module, self.parallel_devices, self._scatter, self._take_turns)
+
+    def module_to_device(self, module: Module) -> None:
+        """Moves a module to the root device."""
+        module.to(self.root_device)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
+        """Leaves the batch for the replicas, each of which gets its part on its device."""
+        return batch
+
+    def all_reduce(self, collection: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces each tensor of a collection over its entries, one per replica; see :func:`.reduce_replicas`.
+
+        Raises:
+            ValueError: If ``reduce_op`` is unknown.
+        """
+        return reduce_replicas(collection, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensor: there is one process."""
+        return tensor
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Returns the object: there is one process."""
+        return obj
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Returns: there is one process."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns the decision: there is one process."""
+        return decision
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
+        """Returns the state of the module itself, without a wrapper's prefix."""
+        return _unwrapped(module).state_dict()
+
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
+        """Loads such a state into the module itself.
+
+        Raises:
+            RuntimeError: If ``strict`` and names or shapes differ.
+        """
+        _unwrapped(module).load_state_dict(state_dict, strict=strict)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills a registry of its own."""
+        registry.register_class(strategy_registry, registry.FABRIC, cls)
+
+
+class _NothingToSync(_lightning.BackwardSyncControl):
+    """Gradients of replicas add up on the root device in each backward pass: there is nothing to leave out."""
+
+    def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _unwrapped(module: Module) -> Module:
+    return module.module if isinstance(module, DataParallel) else module

@@ -1,0 +1,116 @@
+"""What a replica knows of its place among the others, and how it hands over what must happen once for the whole batch.
+
+A replica either waits for it (:meth:`ReplicaContext.meet`), or notes it down for later (:meth:`ReplicaContext.note`),
+which costs nothing and which not all replicas need to do.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+
+from lightning_strategies_ext.replication.lockstep import Lockstep, Seat
+
+#: Carries out something for the whole batch, given what each replica has brought and how many samples each has.
+Act = Callable[[list[Any], list[int]], Any]
+
+
+@dataclass
+class Note:
+    """Something noted down by one replica."""
+
+    key: Hashable
+    act: Act
+    payload: Any
+    num_samples: int
+
+
+@dataclass
+class ReplicaContext:
+    """The place of one replica during one step.
+
+    Attributes:
+        step: The step.
+        seat: Its thread's place.
+        device: Where it computes.
+        num_samples: How many samples its part of the batch has.
+        notes: What it has noted down.
+    """
+
+    step: "Step"
+    seat: Seat
+    device: torch.device
+    num_samples: int
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def index(self) -> int:
+        """Its number, from 0."""
+        return self.seat.index
+
+    def meet(self, name: str, act: Act, payload: Any = None, of_part: bool = False) -> Any:
+        """Waits for the other replicas, and returns what ``act`` returned on the main thread, on this device.
+
+        Args:
+            name: What is waited for, the same in all replicas.
+            act: What happens once.
+            payload: What this replica gives.
+            of_part: Whether ``act`` returns a tensor with a row per sample, of which this replica gets its samples'.
+        """
+        result = self.seat.meet(name, lambda payloads: self.step.carry_out(act, payloads), payload)
+        if of_part:
+            result = result.narrow(0, sum(self.step.sizes[: self.index]), self.num_samples)
+        return result if self.device == self.step.root_device else move_data_to_device(result, self.device)
+
+    def note(self, key: Hashable, act: Act, payload: Any) -> None:
+        """Lets ``act`` be called once with what all replicas have noted under this key, before anything they meet for.
+
+        A key that is noted several times stands for as many calls.
+        """
+        self.notes.append(Note(key, act, payload, self.num_samples))
+
+
+@dataclass
+class Step:
+    """One step of a module's replicas.
+
+    Attributes:
+        lockstep: The threads.
+        root_device: Where whatever happens once happens.
+        sizes: The number of samples of each replica.
+        refresh: Brings the replicas up to date with what has happened to the module in the meantime.
+        contexts: The replicas' places.
+    """
+
+    lockstep: Lockstep
+    root_device: torch.device
+    sizes: list[int]
+    refresh: Callable[[], None]
+    contexts: list[ReplicaContext] = field(default_factory=list)
+
+    def carry_out(self, act: Act, payloads: list[Any]) -> Any:
+        """Does what replicas wait for, after what they have noted down."""
+        self.settle_notes()
+        result = act(payloads, self.sizes)
+        self.refresh()
+        return result
+
+    def settle_notes(self) -> None:
+        """Carries out what replicas have noted down, in the order of the first that did."""
+        matched: dict[tuple[Hashable, int], list[Note]] = {}
+        for context in self.contexts:
+            seen: Counter[Hashable] = Counter()
+            notes, context.notes = context.notes, []
+            for note in notes:
+                matched.setdefault((note.key, seen[note.key]), []).append(note)
+                seen[note.key] += 1
+        for same in matched.values():
+            same[0].act([note.payload for note in same], [note.num_samples for note in same])
+
+    def run_inside(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs a function on each replica's thread while it waits, from within what it waits for."""
+        self.refresh()
+        return self.lockstep.run_inside(functions)

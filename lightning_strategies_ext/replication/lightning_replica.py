@@ -1,0 +1,208 @@
+"""A replica of a LightningModule: what it logs, and what it does to optimizers, happens once for the whole batch."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import wrapt
+from torch import Tensor
+
+from lightning_strategies_ext.replication.context import ReplicaContext
+from lightning_strategies_ext.replication.gathering import weighted_mean
+
+
+def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
+    """Replaces the methods of a replica that reach beyond it.
+
+    Args:
+        replica: A copy of a LightningModule.
+        original: The LightningModule.
+        context: The replica's place.
+    """
+    root_device = context.step.root_device
+
+    def once(name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            unwrapped = tuple(map(_unwrapped, args)), {key: _unwrapped(value) for key, value in kwargs.items()}
+            return context.meet(f"self.{name}", act, unwrapped)
+
+        def act(payloads: list[Any], sizes: list[int]) -> Any:
+            args, kwargs = payloads[0]
+            return getattr(original, name)(*args, **kwargs)
+
+        return method
+
+    def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        def act(losses: list[Tensor], sizes: list[int]) -> None:
+            original.manual_backward(weighted_mean(losses, sizes, root_device), *args, **kwargs)
+
+        context.meet("self.manual_backward", act, loss)
+
+    def optimizers(use_pl_optimizer: bool = True) -> Any:
+        return _each(original.optimizers(use_pl_optimizer), lambda opt, place: ReplicaOptimizer(opt, place, context))
+
+    def lr_schedulers() -> Any:
+        return _each(original.lr_schedulers(), lambda scheduler, place: ReplicaScheduler(scheduler, place, context))
+
+    def log(
+        name: str,
+        value: Any,
+        *args: Any,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        enable_graph: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        def act(payloads: list[tuple[Any, int | None]], sizes: list[int]) -> None:
+            values = [_unwrapped(value) for value, _ in payloads]
+            batch_sizes = [size if given is None else given for (_, given), size in zip(payloads, sizes, strict=True)]
+            original.log(
+                name,
+                reduced(values, batch_sizes, reduce_fx, root_device),
+                *args,
+                reduce_fx=reduce_fx,
+                batch_size=sum(batch_sizes),
+                enable_graph=enable_graph,
+                **kwargs,
+            )
+
+        context.note((id(original), "log", name), act, (value if enable_graph else _detached(value), batch_size))
+
+    def print_once(*args: Any, **kwargs: Any) -> None:
+        if context.index == 0:
+            original.print(*args, **kwargs)
+
+    replaced: dict[str, Callable[..., Any]] = {
+        "log": log,
+        "manual_backward": manual_backward,
+        "optimizers": optimizers,
+        "lr_schedulers": lr_schedulers,
+        "print": print_once,
+    }
+    for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients", "zero_grad"):
+        replaced[name] = once(name)
+    replica.__dict__.update(replaced)
+
+
+def reduced(values: Sequence[Any], weights: Sequence[int], reduce_fx: Any, device: torch.device) -> Any:
+    """Returns what replicas have logged under one name as one value.
+
+    Args:
+        values: Numbers, tensors of one element, or one metric many times.
+        weights: For each value, the number of samples that it stands for.
+        reduce_fx: What ``self.log`` was given: how values are reduced over batches is how they are over replicas.
+        device: Where the result will be.
+    """
+    numbers = (int, float, bool)
+    if not all(isinstance(v, numbers) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
+        return values[0]  # a metric; anything else, Lightning has an error for
+    if all(value is values[0] for value in values):
+        return values[0]
+    tensors = [torch.as_tensor(value, device=device).reshape(()) for value in values]
+    tensors = [tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype()) for tensor in tensors]
+    how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if how == "sum":
+        return torch.stack(tensors).sum()
+    if how in ("min", "max"):
+        return getattr(torch.stack(tensors), how)()
+    return weighted_mean(tensors, weights, device)
+
+
+class ReplicaOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Stands for an optimizer in a replica: steps, and zeroes gradients, once for all.
+
+    Args:
+        optimizer: The optimizer.
+        place: Its number.
+        context: The replica's place.
+    """
+
+    def __init__(self, optimizer: Any, place: int, context: ReplicaContext) -> None:
+        super().__init__(optimizer)
+        self._self_name = f"optimizer {place}"
+        self._self_context = context
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Steps once all replicas want to; a closure runs in each, and its loss is that of the whole batch."""
+        optimizer, context = self.__wrapped__, self._self_context
+
+        def act(closures: list[Any], sizes: list[int]) -> Any:
+            if closures[0] is None:
+                return optimizer.step(**kwargs)
+
+            def closure_of_all() -> Any:
+                values = context.step.run_inside(closures)
+                return None if values[0] is None else weighted_mean(values, sizes, context.step.root_device)
+
+            return optimizer.step(closure=closure_of_all, **kwargs)
+
+        return context.meet(f"the step of {self._self_name}", act, closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Zeroes the gradients once all replicas want to."""
+        optimizer = self.__wrapped__
+        self._self_context.meet(
+            f"zeroing gradients of {self._self_name}", lambda payloads, sizes: optimizer.zero_grad(*args, **kwargs)
+        )
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:
+        """Lets only this optimizer's parameters need gradients inside it."""
+        meet, optimizer = self._self_context.meet, self.__wrapped__
+        entered: list[Any] = []
+
+        def enter(payloads: list[Any], sizes: list[int]) -> Any:
+            context = optimizer.toggle_model(sync_grad=sync_grad)
+            context.__enter__()
+            return context
+
+        entered.append(meet(f"toggling {self._self_name}", enter))
+        yield
+        meet(f"untoggling {self._self_name}", lambda payloads, sizes: entered[0].__exit__(None, None, None))
+
+
+class ReplicaScheduler(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Stands for a learning rate scheduler in a replica: steps once for all.
+
+    Args:
+        scheduler: The scheduler.
+        place: Its number.
+        context: The replica's place.
+    """
+
+    def __init__(self, scheduler: Any, place: int, context: ReplicaContext) -> None:
+        super().__init__(scheduler)
+        self._self_name = f"scheduler {place}"
+        self._self_context = context
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Steps once all replicas want to; a metric that it is given is that of the whole batch."""
+        scheduler, context = self.__wrapped__, self._self_context
+
+        def act(payloads: list[tuple[tuple[Any, ...], dict[str, Any]]], sizes: list[int]) -> Any:
+            def common(values: list[Any]) -> Any:
+                is_measured = isinstance(values[0], float) or (isinstance(values[0], Tensor) and values[0].ndim == 0)
+                return weighted_mean(values, sizes, context.step.root_device) if is_measured else values[0]
+
+            positional = [common([args[i] for args, _ in payloads]) for i in range(len(args))]
+            named = {key: common([kwargs[key] for _, kwargs in payloads]) for key in kwargs}
+            return scheduler.step(*positional, **named)
+
+        return context.meet(f"the step of {self._self_name}", act, (args, kwargs))
+
+
+def _each(objects: Any, wrap: Callable[[Any, int], Any]) -> Any:
+    if objects is None:
+        return None
+    if isinstance(objects, (list, tuple)):
+        return [wrap(value, place) for place, value in enumerate(objects)]
+    return wrap(objects, 0)
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.__wrapped__ if isinstance(value, wrapt.ObjectProxy) else value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -1,0 +1,86 @@
+"""Metrics of torchmetrics as replicas see them: they are updated once, with what all replicas give together.
+
+So a metric's state and its values are those of the whole batch, whatever kind of state it keeps.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import wrapt
+from torchmetrics import Metric, MetricCollection
+
+from lightning_strategies_ext.replication.context import ReplicaContext
+from lightning_strategies_ext.replication.gathering import gather
+
+
+def is_metric(value: object) -> bool:
+    """Whether it is a metric, or several."""
+    return isinstance(value, (Metric, MetricCollection))
+
+
+class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Stands for a metric in a replica. An update is noted down; a value is waited for.
+
+    Args:
+        metric: The module's metric.
+        context: The replica's place.
+    """
+
+    def __init__(self, metric: Any, context: ReplicaContext) -> None:
+        super().__init__(metric)
+        self._self_context = context
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Lets the metric see these values, with those of the other replicas at the same call."""
+        metric = self.__wrapped__
+        self._self_context.note((id(metric), "update"), self._self_gathered(metric.update), (args, kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, and returns the value of the whole batch."""
+        metric = self.__wrapped__
+        return self._self_context.meet(self._self_name("forward"), self._self_gathered(metric), (args, kwargs))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`forward`."""
+        return self.forward(*args, **kwargs)
+
+    def compute(self) -> Any:
+        """The value of all that the metric has seen."""
+        metric = self.__wrapped__
+        return self._self_context.meet(self._self_name("compute"), lambda payloads, sizes: metric.compute())
+
+    def reset(self) -> None:
+        """Lets the metric forget what it has seen."""
+        metric = self.__wrapped__
+        self._self_context.meet(self._self_name("reset"), lambda payloads, sizes: metric.reset())
+
+    def items(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """The metrics of a collection with their names."""
+        return ((name, self._self_part(part)) for name, part in self.__wrapped__.items(*args, **kwargs))
+
+    def values(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """The metrics of a collection."""
+        return (self._self_part(part) for part in self.__wrapped__.values(*args, **kwargs))
+
+    def __getitem__(self, key: Any) -> Any:
+        """A metric of a collection."""
+        return self._self_part(self.__wrapped__[key])
+
+    def __getattr__(self, name: str) -> Any:
+        return self._self_part(getattr(self.__wrapped__, name))
+
+    def _self_part(self, value: Any) -> Any:
+        return ReplicaMetric(value, self._self_context) if is_metric(value) else value
+
+    def _self_name(self, method: str) -> str:
+        return f"{type(self.__wrapped__).__name__}.{method}"
+
+    def _self_gathered(self, function: Callable[..., Any]) -> Callable[[list[Any], list[int]], Any]:
+        device = self._self_context.step.root_device
+        name = f"what {type(self.__wrapped__).__name__} is given"
+
+        def act(payloads: list[Any], sizes: list[int]) -> Any:
+            args, kwargs = gather(payloads, sizes, device, name)
+            return function(*args, **kwargs)
+
+        return act

@@ -1,0 +1,218 @@
+"""ReplicatedModule: runs a module's methods on replicas, each with its part of the batch.
+
+It is a ``torch.nn.DataParallel``, so that code which asks for that class finds it, with what that class leaves to its
+user: it works on the CPU too, weighs by the size of the parts, and does once what must happen once.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor
+from torch.nn import DataParallel, Module
+from torch.nn.parameter import is_lazy
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.replication.context import ReplicaContext, Step
+from lightning_strategies_ext.replication.gathering import gather
+from lightning_strategies_ext.replication.lockstep import Lockstep
+from lightning_strategies_ext.replication.replicas import Replicas, modules_to_copy
+from lightning_strategies_ext.replication.splitting import Part, split, split_like
+from lightning_strategies_ext.replication.thread_state import ThreadState
+
+#: Splits a batch into at most so many parts, and says how many samples each has.
+Scatter = Callable[[Any, int], Sequence[tuple[Any, int]]]
+
+
+class ReplicatedModule(DataParallel[Module]):
+    """A module and its replicas.
+
+    Args:
+        module: The module, on the first device.
+        devices: A device per replica; for replicas on the CPU, the CPU as often.
+        scatter: Splits a batch in place of the rules of :mod:`.splitting`.
+        take_turns: Whether replicas run one after the other. By default they do on the CPU.
+        sync_batchnorm: Whether batch normalisation sees the whole batch.
+
+    Raises:
+        ValueError: If the module cannot be replicated.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        devices: Sequence[torch.device],
+        scatter: Scatter | None = None,
+        take_turns: bool | None = None,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        Module.__init__(self)  # DataParallel's own takes the GPUs of the machine, and nothing else
+        check_can_be_replicated(module, len(devices))
+        self.module = module
+        self.dim = 0
+        self.device_ids = [device.index for device in devices if device.index is not None]
+        self.src_device_obj = devices[0]
+        self._devices = list(devices)
+        self._scatter = scatter
+        self._takes_turns = devices[0].type == "cpu" if take_turns is None else take_turns
+        self._sync_batchnorm = sync_batchnorm
+        self._replicas = Replicas(module, devices, sync_batchnorm)
+        self._lockstep: Lockstep | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with each part of the inputs, and gathers what the calls return.
+
+        Raises:
+            ValueError: If the inputs cannot be split, or what is returned cannot be gathered.
+        """
+        method = _lightning.take_redirection(self.module) or "__call__"
+        if len(self._devices) == 1:
+            return getattr(self.module, method)(*args, **kwargs)
+        if self._scatter is not None and args:
+            return self.run(method, *args, **kwargs)
+        if not args and not kwargs:
+            return self._run(method, [Part(((), {}), 0)])
+        if len(args) == 1 and not kwargs:
+            return self.run(method, *args)
+        return self._run(method, split((args, kwargs), len(self._devices), "inputs"))
+
+    def run(self, method: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the module with each part of a batch, and gathers what the calls return.
+
+        Args:
+            method: Its name.
+            batch: Its first argument, which is split.
+            *args: Its other arguments. They are split only where ``scatter`` was given and they have as many entries.
+            **kwargs: The same.
+
+        Raises:
+            ValueError: If the batch cannot be split, or what is returned cannot be gathered.
+        """
+        if len(self._devices) == 1:
+            return getattr(self.module, method)(batch, *args, **kwargs)
+        if self._scatter is None:
+            parts = split(batch, len(self._devices), "batch")
+            return self._run(method, [Part(((part.value, *args), kwargs), part.num_samples) for part in parts])
+        scattered = checked_parts(self._scatter(batch, len(self._devices)), len(self._devices))
+        others = split_like((args, kwargs), [size for _, size in scattered], "inputs")
+        calls = [
+            Part(((value, *args), kwargs), size)
+            for (value, size), (args, kwargs) in zip(scattered, others, strict=True)
+        ]
+        return self._run(method, calls)
+
+    def close(self) -> None:
+        """Ends the threads; the next call starts new ones."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._lockstep = self._finalizer = None
+
+    def _run(self, method: str, parts: Sequence[Part]) -> Any:
+        root_device = self._devices[0]
+        step = Step(self._threads(), root_device, [part.num_samples for part in parts], self._replicas.refresh)
+        for seat, device, part in zip(step.lockstep.seats, self._devices, parts, strict=False):
+            step.contexts.append(ReplicaContext(step, seat, device, part.num_samples))
+        try:
+            replicas = self._replicas.make(step.contexts)
+            calls = [
+                _call(getattr(replica, method), part, context.device)
+                for replica, part, context in zip(replicas, parts, step.contexts, strict=True)
+            ]
+            outputs = step.lockstep.run(calls)
+            if method == "training_step":
+                outputs = [with_scalar_loss(output) for output in outputs]
+            step.settle_notes()
+            self._replicas.take_over()
+        finally:
+            self._replicas.drop()
+        name = "what the module returned" if method == "__call__" else f"what `{method}` returned"
+        return gather(outputs, step.sizes, root_device, name)
+
+    def _threads(self) -> Lockstep:
+        if self._lockstep is None:
+            self._lockstep = Lockstep(len(self._devices), self._takes_turns)
+            self._finalizer = weakref.finalize(self, self._lockstep.close)
+        return self._lockstep
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            "_lockstep": None,
+            "_finalizer": None,
+            "_replicas": Replicas(self.module, self._devices, self._sync_batchnorm),
+        }
+
+
+def _call(function: Callable[..., Any], part: Part, device: torch.device) -> Callable[[], Any]:
+    args, kwargs = part.value
+    if device.type != "cpu":
+        args, kwargs = move_data_to_device((args, kwargs), device)
+    state = ThreadState(device)
+
+    def call() -> Any:
+        with state.applied():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def with_scalar_loss(output: Any) -> Any:
+    """Gives the loss in a training step's output no dimensions: one of one element counts as a loss too."""
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output.reshape(())
+    if isinstance(output, dict) and isinstance(loss := output.get("loss"), Tensor) and loss.ndim and loss.numel() == 1:
+        return {**output, "loss": loss.reshape(())}
+    return output
+
+
+def checked_parts(parts: Any, num_replicas: int) -> list[tuple[Any, int]]:
+    """Checks what the user's ``scatter`` returned.
+
+    Raises:
+        TypeError: If it is no sequence of pairs.
+        ValueError: If it has no or too many parts, or a number of samples is negative.
+    """
+    if not isinstance(parts, Sequence) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], int) for pair in parts
+    ):
+        raise TypeError(
+            "`scatter` must return a list of pairs, each a part of the batch and its number of samples; it returned"
+            f" {type(parts).__name__}."
+        )
+    if not 0 < len(parts) <= num_replicas:
+        raise ValueError(
+            f"`scatter` returned {len(parts)} parts for {num_replicas} replicas. Return one for each, or fewer."
+        )
+    if any(size < 0 for _, size in parts):
+        raise ValueError(f"`scatter` returned numbers of samples below zero: {[size for _, size in parts]}.")
+    return [(value, size) for value, size in parts]
+
+
+def check_can_be_replicated(module: Module, num_replicas: int) -> None:
+    """Refuses modules whose replicas would not be what the user expects.
+
+    Raises:
+        ValueError: If it is one.
+    """
+    if num_replicas == 1:
+        return
+    for part in modules_to_copy(module):
+        if isinstance(part, torch._dynamo.OptimizedModule):
+            raise ValueError(_refusal(part, "is compiled: its compiled code computes with the module's own weights"))
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ValueError(_refusal(part, "is a ScriptModule, of which torch makes no replicas that compute alone"))
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and is_lazy(tensor):
+                raise ValueError(
+                    _refusal(part, "has parameters without a shape; run one sample through the module first, or it")
+                )
+
+
+def _refusal(module: Module, what: str) -> str:
+    return (
+        f"{type(module).__name__} {what}. It cannot be trained in one process on several devices. Use `devices=1`,"
+        " `strategy='ddp_ext'`, or the plain module."
+    )

@@ -1,0 +1,272 @@
+"""Replicas of a module: copies of its structure that compute on their own device and last for one step.
+
+On the module's own device a replica shares its parameters, so gradients add up in them. On another device it has
+copies of which autograd knows: gradients flow back. The first replica has the module's own buffers, so what it writes
+into them stays (as in ``torch.nn.DataParallel``); the others have copies.
+
+After a step the module takes over what its replicas have set: buffers of the first, attributes that are the same on
+all, the items that each has added to a list of a LightningModule, in order. What it could not keep is an error.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter
+from torch.nn.parallel import replicate as torch_replicate
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.replication.context import ReplicaContext
+from lightning_strategies_ext.replication.lightning_replica import adapt
+from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
+
+_MISSING = object()
+BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
+#: Attributes that need no taking over: those that are looked at by themselves, and the lists of their weights that
+#: torch's recurrent modules keep for themselves.
+_OWN_AFFAIRS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
+
+
+@dataclass
+class Copy:
+    """A module of a replica.
+
+    Attributes:
+        module: The copy.
+        before: Its attributes before the step.
+    """
+
+    module: Module
+    before: dict[str, Any]
+
+
+class Replicas:
+    """The replicas of a module, made anew for each step.
+
+    Args:
+        module: The module. Its parameters and buffers are on the first device.
+        devices: A device per replica.
+        sync_batchnorm: Whether batch normalisation sees the whole batch.
+    """
+
+    def __init__(self, module: Module, devices: Sequence[torch.device], sync_batchnorm: bool = False) -> None:
+        self._module = module
+        self._sync_batchnorm = sync_batchnorm
+        self._devices = list(devices)
+        self._originals: list[Module] = []
+        self._copies: list[list[Copy]] = []
+        self._versions: tuple[Any, ...] = ()
+
+    def make(self, contexts: Sequence[ReplicaContext]) -> list[Module]:
+        """Makes a replica for each context.
+
+        Raises:
+            RuntimeError: If a parameter or buffer is not on the first device.
+        """
+        self._originals = modules_to_copy(self._module)
+        self._check_placement()
+        self._copies = [self._copy(context) for context in contexts]
+        self._set_parameters()
+        return [copies[0].module for copies in self._copies]
+
+    def refresh(self) -> None:
+        """Hands the parameters to the replicas again if they have changed: an optimizer stepped or was toggled."""
+        if self._copies_parameters() and self._versions != self._versions_now():
+            self._set_parameters()
+
+    def take_over(self) -> None:
+        """Gives the module what its replicas have set, and lets them go.
+
+        Raises:
+            RuntimeError: If they have set an attribute to different values.
+        """
+        for place, original in enumerate(self._originals):
+            _take_over(original, [copies[place] for copies in self._copies], self._devices[0])
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets the replicas go."""
+        self._originals, self._copies = [], []
+
+    def _copy(self, context: ReplicaContext) -> list[Copy]:
+        modules = [original._replicate_for_data_parallel() for original in self._originals]
+        counterparts = dict(zip(self._originals, modules, strict=True))
+        for original, module in counterparts.items():
+            attributes = module.__dict__
+            attributes["_parameters"] = original._parameters.copy()
+            for name, child in original._modules.items():
+                if child is not None and is_metric(child):
+                    module._modules[name] = ReplicaMetric(child, context)
+                elif child is not None:
+                    module._modules[name] = counterparts[child]
+            if context.index > 0:
+                for name, buffer in original._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.detach().to(context.device, copy=True)
+            is_lightning_module = isinstance(original, LightningModule)
+            for name, value in original.__dict__.items():
+                kind = type(value)
+                if kind is MethodType and isinstance(value.__self__, Module) and value.__self__ in counterparts:
+                    attributes[name] = MethodType(value.__func__, counterparts[value.__self__])
+                elif kind is list and is_lightning_module:
+                    attributes[name] = value.copy()
+            if context.device != self._devices[0]:
+                _lightning.set_device(module, context.device)
+            if is_lightning_module:
+                adapt(module, original, context)
+            elif self._sync_batchnorm and isinstance(original, BATCH_NORMS) and original.training:
+                attributes["forward"] = forward_of_whole_batch(original, context)
+        return [Copy(module, module.__dict__.copy()) for module in modules]
+
+    def _parameters(self) -> list[Parameter]:
+        found = {id(p): p for module in self._originals for p in module._parameters.values() if p is not None}
+        return list(found.values())
+
+    def _copies_parameters(self) -> bool:
+        return any(device != self._devices[0] for device in self._devices[: len(self._copies)])
+
+    def _versions_now(self) -> tuple[Any, ...]:
+        return tuple((parameter._version, parameter.requires_grad) for parameter in self._parameters())
+
+    def _set_parameters(self) -> None:
+        if not self._copies_parameters():
+            return
+        parameters = self._parameters()
+        self._versions = self._versions_now()
+        on_devices = copies_on(parameters, self._devices[: len(self._copies)])
+        for copies, tensors in zip(self._copies, on_devices, strict=True):
+            counterparts = {id(parameter): tensor for parameter, tensor in zip(parameters, tensors, strict=True)}
+            for original, copy in zip(self._originals, copies, strict=True):
+                attributes = copy.module.__dict__.copy()
+                for name, parameter in original._parameters.items():
+                    if parameter is not None:
+                        tensor = counterparts[id(parameter)]
+                        copy.module._parameters.pop(name, None)
+                        # A non-leaf tensor cannot be registered as a parameter. As an attribute, torch's recurrent
+                        # modules notice it; in the dict, `parameters()` finds it.
+                        setattr(copy.module, name, tensor)
+                        copy.module._parameters[name] = tensor  # type: ignore[assignment]
+                copy.before.update(
+                    (name, value)
+                    for name, value in copy.module.__dict__.items()
+                    if attributes.get(name, _MISSING) is not value
+                )
+
+    def _check_placement(self) -> None:
+        for original in self._originals:
+            for tensor in (*original._parameters.values(), *original._buffers.values()):
+                if tensor is not None and tensor.device != self._devices[0]:
+                    raise RuntimeError(
+                        f"A parameter or buffer of {type(original).__name__} is on {tensor.device}, and the replicas"
+                        f" are made from what is on {self._devices[0]}. Do not move modules during training; create"
+                        " new tensors on `self.device`."
+                    )
+
+
+class _Holder(Module):
+    """Parameters as one flat module, for torch to copy."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        super().__init__()
+        for index, parameter in enumerate(parameters):
+            self.register_parameter(str(index), parameter)
+
+
+def copies_on(parameters: Sequence[Parameter], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Returns, for each device, the parameters there; gradients flow back from those that are copies."""
+    if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
+        holders = torch_replicate(_Holder(parameters), devices, detach=not torch.is_grad_enabled())  # few, big copies
+        return [[getattr(holder, str(index)) for index in range(len(parameters))] for holder in holders]
+    return [[parameter.to(device) for parameter in parameters] for device in devices]
+
+
+def modules_to_copy(module: Module) -> list[Module]:
+    """Returns a module and all modules inside it, but for metrics and what is in them."""
+    found = {module: None}
+    waiting = [module]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found and not is_metric(child):
+                found[child] = None
+                waiting.append(child)
+    return list(found)
+
+
+def forward_of_whole_batch(original: Module, context: ReplicaContext) -> Callable[[Tensor], Tensor]:
+    """Returns a ``forward`` for a replica that computes on the inputs of all replicas, where the module itself is."""
+
+    def act(inputs: list[Tensor], sizes: list[int]) -> Any:
+        whole = torch.cat([tensor.to(context.step.root_device) for tensor in inputs])
+        return type(original).forward(original, whole)
+
+    def forward(tensor: Tensor) -> Tensor:
+        if len(tensor) != context.num_samples:
+            raise ValueError(
+                f"`sync_batchnorm=True`: {type(original).__name__} got {len(tensor)} rows for {context.num_samples}"
+                " samples. Statistics of the whole batch need a row per sample. Leave `sync_batchnorm` out."
+            )
+        return context.meet(type(original).__name__, act, tensor, of_part=True)  # type: ignore[no-any-return]
+
+    return forward
+
+
+def _take_over(original: Module, copies: Sequence[Copy], root_device: torch.device) -> None:
+    for copy in copies:
+        for kind in ("_parameters", "_modules"):
+            if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
+                raise _lost(original, "the parameters or submodules that it has")
+    original._buffers.update(copies[0].module._buffers)
+    changed: dict[str, None] = {}
+    for copy in copies:
+        for name, value in copy.module.__dict__.items():
+            if copy.before.get(name, _MISSING) is not value and name not in _OWN_AFFAIRS:
+                changed[name] = None
+    for name in changed:
+        values = [copy.module.__dict__.get(name, _MISSING) for copy in copies]
+        values = [move_data_to_device(value, root_device) for value in values]
+        if not all(_is_same(values[0], value) for value in values[1:]):
+            raise _lost(original, f"`self.{name}`")
+        setattr(original, name, values[0])
+    for name, ours in original.__dict__.items():
+        if type(ours) is list and isinstance(original, LightningModule) and name not in changed:
+            _extend(original, name, ours, [copy.module.__dict__[name] for copy in copies], root_device)
+
+
+def _extend(original: Module, name: str, ours: list[Any], theirs: list[list[Any]], root_device: torch.device) -> None:
+    length = len(ours)
+    for values in theirs:
+        if not _starts_with(values, ours):
+            raise _lost(original, f"the list `self.{name}`, which a step may only append to,")
+    for values in theirs:
+        ours.extend(move_data_to_device(value, root_device) for value in values[length:])
+
+
+def _starts_with(values: list[Any], start: list[Any]) -> bool:
+    try:
+        return bool(values[: len(start)] == start)  # quick: the same object counts as equal to itself
+    except RuntimeError:  # tensors that are not the same objects
+        return False
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return type(one) is type(other) and isinstance(one, (bool, int, float, str, bytes, Enum)) and one == other
+
+
+def _lost(module: Module, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"A step changed {what} of {type(module).__name__} differently in each replica, and only one of them could be"
+        " kept. Return it from the step, log it, or append it to a list; a buffer keeps the first replica's value. A"
+        " module that needs this state in each replica can be trained with `strategy='ddp_ext'`."
+    )

@@ -1,0 +1,100 @@
+"""What the Trainer's and Fabric's face of single-process data parallelism refuse, and reduce, alike."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor
+
+
+def _mean(tensor: Tensor) -> Tensor:
+    return (tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.float()).mean()
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": _mean,
+    "avg": _mean,
+    "sum": torch.sum,
+    "min": torch.min,
+    "max": torch.max,
+    "product": torch.prod,
+}
+
+
+def check_replica_devices(devices: Sequence[torch.device] | None) -> None:
+    """Refuses devices that cannot hold replicas.
+
+    Raises:
+        TypeError: If it is no sequence of devices.
+        ValueError: If there are none, of several types, or of a type without replicas, or one GPU occurs twice.
+    """
+    if devices is None:
+        return
+    if not isinstance(devices, (list, tuple)) or not all(isinstance(device, torch.device) for device in devices):
+        raise TypeError(f"`parallel_devices` must be a list of torch.device, got {devices!r}.")
+    if not devices:
+        raise ValueError("`parallel_devices=[]` leaves no device for a replica. Name at least one, or leave it out.")
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1:
+        raise ValueError(f"`parallel_devices` mixes {' and '.join(kinds)}; replicas need devices of one kind.")
+    if len(devices) > 1 and kinds[0] not in ("cpu", "cuda"):
+        raise ValueError(
+            f"`strategy='dp_ext'` has replicas on CPUs and CUDA devices, not on {len(devices)} devices of the kind"
+            f" {kinds[0]!r}. Use `devices=1`."
+        )
+    if kinds[0] == "cuda" and len(set(devices)) < len(devices):
+        raise ValueError(f"`parallel_devices={list(devices)}` names a GPU twice. Name each once.")
+
+
+def check_scatter(scatter: object, take_turns: object) -> None:
+    """Refuses a ``scatter`` or ``take_turns`` of the wrong kind.
+
+    Raises:
+        TypeError: If one is.
+    """
+    if scatter is not None and not callable(scatter):
+        raise TypeError(f"`scatter` must be a function of a batch and the number of replicas, got {scatter!r}.")
+    if take_turns is not None and not isinstance(take_turns, bool):
+        raise TypeError(f"`take_turns` must be True, False or None, got {take_turns!r}.")
+
+
+def check_single_process(num_nodes: int, cluster_environment: ClusterEnvironment | None) -> None:
+    """Refuses to be one of several processes.
+
+    Raises:
+        ValueError: If there are several hosts, or a launcher has started several processes.
+    """
+    if num_nodes > 1:
+        raise ValueError(
+            f"`num_nodes={num_nodes}`: `strategy='dp_ext'` is one process, on one host. Use `num_nodes=1`, or"
+            " `strategy='ddp_ext'`."
+        )
+    if cluster_environment is None or not cluster_environment.creates_processes_externally:
+        return
+    if cluster_environment.world_size() > 1:
+        raise ValueError(
+            f"This script was started as {cluster_environment.world_size()} processes"
+            f" ({type(cluster_environment).__name__}), and `strategy='dp_ext'` is one process that uses all devices."
+            " Start it once, with `python`, or use `strategy='ddp_ext'`."
+        )
+
+
+def reduce_replicas(collection: Any, reduce_op: Any) -> Any:
+    """Reduces each tensor of a collection over all of its entries, as gathered from replicas.
+
+    Args:
+        collection: A tensor, or a collection of tensors; what else is in it is left.
+        reduce_op: "mean" or "avg", "sum", "min", "max", "product", or a ``torch.distributed.ReduceOp``.
+
+    Returns:
+        The collection with tensors of no dimensions. The mean of integers is a float.
+
+    Raises:
+        ValueError: If ``reduce_op`` is unknown.
+    """
+    name = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+    if name not in _REDUCTIONS:
+        raise ValueError(f"`reduce_op={reduce_op!r}` is unknown. Use one of {', '.join(_REDUCTIONS)}.")
+    return apply_to_collection(collection, Tensor, _REDUCTIONS[name])

@@ -1,0 +1,121 @@
+"""What ``replication/lockstep.py`` promises: functions meet or fail, in turns or at once, and never wait in vain."""
+
+import threading
+
+import pytest
+
+from lightning_strategies_ext.replication.lockstep import Lockstep
+
+
+@pytest.fixture(params=[True, False], ids=["in turns", "at once"])
+def lockstep(request):
+    threads = threading.active_count()
+    lockstep = Lockstep(3, request.param)
+    yield lockstep
+    lockstep.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("replica "):
+            thread.join(5)
+    assert threading.active_count() == threads
+
+
+def run(lockstep, function):
+    return lockstep.run([lambda seat=seat: function(seat) for seat in lockstep.seats])
+
+
+def test_what_all_meet_for_is_done_once_on_the_callers_thread(lockstep):
+    callers = []
+
+    def act(payloads):
+        callers.append(threading.current_thread())
+        return sum(payloads)
+
+    def function(seat):
+        total = seat.meet("sum", act, seat.index)
+        return seat.meet("sum", act, total + seat.index), threading.current_thread().name
+
+    assert run(lockstep, function) == [(12, f"replica {index}") for index in range(3)]
+    assert callers == [threading.current_thread()] * 2
+
+
+def test_turns_are_taken_in_order():
+    lockstep = Lockstep(3, take_turns=True)
+    order = []
+
+    def function(seat):
+        for part in "ab":
+            order.append((part, seat.index))
+            seat.meet("part", lambda payloads: None)
+
+    run(lockstep, function)
+    assert order == [(part, index) for part in "ab" for index in range(3)]
+    lockstep.close()
+
+
+def test_at_once_is_at_once():
+    lockstep = Lockstep(3, take_turns=False)
+    barrier = threading.Barrier(3)
+    assert sorted(run(lockstep, lambda seat: barrier.wait(10))) == [0, 1, 2]
+    lockstep.close()
+
+
+def test_functions_run_inside_what_they_wait_for(lockstep):
+    def function(seat):
+        def inner():
+            return seat.meet("inner", sum, 1) + seat.index
+
+        return seat.meet("outer", lockstep.run_inside, inner)
+
+    assert run(lockstep, function) == [[3, 4, 5]] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_unwinds_the_others_and_is_raised(lockstep, failing):
+    unwound = []
+
+    def function(seat):
+        if seat.index == failing:
+            raise ValueError("bad")
+        try:
+            seat.meet("never", lambda payloads: None)
+        finally:
+            unwound.append(seat.index)
+            seat.meet("in vain", lambda payloads: None)
+
+    with pytest.raises(ValueError, match="bad"):
+        run(lockstep, function)
+    assert set(unwound) <= {0, 1, 2} - {failing}
+    assert run(lockstep, lambda seat: seat.meet("again", sum, 1)) == [3, 3, 3]
+
+
+def test_what_is_done_for_all_may_fail_for_all(lockstep):
+    def function(seat):
+        with pytest.raises(ZeroDivisionError):
+            seat.meet("division", lambda payloads: 1 // 0)
+        return seat.meet("sum", sum, 1)
+
+    assert run(lockstep, function) == [3, 3, 3]
+
+
+def test_an_interrupt_unwinds_all(lockstep):
+    def interrupt(payloads):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(lockstep, lambda seat: seat.meet("interrupt", interrupt))
+    assert run(lockstep, lambda seat: seat.index) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("early", [0, 1, 2])
+def test_those_who_do_not_come_or_come_for_something_else_are_named(lockstep, early):
+    def leaves(seat):
+        if seat.index != early:
+            seat.meet("the meeting", lambda payloads: None)
+
+    def differs(seat):
+        seat.meet(f"meeting {seat.index == early}", lambda payloads: None)
+
+    with pytest.raises(RuntimeError, match=rf"replica {early} has returned"):
+        run(lockstep, leaves)
+    with pytest.raises(RuntimeError, match=rf"replica {early} waits in meeting True"):
+        run(lockstep, differs)
