@@ -36,8 +36,9 @@ from tests.models import (
 )
 from tests.ranks import REPOSITORY, outcomes_of_ranks, run_ranks, run_script
 
-POPEN_NAMES = [row.name for row in STRATEGIES if row.init_params["start_method"] == "popen"]
-FORK_NAMES = [row.name for row in STRATEGIES if row.init_params["start_method"] == "fork"]
+START_METHODS = {row.name: row.init_params["start_method"] for row in STRATEGIES if "ddp" in row.name}
+POPEN_NAMES = [name for name, start_method in START_METHODS.items() if start_method == "popen"]
+FORK_NAMES = [name for name, start_method in START_METHODS.items() if start_method == "fork"]
 
 
 @pytest.mark.forked
@@ -187,8 +188,8 @@ def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
 def test_the_classes_register_their_own_names_and_no_other(strategy_class):
     strategies = type(pl.strategies.StrategyRegistry)()
     strategy_class.register_strategies(strategies)
-    in_workers = {row.name for row in STRATEGIES if row.init_params["start_method"] != "popen"}
-    in_scripts = {row.name for row in STRATEGIES} - in_workers
+    in_scripts = set(POPEN_NAMES)
+    in_workers = START_METHODS.keys() - in_scripts
     names = {DDPStrategy: in_scripts, DDPSpawnStrategy: in_workers, FabricDDPStrategy: in_scripts | in_workers}
     assert set(strategies) == names[strategy_class]
     assert all(type(strategies.get(name)) is strategy_class for name in strategies)

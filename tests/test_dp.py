@@ -5,8 +5,6 @@ matter, they also run at once, and with copies of the parameters as on several G
 than "cpu" to torch, and what is moved to it is copied).
 """
 
-import subprocess
-import sys
 import threading
 from collections import Counter
 
@@ -22,8 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.digits import DigitsData, DigitsNet
 from lightning_strategies_ext import DataParallelStrategy
+from lightning_strategies_ext.registry import PYTORCH, register_all
 from tests.models import MLP, NUM_CLASSES, NUM_FEATURES, TwoOptimizers, WithBatchNorm, loader, make_trainer, state_of
-from tests.ranks import REPOSITORY
+from tests.ranks import REPOSITORY, run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 
@@ -103,11 +102,14 @@ def test_digits_train_alike(num_replicas):
     assert ours[0]["test_accuracy"] > 0.8
 
 
-def test_the_example_trains():
-    command = [sys.executable, "examples/digits.py", "--strategy", "dp_ext", "--epochs", "2", "--batch-size", "64"]
-    output = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True).stdout
-    accuracy = float(output.split("held-out images")[1].split("│")[1])
-    assert accuracy > 0.9
+def test_the_example_trains(tmp_path):
+    result = run_script(
+        REPOSITORY / "examples/digits.py", "--strategy", "dp_ext", "--dir", tmp_path, "--epochs", "4",
+        env={"COLUMNS": "120"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
+    [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]
+    assert float(row.split("│")[2]) > 0.9
 
 
 # --- what modules may be like ---
@@ -475,6 +477,23 @@ def test_the_old_name_works_and_says_who_serves_it(caplog):
         assert_trains_alike("dp", devices=2)
     assert caplog.text.count("lightning-strategies-ext") == 1
     assert "strategy='dp_ext'" in caplog.text
+
+
+def test_the_old_name_is_left_to_a_lightning_that_has_it():
+    strategies = type(pl.strategies.StrategyRegistry)()
+    strategies.register("dp", MLP, description="Lightning's own")
+    register_all(strategies, PYTORCH)
+    assert strategies["dp"]["strategy"] is MLP
+    assert "dp_ext" in strategies
+
+
+def test_the_class_registers_its_own_name_and_no_other():
+    strategies = type(pl.strategies.StrategyRegistry)()
+    DataParallelStrategy.register_strategies(strategies)
+    assert list(strategies) == ["dp_ext"]
+
+
+# --- batches ---
 
 
 def test_dict_batches_with_strings_and_none_are_split():

@@ -1,7 +1,6 @@
 """What ``dp_ext`` refuses, with what words and when; and what it leaves when a replica fails."""
 
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DataParallelStrategy
 from tests.models import MLP, WithBatchNorm, dataset, loader, make_trainer, state_of
-from tests.ranks import REPOSITORY, clean_environment
+from tests.ranks import kill_tree, start_script
 from tests.test_dp import assert_close, each_way, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
@@ -267,7 +266,6 @@ def test_what_fails_for_the_whole_batch_can_be_handled_in_the_step(way):
 
 SCRIPT = """
     import time
-    import lightning.pytorch as pl
     from tests.models import MLP, loader, make_trainer
 
     class Sleeps(MLP):
@@ -284,16 +282,14 @@ SCRIPT = """
 def test_ctrl_c_ends_training_as_it_does_with_one_device(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    environment = {**clean_environment(), "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        assert "in a step" in next(line for line in process.stdout if "in a step" in line)
-        process.send_signal(signal.SIGINT)
+    process = start_script(script)
+    try:
+        assert any("in a step" in line for line in process.stdout)
         started = time.monotonic()
-        output = process.stdout.read()
-        process.wait(timeout=30)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        kill_tree(process.pid)
     assert time.monotonic() - started < 20
     assert "Detected KeyboardInterrupt" in output
     assert process.returncode == 1

@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from lightning_strategies_ext import WorkerRaisedError
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from tests.models import MLP, assert_same_bits, dataset, state_of
-from tests.ranks import run_ranks
+from tests.ranks import REPOSITORY, run_ranks, run_script
 
 
 def train_under_fabric(name: str) -> tuple[dict, str, float]:
@@ -51,9 +51,13 @@ def test_fabric_trains_as_with_stock_to_the_last_bit():
         assert ours[2] == theirs[2]
 
 
-def save_and_load(directory: str) -> tuple[dict, dict]:
+def save_and_load_in_a_script(directory: str) -> tuple[dict, dict]:
     fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
     fabric.launch()
+    return save_and_load(fabric, directory)
+
+
+def save_and_load(fabric: Fabric, directory: str) -> tuple[dict, dict]:
     torch.manual_seed(fabric.global_rank)
     net = MLP().net
     model = fabric.setup_module(net)
@@ -66,9 +70,22 @@ def save_and_load(directory: str) -> tuple[dict, dict]:
 
 
 def test_fabric_saves_and_loads_without_the_prefix_of_the_wrapper(tmp_path):
-    for before, after in run_ranks(save_and_load, str(tmp_path)):
+    for before, after in run_ranks(save_and_load_in_a_script, str(tmp_path)):
         assert_same_bits(before, after)
     assert next(iter(torch.load(tmp_path / "model.ckpt")["model"])) == "0.weight"
+    before, after = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch(save_and_load, str(tmp_path))
+    assert_same_bits(before, after)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_spawn_ext", "dp_ext"])
+def test_one_example_trains_with_each_strategy(strategy, tmp_path):
+    result = run_script(
+        REPOSITORY / "examples/fabric_digits.py", "--strategy", strategy, "--epochs", "4", "--batch-size", "16",
+        "--checkpoint", tmp_path / "digits.ckpt",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert float(result.stdout.split()[-1]) > 0.9
+    assert "0.weight" in torch.load(tmp_path / "digits.ckpt")["model"]
 
 
 # --- functions that are launched in workers ---

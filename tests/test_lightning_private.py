@@ -4,6 +4,7 @@ import ast
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import DataParallelStrategy as FabricDataParallelStrategy
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import LayerSync
@@ -304,6 +306,61 @@ def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: 
     assert run_ranks(find_learning_rate, tmp_path, world_size=1) == [(True, False)]
 
 
+# --- replicas ---
+
+
+def test_the_device_that_a_module_says_can_be_set_alone() -> None:
+    module = MLP()
+    _lightning.set_device(module, torch.device("meta"))
+    assert module.device == torch.device("meta")
+    assert module.net[0].weight.device == torch.device("cpu")
+    _lightning.set_device(module.net, torch.device("meta"))  # has none: nothing happens
+    assert "_device" not in vars(module.net)
+
+
+class Recorder(torch.nn.Module):
+    """What a strategy wraps a module with: it asks what is called, and calls that."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.called: list[str | None] = []
+
+    def forward(self, *args: Any) -> Any:
+        self.called.append(_lightning.take_redirection(self.module))
+        return getattr(self.module, self.called[-1] or "forward")(*args)
+
+
+def test_the_method_that_fabric_wants_called_is_found_and_forward_is_itself_again(monkeypatch) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    monkeypatch.setattr(fabric.strategy, "setup_module", Recorder)
+    module = MLP()
+    module.forward = lambda features: module.net(features)  # one of the user's own is none of Fabric's
+    model = fabric.setup(module)
+    recorder = model._forward_module
+    model.mark_forward_method("loss")
+    batch = next(iter(loader()))
+    assert torch.equal(model.loss(batch), module.loss(batch))
+    assert torch.equal(model.predict_step(batch, 0), module.net(batch[0]))
+    assert torch.equal(model(batch[0]), module.net(batch[0]))
+    assert recorder.called == ["loss", "predict_step", None]
+
+
+def test_fabric_asks_a_control_of_this_class_to_leave_out_the_exchange_of_gradients() -> None:
+    fabric = Fabric(strategy=FabricDataParallelStrategy(), accelerator="cpu", devices=1)
+    asked = []
+
+    class Control(_lightning.BackwardSyncControl):
+        def no_backward_sync(self, module: torch.nn.Module, enabled: bool = True) -> Any:
+            asked.append(enabled)
+            return nullcontext()
+
+    fabric.strategy._backward_sync_control = Control()
+    model = fabric.setup(MLP())
+    with fabric.no_backward_sync(model), fabric.no_backward_sync(model, enabled=False):
+        assert asked == [True, False]
+
+
 # --- where private names may stand ---
 
 
@@ -318,7 +375,10 @@ OVERRIDDEN = [
     (FabricDDPStrategy, "_configure_launcher"),
     (FabricDDPStrategy, "_setup_distributed"),
     (FabricDDPStrategy, "_set_world_ranks"),
+    (FabricDataParallelStrategy, "_configure_launcher"),
     (LightningParallelStrategy, "__getstate__"),
+    (LightningParallelStrategy, "_configure_launcher"),
+    (LightningParallelStrategy, "_setup_model"),
 ]
 
 
