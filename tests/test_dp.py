@@ -11,6 +11,7 @@ from collections import Counter
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.utils.checkpoint
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -143,7 +144,22 @@ class Tied(MLP):
         return functional.cross_entropy(self.net(features), batch[1]) + 1e-3 * self.penalty()
 
 
-@pytest.mark.parametrize("make_model", [Recurrent, Tied])
+class Parametrized(MLP):
+    """Weights that are computed in each forward pass, in torch's two ways; activations that are computed again."""
+
+    def make_net(self):
+        return nn.Sequential(
+            nn.utils.parametrizations.weight_norm(nn.Linear(NUM_FEATURES, 16)),
+            nn.ReLU(),
+            nn.utils.spectral_norm(nn.Linear(16, NUM_CLASSES)),
+        )
+
+    def loss(self, batch):
+        logits = torch.utils.checkpoint.checkpoint(self.net[:2], batch[0], use_reentrant=False)
+        return functional.cross_entropy(self.net[2](logits), batch[1])
+
+
+@pytest.mark.parametrize("make_model", [Recurrent, Tied, Parametrized])
 @each_way
 def test_modules_of_many_kinds_train_alike(way, make_model):
     assert_trains_alike(way(3), make_model)

@@ -95,6 +95,20 @@ def test_a_value_that_not_all_replicas_log_is_that_of_those_which_do():
     assert "zero" in model.trainer.callback_metrics
 
 
+class LogsInBackward(MLP):
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        logits.register_hook(lambda gradient: self.log("gradient", gradient.sum(), reduce_fx="sum", on_epoch=True))
+        return nn.functional.cross_entropy(logits * 2, batch[1])
+
+
+def test_what_a_hook_logs_in_the_backward_pass_is_not_lost():
+    trainer, _ = train("dp_ext", LogsInBackward, devices=3, max_epochs=1)
+    reference, _ = train("auto", LogsInBackward, max_epochs=1)
+    assert "gradient_epoch" in trainer.callback_metrics
+    assert_close(trainer.callback_metrics, reference.callback_metrics)
+
+
 # --- torchmetrics ---
 
 

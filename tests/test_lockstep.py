@@ -119,3 +119,23 @@ def test_those_who_do_not_come_or_come_for_something_else_are_named(lockstep, ea
         run(lockstep, leaves)
     with pytest.raises(RuntimeError, match=rf"replica {early} waits in meeting True"):
         run(lockstep, differs)
+
+
+def test_who_is_not_at_the_meeting_cannot_ask_for_one(lockstep):
+    with pytest.raises(RuntimeError, match=r"the sum was asked for by a replica outside of its step"):
+        lockstep.seats[0].meet("the sum", sum, 1)
+
+
+def test_a_failure_inside_what_is_waited_for_unwinds_all(lockstep):
+    def function(seat):
+        def inner():
+            seat.meet("inner", sum, 1)
+            if seat.index == 1:
+                raise ValueError("bad")
+
+        seat.meet("outer", lockstep.run_inside, inner)
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match="bad"):
+            run(lockstep, function)
+        assert run(lockstep, lambda seat: seat.meet("again", sum, 1)) == [3, 3, 3]

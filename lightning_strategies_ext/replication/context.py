@@ -68,9 +68,13 @@ class ReplicaContext:
     def note(self, key: Hashable, act: Act, payload: Any) -> None:
         """Lets ``act`` be called once with what all replicas have noted under this key, before anything they meet for.
 
-        A key that is noted several times stands for as many calls.
+        A key that is noted several times stands for as many calls. After the step, as in a hook of the backward pass,
+        ``act`` is called at once, for this replica.
         """
-        self.notes.append(Note(key, act, payload, self.num_samples))
+        if self.step.is_over:
+            act([payload], [self.num_samples])
+        else:
+            self.notes.append(Note(key, act, payload, self.num_samples))
 
 
 @dataclass
@@ -83,6 +87,7 @@ class Step:
         sizes: The number of samples of each replica.
         refresh: Brings the replicas up to date with what has happened to the module in the meantime.
         contexts: The replicas' places.
+        is_over: Whether all replicas have returned.
     """
 
     lockstep: Lockstep
@@ -90,6 +95,7 @@ class Step:
     sizes: list[int]
     refresh: Callable[[], None]
     contexts: list[ReplicaContext] = field(default_factory=list)
+    is_over: bool = False
 
     def carry_out(self, act: Act, payloads: list[Any]) -> Any:
         """Does what replicas wait for, after what they have noted down."""
@@ -109,6 +115,11 @@ class Step:
                 seen[note.key] += 1
         for same in matched.values():
             same[0].act([note.payload for note in same], [note.num_samples for note in same])
+
+    def end(self) -> None:
+        """Carries out what is left after all replicas have returned."""
+        self.settle_notes()
+        self.is_over = True
 
     def run_inside(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs a function on each replica's thread while it waits, from within what it waits for."""

@@ -76,6 +76,7 @@ class Seat:
         self.index = index
         self.is_running = False
         self.is_meeting = False
+        self._thread_id: int | None = None
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._outbox: SimpleQueue[Any] = SimpleQueue()
 
@@ -83,14 +84,21 @@ class Seat:
         """Waits for the others and returns what ``act`` returned. Called by the function, on its thread.
 
         Raises:
+            RuntimeError: If another thread calls it, or the function has returned: nobody would come.
             Exception: What ``act`` raised.
         """
+        if threading.get_ident() != self._thread_id:
+            raise RuntimeError(
+                f"{name} was asked for by a replica outside of its step, as the recomputation of a checkpointed"
+                " activation does, or a hook that runs in the backward pass. Replicas can meet only within their step."
+            )
         self.is_meeting = True
         try:
             self._report(Request(name, act, payload))
             while isinstance(message := self._inbox.get(), Call):
-                self._report(_outcome(message.function))
-                self.is_meeting = True
+                outcome = _outcome(message.function)
+                self.is_meeting = True  # again: the function may have met the others itself
+                self._report(outcome)
         finally:
             self.is_meeting = False
         if isinstance(message, Raised):
@@ -108,6 +116,7 @@ class Seat:
 
     def serve(self) -> None:
         """Runs functions until told to end. The thread's main function."""
+        self._thread_id = threading.get_ident()
         while isinstance(message := self._inbox.get(), Call):
             outcome = _outcome(message.function)
             del message  # what it ran may hold a whole model

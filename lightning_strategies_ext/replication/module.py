@@ -124,7 +124,7 @@ class ReplicatedModule(DataParallel[Module]):
             outputs = step.lockstep.run(calls)
             if method == "training_step":
                 outputs = [with_scalar_loss(output) for output in outputs]
-            step.settle_notes()
+            step.end()
             self._replicas.take_over()
         finally:
             self._replicas.drop()

@@ -102,7 +102,7 @@ class Replicas:
             attributes["_parameters"] = original._parameters.copy()
             for name, child in original._modules.items():
                 if child is not None and is_metric(child):
-                    module._modules[name] = ReplicaMetric(child, context)
+                    module._modules[name] = ReplicaMetric(child, context)  # type: ignore[assignment]
                 elif child is not None:
                     module._modules[name] = counterparts[child]
             if context.index > 0:
@@ -185,7 +185,7 @@ def shallow_copy(module: Module) -> Module:
     torch's recurrent modules override. For other modules, the same without its 25 microseconds of checks.
     """
     if type(module)._replicate_for_data_parallel is not Module._replicate_for_data_parallel:
-        return module._replicate_for_data_parallel()
+        return module._replicate_for_data_parallel()  # type: ignore[no-any-return]
     copy = module.__new__(type(module))
     copy.__dict__ = module.__dict__.copy()
     copy.__dict__.update(_buffers=module._buffers.copy(), _modules=module._modules.copy(), _is_replica=True)
