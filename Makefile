@@ -30,6 +30,7 @@ pytest: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.step_time
+	$(RUN) -m benchmarks.dp
 	$(RUN) -m benchmarks.collectives
 	$(RUN) -m benchmarks.discovery
 	$(RUN) -m benchmarks.spawn

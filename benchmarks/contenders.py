@@ -1,13 +1,14 @@
-"""The training that :mod:`benchmarks.step_time` measures, once under Lightning and once as a hand-written loop.
+"""The training that :mod:`benchmarks.step_time` and :mod:`benchmarks.dp` measure, under Lightning and by hand.
 
 All contenders train the same model on the same batches with the same optimizer; each returns its time and the weights
 it arrived at, so that the program can see that they did the same work.
 """
 
+import gc
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -16,6 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +25,6 @@ from torch.nn.utils import parameters_to_vector
 
 NUM_FEATURES = 64
 NUM_CLASSES = 10
-BATCH_SIZE = 32
 LEARNING_RATE = 0.01
 #: Batches are used again after so many.
 NUM_DISTINCT_BATCHES = 16
@@ -36,20 +37,24 @@ class Case:
     """What is trained.
 
     Attributes:
-        hidden: Width of the two hidden layers.
-        logs_metric: Whether the loss is averaged over ranks in every step.
+        hidden: Width of the two hidden layers, or channels of the first of two convolutions.
+        logs_metric: Whether the loss is logged, and averaged over ranks, in every step.
         accumulate: Batches per optimizer step.
+        is_convolutional: Whether it is a convolutional net, not an MLP.
+        batch_size: Samples per process and batch.
     """
 
     hidden: int
     logs_metric: bool = False
     accumulate: int = 1
+    is_convolutional: bool = False
+    batch_size: int = 32
 
     @property
     def label(self) -> str:
         """The case in words."""
         extra = ["metric"] * self.logs_metric + [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
-        return f"h={self.hidden} {' '.join(extra) or 'plain'}"
+        return f"{'conv' if self.is_convolutional else 'h'}={self.hidden} {' '.join(extra) or 'plain'}"
 
 
 @dataclass(frozen=True)
@@ -78,9 +83,9 @@ class StepTimer(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Reads the clock at the two batches that matter."""
         if batch_idx == self.length.warmup - 1:
-            self.started_at = time.perf_counter()
+            self.started_at = time_of_completion()
         elif batch_idx == self.length.total - 1:
-            self.ended_at = time.perf_counter()
+            self.ended_at = time_of_completion()
 
     @property
     def ms_per_step(self) -> float:
@@ -89,11 +94,11 @@ class StepTimer(pl.Callback):
 
 
 class Classifier(pl.LightningModule):
-    """The MLP of a case, for Lightning."""
+    """The net of a case, for Lightning."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.net = make_net(case.hidden)
+        self.net = make_net(case)
         self.logs_metric = case.logs_metric
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -108,9 +113,25 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
-def make_net(hidden: int) -> nn.Module:
+def make_net(case: Case) -> nn.Module:
     """The same random weights every time."""
     torch.manual_seed(0)
+    hidden = case.hidden
+    if case.is_convolutional:
+        # The net of examples/digits.py, but for its batch normalisation, which sees the samples of one replica.
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, hidden, 3, padding=1),
+            nn.GroupNorm(8, hidden),
+            nn.ReLU(),
+            nn.Conv2d(hidden, 2 * hidden, 3, padding=1),
+            nn.GroupNorm(8, 2 * hidden),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8 * hidden, NUM_CLASSES),
+        )
     return nn.Sequential(
         nn.Linear(NUM_FEATURES, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, NUM_CLASSES)
     )
@@ -122,13 +143,13 @@ class Batches:
     Not a list, which the Trainer would take for a list of data loaders.
     """
 
-    def __init__(self, length: Length) -> None:
-        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    def __init__(self, case: Case, length: Length) -> None:
+        generator = torch.Generator().manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
         self.length = length
         self.distinct: list[Batch] = [
             (
-                torch.randn(BATCH_SIZE, NUM_FEATURES, generator=generator),
-                torch.randint(NUM_CLASSES, (BATCH_SIZE,), generator=generator),
+                torch.randn(case.batch_size, NUM_FEATURES, generator=generator),
+                torch.randint(NUM_CLASSES, (case.batch_size,), generator=generator),
             )
             for _ in range(NUM_DISTINCT_BATCHES)
         ]
@@ -140,23 +161,32 @@ class Batches:
         return self.length.total
 
 
-def train_with_lightning(strategy: str, case: Case, length: Length) -> tuple[float, Tensor]:
+def train_with_lightning(
+    strategy: str | Callable[[], Strategy],
+    case: Case,
+    length: Length,
+    *,
+    accelerator: str = "cpu",
+    devices: int | None = None,
+) -> tuple[float, Tensor]:
     """Trains with a Trainer.
 
     Args:
-        strategy: As ``Trainer(strategy=...)`` takes it.
+        strategy: A name that ``Trainer(strategy=...)`` takes, or what makes a strategy.
         case: What to train.
         length: How long.
+        accelerator: As ``Trainer(accelerator=...)`` takes it.
+        devices: As ``Trainer(devices=...)`` takes it; as many as there are ranks if None.
 
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
     """
-    batches = Batches(length)
+    batches = Batches(case, length)
     module, timer = Classifier(case), StepTimer(length)
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
+        accelerator=accelerator,
+        devices=dist.get_world_size() if devices is None else devices,
+        strategy=strategy if isinstance(strategy, str) else strategy(),
         max_epochs=1,
         accumulate_grad_batches=case.accumulate,
         callbacks=[timer],
@@ -169,7 +199,7 @@ def train_with_lightning(strategy: str, case: Case, length: Length) -> tuple[flo
         log_every_n_steps=10**9,
     )
     trainer.fit(module, batches)
-    return timer.ms_per_step, parameters_to_vector(module.parameters()).detach()
+    return timer.ms_per_step, parameters_to_vector(module.parameters()).detach().cpu()
 
 
 def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
@@ -178,9 +208,9 @@ def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
     """
-    batches = Batches(length)
+    batches = Batches(case, length)
     # gradient_as_bucket_view as in ddp_ext: the hand-written loop should be a good one.
-    model = DistributedDataParallel(make_net(case.hidden), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(make_net(case), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     started_at = 0.0
     for index, (features, labels) in enumerate(batches):
@@ -200,6 +230,42 @@ def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
             started_at = time.perf_counter()
     ms_per_step = (time.perf_counter() - started_at) * 1e3 / length.steps
     return ms_per_step, parameters_to_vector(model.parameters()).detach()
+
+
+def train_in_turn(
+    contenders: dict[str, Callable[[Case, Length], tuple[float, Tensor]]], case: Case, length: Length, reference: str
+) -> dict[str, float]:
+    """Lets each contender train once, in the order given, and checks that they did the same work.
+
+    Returns:
+        For each, milliseconds per step.
+
+    Raises:
+        RuntimeError: If one arrived at other weights than the reference.
+    """
+    ms, weights = {}, {}
+    for name, train in contenders.items():
+        # The garbage of one contender (a Trainer is full of cycles) must not be collected on another's time.
+        gc.collect()
+        if dist.is_initialized():
+            dist.barrier()
+        ms[name], weights[name] = train(case, length)
+    for name, vector in weights.items():
+        if not torch.allclose(vector, weights[reference], rtol=1e-4, atol=1e-6):
+            difference = (vector - weights[reference]).abs().max().item()
+            raise RuntimeError(
+                f"{case.label}: {name} arrived at other weights than {reference} (largest difference"
+                f" {difference:.1e}): they did not do the same work."
+            )
+    return ms
+
+
+def time_of_completion() -> float:
+    """The clock, once the GPUs have done what they were given."""
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+    return time.perf_counter()
 
 
 def silence_lightning() -> None:
