@@ -34,8 +34,15 @@ def test_what_all_meet_for_is_done_once_on_the_callers_thread(lockstep):
         total = seat.meet("sum", act, seat.index)
         return seat.meet("sum", act, total + seat.index), threading.current_thread().name
 
-    assert run(lockstep, function) == [(12, f"replica {index}") for index in range(3)]
-    assert callers == [threading.current_thread()] * 2
+    here = threading.current_thread()
+    assert run(lockstep, function) == [(12, here.name), (12, "replica 1"), (12, "replica 2")]
+    assert callers == [here] * 2
+
+
+def test_who_takes_turns_and_meets_nobody_needs_no_thread():
+    lockstep = Lockstep(3, take_turns=True)
+    threads = threading.active_count()
+    assert run(lockstep, lambda seat: (seat.index, threading.active_count())) == [(i, threads) for i in range(3)]
 
 
 def test_turns_are_taken_in_order():
@@ -104,6 +111,28 @@ def test_an_interrupt_unwinds_all(lockstep):
     with pytest.raises(KeyboardInterrupt):
         run(lockstep, lambda seat: seat.meet("interrupt", interrupt))
     assert run(lockstep, lambda seat: seat.index) == [0, 1, 2]
+
+
+def test_who_meets_after_the_first_has_returned_is_named(lockstep):
+    with pytest.raises(RuntimeError, match=r"replica 0 has returned, .*replica 1 waits in late"):
+        run(lockstep, lambda seat: seat.index and seat.meet("late", sum, 1))
+    assert run(lockstep, lambda seat: seat.meet("again", sum, 1)) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_failure_inside_an_inner_meeting_leaves_no_one_waiting(lockstep, failing):
+    def function(seat):
+        def inner():
+            if seat.index == failing:
+                raise ValueError("bad")
+            return seat.meet("inner", sum, 1)
+
+        seat.meet("outer", lockstep.run_inside, inner)
+
+    for _ in range(20):
+        with pytest.raises(ValueError, match="bad"):
+            run(lockstep, function)
+        assert run(lockstep, lambda seat: seat.meet("again", sum, 1)) == [3, 3, 3]
 
 
 @pytest.mark.parametrize("early", [0, 1, 2])

@@ -1,19 +1,21 @@
-"""Functions that run on a thread each and meet: what must happen once for all of them happens on the caller's thread.
+"""Functions that run in lockstep and meet: what must happen once for all of them happens once, on the caller's thread.
 
-A function meets the others by :meth:`Seat.meet`. Once all have come, with the same request, the caller of
-:meth:`Lockstep.run` carries it out with what each has brought, and all go on with its result. This is what a collective
-is among processes, with a difference: where the functions do not ask for the same, there is an error and not a wait.
+A function meets the others by :meth:`Seat.meet`. Once all have come, with the same request, the caller's thread carries
+it out with what each has brought, and all go on with its result. This is what a collective is among processes, with a
+difference: where the functions do not ask for the same, there is an error and not a wait.
 
-Threads take turns, or run at once. With turns, each runs until it meets the others or returns, then the next: what they
-do, and what they draw from the process's one random generator, is the same in each run.
+The first function runs on the caller's thread, the others on threads of their own. They take turns, or run at once.
+With turns, each runs until it meets the others or returns, then the next: what they do, and what they draw from the
+process's one random generator, is the same in each run. Functions that take turns and never meet all run on the
+caller's thread: each thread that computes on the CPU has a team of OpenMP threads, and teams get in each other's way.
 
-What it does not promise: to interrupt a function that computes. It is waited for, also after Ctrl-C.
+What it does not promise: to interrupt a function that computes on a thread. It is waited for, also after Ctrl-C.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -69,13 +71,15 @@ class Seat:
     """The place of one function.
 
     Args:
+        lockstep: What it belongs to.
         index: Its number.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, lockstep: "Lockstep", index: int) -> None:
         self.index = index
         self.is_running = False
         self.is_meeting = False
+        self._lockstep = lockstep
         self._thread_id: int | None = None
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._outbox: SimpleQueue[Any] = SimpleQueue()
@@ -87,6 +91,8 @@ class Seat:
             RuntimeError: If another thread calls it, or the function has returned: nobody would come.
             Exception: What ``act`` raised.
         """
+        if self._lockstep.is_run_by_caller(self.index):
+            return self._lockstep.lead(Request(name, act, payload), self.index)
         if threading.get_ident() != self._thread_id:
             raise RuntimeError(
                 f"{name} was asked for by a replica outside of its step, as the recomputation of a checkpointed"
@@ -128,8 +134,31 @@ class Seat:
         self._outbox.put(event)
 
 
+@dataclass
+class Round:
+    """Functions that run together now.
+
+    Attributes:
+        num_functions: How many.
+        next_messages: What the threads are to be told before anything else is heard of them; empty if they were.
+        has_met: Whether they have met.
+        is_acting: Whether what they have met for is being carried out.
+        inline: The seat whose function the caller's thread runs now.
+        unheard: The seats whose threads run.
+        waiting: The seats whose functions wait for the others.
+    """
+
+    num_functions: int
+    next_messages: list[Any] = field(default_factory=list)
+    has_met: bool = False
+    is_acting: bool = False
+    inline: int = 0
+    unheard: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
+
+
 class Lockstep:
-    """Threads that run functions in lockstep. They stay until :meth:`close`.
+    """Runs functions in lockstep. Its threads stay until :meth:`close`.
 
     Args:
         num_seats: How many functions can run.
@@ -137,13 +166,12 @@ class Lockstep:
     """
 
     def __init__(self, num_seats: int, take_turns: bool) -> None:
-        self.seats = [Seat(index) for index in range(num_seats)]
+        self.seats = [Seat(self, index) for index in range(num_seats)]
         self.take_turns = take_turns
-        self._threads = [
-            threading.Thread(target=seat.serve, daemon=True, name=f"replica {seat.index}") for seat in self.seats
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self._rounds: list[Round] = []  # the innermost last
+        self._caller_id: int | None = None
+        self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs a function at each of the first seats and returns what they return.
@@ -152,58 +180,148 @@ class Lockstep:
             RuntimeError: If they do not all ask for the same.
             BaseException: What the first of them raised; the others have ended by then.
         """
+        self._caller_id = threading.get_ident()
         try:
-            return self.run_inside(functions)
+            return self._run(functions)
+        except AbortedError:
+            failure = self._failure
+            assert failure is not None
+            self._abort()
+            raise failure from None
         except BaseException:
             self._abort()
             raise
+        finally:
+            self._failure = self._caller_id = None
+            self._rounds.clear()
 
     def run_inside(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The same from within an ``act``, on the threads that wait for it."""
-        events = self._resume([Call(function) for function in functions])
-        while True:
-            for event in events:
-                if isinstance(event, Raised):
-                    raise event.exception
-            if all(isinstance(event, Returned) for event in events):
-                return [event.value for event in events]
-            requests = [event for event in events if isinstance(event, Request)]
-            if len({request.name for request in requests}) > 1 or len(requests) < len(events):
-                raise RuntimeError(_divergence(events))
-            answer: Returned | Raised
-            try:
-                answer = Returned(requests[0].act([request.payload for request in requests]))
-            except Exception as exception:  # the user's code may handle it
-                answer = Raised(exception)
-            events = self._resume([answer] * len(events))
+        """The same from within an ``act``, each on the thread that waits for it."""
+        return self._run(functions)
+
+    def is_run_by_caller(self, index: int) -> bool:
+        """Whether the calling thread is the caller's, and runs the function of this seat."""
+        if threading.get_ident() != self._caller_id or not self._rounds:
+            return False
+        return not self._rounds[-1].is_acting and self._rounds[-1].inline == index
+
+    def lead(self, request: Request, index: int) -> Any:
+        """Waits for the others on behalf of a function that the caller's thread runs."""
+        current = self._rounds[-1]
+        if index > 0:  # the first has returned already
+            self._fail(_divergence([Returned(None), *[None] * (index - 1), request]))
+        events = [request, *self._hear_others(current)]
+        if not all(isinstance(event, Request) and event.name == request.name for event in events):
+            self._fail(_divergence(events))
+        current.has_met = current.is_acting = True
+        try:
+            answer: Returned | Raised = Returned(request.act([event.payload for event in events]))
+        except Exception as exception:  # the user's code may handle it
+            answer = Raised(exception)
+        finally:
+            current.is_acting = False
+        self._tell_others(current, [answer] * (current.num_functions - 1))
+        if isinstance(answer, Raised):
+            raise answer.exception
+        return answer.value
 
     def close(self) -> None:
         """Ends the threads. A second call does no harm."""
-        seats, self.seats = self.seats, []
-        for seat in seats:
+        threads, self._threads = self._threads, []
+        for seat in self.seats[1:] if threads else ():
             seat.resume(Close())
-        for thread in self._threads:
+        for thread in threads:
             if thread is not threading.current_thread():  # which the garbage collector may have chosen
                 thread.join(_END_S)
 
-    def _resume(self, messages: Sequence[Any]) -> list[Any]:
-        """Lets the first threads go on, and returns what each does next; those after one that raised stay."""
-        events: list[Any] = []
-        seats = self.seats[: len(messages)]
+    def _run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        current = Round(len(functions))
+        self._rounds.append(current)
+        try:
+            self._tell_others(current, [Call(function) for function in functions[1:]])
+            values = [self._run_here(current, 0, functions[0])]
+            if self.take_turns and len(self._rounds) == 1 and not current.has_met:
+                return values + [self._run_here(current, i, functions[i]) for i in range(1, len(functions))]
+            events = [Returned(values[0]), *self._hear_others(current)]
+            if not all(isinstance(event, Returned) for event in events):
+                self._fail(_divergence(events))
+            return [event.value for event in events]
+        except Exception:
+            self._unwind_others(current)
+            raise
+        finally:
+            self._rounds.pop()
+
+    def _run_here(self, current: Round, index: int, function: Callable[[], Any]) -> Any:
+        current.inline = index
+        try:
+            return function()
+        except AbortedError:
+            raise
+        except BaseException as exception:
+            _note(exception, index, current.num_functions)
+            raise
+
+    def _tell_others(self, current: Round, messages: list[Any]) -> None:
+        """Lets the threads go on: at once, or when it is their turn."""
+        current.next_messages = messages
         if not self.take_turns:
-            for seat, message in zip(seats, messages, strict=True):
-                seat.resume(message)
-            return [_noted(seat.wait(), seat, len(seats)) for seat in seats]
-        for seat, message in zip(seats, messages, strict=True):
-            seat.resume(message)
-            events.append(_noted(seat.wait(), seat, len(seats)))
-            if isinstance(events[-1], Raised):
-                break
+            self._start_threads()
+            for index in range(1, current.num_functions):
+                self._resume(current, index)
+
+    def _hear_others(self, current: Round) -> list[Any]:
+        """Returns what each of the threads does next: it returns or meets. If one has failed, all do."""
+        events: list[Any] = []
+        self._start_threads()
+        for index in range(1, current.num_functions):
+            if index not in current.unheard:
+                self._resume(current, index)
+            event = self._hear(current, index)
+            if isinstance(event, Raised):
+                _note(event.exception, index, current.num_functions)
+                self._fail(event.exception)
+            events.append(event)
         return events
 
+    def _unwind_others(self, current: Round) -> None:
+        """Ends what the threads run in a round that the caller's thread has left with an exception."""
+        for index in sorted(current.unheard):
+            self._hear(current, index)
+        for index in sorted(current.waiting):
+            while index in current.waiting:
+                self._resume(current, index, Raised(AbortedError()))
+                self._hear(current, index)
+
+    def _resume(self, current: Round, index: int, message: Any = None) -> None:
+        current.unheard.add(index)
+        current.waiting.discard(index)
+        self.seats[index].resume(message or current.next_messages[index - 1])
+
+    def _hear(self, current: Round, index: int) -> Any:
+        event = self.seats[index].wait()
+        current.unheard.discard(index)
+        if isinstance(event, Request):
+            current.waiting.add(index)
+        return event
+
+    def _start_threads(self) -> None:
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=seat.serve, daemon=True, name=f"replica {seat.index}")
+                for seat in self.seats[1:]
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    def _fail(self, failure: BaseException) -> None:
+        """Unwinds what the caller's thread runs."""
+        self._failure = failure
+        raise AbortedError
+
     def _abort(self) -> None:
-        """Waits for those that run and unwinds those that wait."""
-        for seat in self.seats:
+        """Waits for threads that run and unwinds those that wait."""
+        for seat in self.seats[1:]:
             while seat.is_running or seat.is_meeting:
                 if not seat.is_running:
                     seat.resume(Raised(AbortedError()))
@@ -220,18 +338,19 @@ def _outcome(function: Callable[[], Any]) -> Returned | Raised:
         return Raised(exception)
 
 
-def _noted(event: Any, seat: Seat, num_seats: int) -> Any:
-    if isinstance(event, Raised) and hasattr(event.exception, "add_note"):  # Python 3.11
-        event.exception.add_note(f"This happened in replica {seat.index} of {num_seats}.")
-    return event
+def _note(exception: BaseException, index: int, num_functions: int) -> None:
+    note = f"This happened in replica {index} of {num_functions}."
+    if hasattr(exception, "add_note") and note not in getattr(exception, "__notes__", ()):  # Python 3.11
+        exception.add_note(note)
 
 
-def _divergence(events: Sequence[Any]) -> str:
+def _divergence(events: Sequence[Any]) -> RuntimeError:
     doing = [
         f"replica {index} " + (f"waits in {event.name}" if isinstance(event, Request) else "has returned")
         for index, event in enumerate(events)
+        if event is not None
     ]
-    return (
+    return RuntimeError(
         f"The replicas do not take the same path through the step: {', '.join(doing)}. What happens once for the whole"
         " batch (a backward pass, an optimizer's step, a metric's value) must be asked for by all replicas, in the same"
         " order. Let the path not depend on the samples, or use `strategy='ddp_ext'`."
