@@ -2,8 +2,10 @@
 
 import os
 import signal
+from functools import partial
 
 import pytest
+import torch
 
 from tests import ranks
 
@@ -13,6 +15,11 @@ os.environ.setdefault("MPI4PY_MPIABI", "none")
 
 # A shell that runs tests in the background has them, and all that they start, ignore Ctrl-C, which some of them press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# OpenMP's threads do not survive a fork: a forked test that computes in parallel would wait for them for ever, once a
+# test before it, or the parameters of one, has computed in parallel in this process.
+os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

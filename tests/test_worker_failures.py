@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -278,6 +279,26 @@ def test_a_worker_that_was_killed_between_stages_is_replaced(is_noticed):
     assert_gone(workers, within_s=2)
     trainer.fit_loop.max_epochs = 4
     assert_trains(trainer, model)
+
+
+COMPUTES_IN_PARALLEL = """
+    import torch
+    from tests.models import MLP, loader, make_trainer
+
+    class Sums(MLP):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch) + 0 * torch.ones(1 << 22).sum()
+
+    torch.ones(1 << 22).sum()  # with threads that a fork does not have
+    make_trainer("ddp_fork_ext", devices=1, max_steps=2).fit(Sums(), loader())
+    print("trained")
+"""
+
+
+def test_a_forked_worker_can_compute_after_the_main_process_has(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(COMPUTES_IN_PARALLEL))
+    assert "trained" in run_script(script, timeout_s=60).stdout
 
 
 # --- what the main process has after a failure ---

@@ -305,6 +305,8 @@ def _prepare(start: Start) -> None:
         num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, num_cpus // start.num_processes))
     if start.preparation is None:
+        # Forked from a process whose OpenMP threads, if it had any, are not here: one would wait for them for ever.
+        torch.set_num_threads(1)
         return
     _is_importing_main = True
     try:
