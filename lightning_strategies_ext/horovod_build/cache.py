@@ -1,0 +1,109 @@
+"""Wheels of earlier builds, kept outside of any environment: a directory per key, with the wheel in it.
+
+A directory appears in one step, when its wheel is complete. So whoever finds one can use it, whatever happened to the
+build that made it or to others that ran at the same time.
+"""
+
+import base64
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_strategies_ext.horovod_build.installed import MARKER
+from lightning_strategies_ext.horovod_build.key import BuildKey
+
+CACHE_VARIABLE = "LIGHTNING_STRATEGIES_EXT_CACHE"
+_PARTIAL = ".partial-"
+
+
+def default_directory() -> Path:
+    """Where wheels are kept unless the user names a place."""
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser() / "horovod"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lightning-strategies-ext" / "horovod"
+
+
+class WheelCache:
+    """The wheels below one directory.
+
+    Example::
+
+        cache = WheelCache(default_directory())
+        with cache.lock(key, waiting=lambda: print("another build is running")):
+            wheel = cache.find(key) or cache.store(key, build())
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def find(self, key: BuildKey) -> Path | None:
+        """The wheel of a key, or None."""
+        return next(iter(sorted(self.entry(key).glob("*.whl"))), None)
+
+    def entry(self, key: BuildKey) -> Path:
+        """The directory of a key's wheel, which need not exist."""
+        return self.directory / key.directory_name
+
+    @contextmanager
+    def lock(self, key: BuildKey, waiting: Callable[[], None]) -> Iterator[None]:
+        """Keeps other builds of the same key out, of this process or another; the system frees it if we die.
+
+        Args:
+            key: Which wheel is about to be built.
+            waiting: Called if another build has the lock, before it is waited for.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with open(self.directory / f".lock-{key.directory_name}", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            self._remove_partial(key)
+            yield
+
+    def store(self, key: BuildKey, wheel: Path) -> Path:
+        """Takes a copy of a built wheel, marked with its key; call it with the lock held."""
+        partial = Path(tempfile.mkdtemp(prefix=f"{_PARTIAL}{key.directory_name}-", dir=self.directory))
+        try:
+            _copy_with_marker(wheel, partial / wheel.name, key)
+            partial.chmod(0o755)
+            shutil.rmtree(self.entry(key), ignore_errors=True)
+            partial.rename(self.entry(key))
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return self.entry(key) / wheel.name
+
+    def remove(self, key: BuildKey) -> None:
+        """Forgets the wheel of a key."""
+        shutil.rmtree(self.entry(key), ignore_errors=True)
+
+    def _remove_partial(self, key: BuildKey) -> None:
+        """What a copy left that was killed while it ran; with the lock held, nobody else is copying."""
+        for partial in self.directory.glob(f"{_PARTIAL}{key.directory_name}-*"):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _copy_with_marker(source: Path, destination: Path, key: BuildKey) -> None:
+    """Copies a wheel and adds the marker to its dist-info and its RECORD.
+
+    In the RECORD, so that pip removes the marker with the rest when Horovod is uninstalled or replaced.
+    """
+    content = key.as_json().encode()
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(destination, "w", zipfile.ZIP_DEFLATED) as new:
+        record = next(name for name in old.namelist() if name.endswith(".dist-info/RECORD"))
+        name = f"{record.removesuffix('RECORD')}{MARKER}"
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename == record:
+                data = data.rstrip(b"\r\n") + f"\n{name},sha256={digest},{len(content)}\n".encode()
+            new.writestr(info, data)
+        new.writestr(name, content)

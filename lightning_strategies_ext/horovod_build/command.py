@@ -1,0 +1,157 @@
+"""The command: checks, then the installed Horovod, the cache or a build, whichever comes first, then the proof."""
+
+import argparse
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from lightning_strategies_ext.horovod_build.cache import WheelCache, default_directory
+from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes
+from lightning_strategies_ext.horovod_build.installed import COMMAND, horovod_problem, marker, torch_version
+from lightning_strategies_ext.horovod_build.key import BuildKey
+from lightning_strategies_ext.horovod_build.proof import ProofError, launchers, prove
+from lightning_strategies_ext.horovod_build.requirements import Toolchain, find_toolchain
+from lightning_strategies_ext.horovod_build.source import HOROVOD_VERSION, SourceError, fetch_source
+from lightning_strategies_ext.horovod_build.wheel import BuildError, build_wheel
+
+SUCCESS, FAILED, MISSING = 0, 1, 2
+_DEPENDENCIES = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
+
+
+class InstallError(Exception):
+    """pip could not install the wheel."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of the command."""
+    parser.add_argument("--mpi", action="store_true", help="build with MPI too, to run under mpirun")
+    parser.add_argument("--nccl", action="store_true", help="build with CUDA and NCCL, to reduce between GPUs")
+    parser.add_argument("--wheel-dir", type=Path, help="where wheels are kept (default: the user's cache directory)")
+    parser.add_argument("--rebuild", action="store_true", help="build again even if there is a wheel")
+
+
+def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
+    """Makes ``import horovod.torch`` work in this environment and proves it.
+
+    Returns:
+        0 if Horovod works, 1 if a step failed, 2 if something is missing that a build needs.
+    """
+    toolchain, missing = find_toolchain(arguments.mpi, arguments.nccl)
+    cache = WheelCache((arguments.wheel_dir or default_directory()).expanduser().absolute())
+    key = BuildKey.here(torch_version() or "", toolchain.mpi, toolchain.cuda)
+    if not arguments.rebuild and (_is_installed(key) or cache.find(key) is not None):
+        missing = [item for item in missing if not item.for_build]
+    if missing:
+        _say(console, f"Horovod {HOROVOD_VERSION} cannot be built here. Nothing was downloaded. Missing:")
+        for item in missing:
+            _say(console, f"  - {item.what}\n      {item.fix}")
+        _say(console, "Install what is named, then run the command again.")
+        return MISSING
+    try:
+        with _ended_by_sigterm():
+            _ensure_installed(cache, key, toolchain, arguments.rebuild, console)
+            for launcher in launchers(toolchain.environment, with_mpi=arguments.mpi):
+                prove(launcher, toolchain.environment)
+                _say(console, f"{launcher.name}: two ranks reduced.")
+    except ProofError as error:
+        _say(console, f"{error}\nHorovod is installed and does not work. The wheel is in {cache.entry(key)}")
+        _say(console, f"If its output names nothing to correct, build it again: {_repeated(arguments)} --rebuild")
+        return FAILED
+    except (SourceError, UnknownSourceError, BuildError, InstallError) as error:
+        _say(console, str(error))
+        return FAILED
+    except OSError as error:
+        _say(console, f"{error}\nCorrect this, or name another place for wheels with --wheel-dir; then run it again.")
+        return FAILED
+    except KeyboardInterrupt:
+        _say(console, f"Interrupted; nothing half-made was kept. Run it again with: {_repeated(arguments)}")
+        return FAILED
+    _say(console, f"Horovod {key.horovod} works with torch {key.torch}.")
+    return SUCCESS
+
+
+def _ensure_installed(cache: WheelCache, key: BuildKey, toolchain: Toolchain, rebuild: bool, console: Console) -> None:
+    """Leaves the Horovod of this key installed, by the shortest way."""
+    if not rebuild and _is_installed(key):
+        _say(console, f"Horovod {key.horovod} for torch {key.torch} is installed already.")
+        return
+    with cache.lock(key, waiting=lambda: _say(console, "Another build of the same wheel is running; waiting for it.")):
+        wheel = None if rebuild else cache.find(key)
+        if wheel is not None:
+            _say(console, f"Installing the wheel that was built earlier: {wheel}")
+        else:
+            wheel = _build(cache, key, toolchain, console)
+            _say(console, f"The wheel is kept: {wheel}")
+    _install(wheel)
+
+
+def _is_installed(key: BuildKey) -> bool:
+    """Whether the installed Horovod is the one of a key, and can be imported as far as files tell."""
+    return key.matches(marker()) and horovod_problem() is None
+
+
+def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Console) -> Path:
+    """Builds the wheel outside of the cache and puts it there when it is whole."""
+    log = cache.directory / f"{key.directory_name}.log"
+    with tempfile.TemporaryDirectory(prefix="horovod-build-") as directory:
+        _say(console, f"Fetching the source of Horovod {key.horovod}.")
+        source = fetch_source(Path(directory))
+        changes = apply_fixes(source, toolchain.cxx_standard, toolchain.library_directories, bool(toolchain.cuda))
+        for fix in changes:
+            _say(console, f"Changed {fix.file}: {fix.reason}.")
+        _say(console, f"Building for torch {key.torch}; this takes minutes. The log is {log}")
+        try:
+            kept = cache.store(key, build_wheel(source, Path(directory), log, toolchain, console))
+        except BuildError:
+            raise  # its log is to be read; an interrupted or successful build leaves none
+        except BaseException:
+            log.unlink(missing_ok=True)
+            raise
+        log.unlink(missing_ok=True)
+        return kept
+
+
+def _install(wheel: Path) -> None:
+    """Installs a wheel over whatever Horovod is there; its dependencies first, which do not include torch."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for arguments in ([*_DEPENDENCIES], ["--no-deps", "--no-index", "--force-reinstall", str(wheel)]):
+        done = subprocess.run([*pip, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode != 0:
+            raise InstallError(
+                f"pip could not install {' '.join(arguments)}:\n{done.stdout.strip()}\n"
+                f"The wheel is kept: correct what pip says, then run {COMMAND} again; it will not build again."
+            )
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM becomes what Ctrl-C is, so that an ended build leaves no compilers and no temporary files."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _repeated(arguments: argparse.Namespace) -> str:
+    """The command as the user typed it."""
+    options = [f"--{name}" for name in ("mpi", "nccl") if getattr(arguments, name)]
+    if arguments.wheel_dir:
+        options += ["--wheel-dir", str(arguments.wheel_dir)]
+    return " ".join([COMMAND, *options])
+
+
+def _say(console: Console, text: str) -> None:
+    """Prints plain text: paths, versions and compilers' messages are full of what rich takes for markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

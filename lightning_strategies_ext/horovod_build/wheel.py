@@ -1,0 +1,167 @@
+"""The build of the wheel: pip runs Horovod's own build in the fixed source, and we show how far it is.
+
+The compiler prints thousands of lines about unused variables. They go into a log; the terminal shows the phase and a
+count, and the log's end is in the error if the build fails.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from lightning_strategies_ext.horovod_build.requirements import Toolchain, cuda_directory, nccl_directory
+
+_TAIL_LINES = 40
+#: What follows fills more lines than we show: setuptools says where it called CMake, and pip repeats its own command.
+_NO_NEWS_AFTER = (
+    "-- Configuring incomplete, errors occurred!",
+    "ninja: build stopped: subcommand failed.",
+    "error: subprocess-exited-with-error",
+)
+#: ninja: "[12/75] Building"; make: "[ 16%] Building".
+_STEP = re.compile(r"^\s*\[(?:\s*(?P<done>\d+)/(?P<total>\d+)|\s*(?P<percent>\d+)%)\] ")
+#: The smallest memory per compiler; the largest files of Horovod took 1.5 GB with torch 2.13 and GCC 12.
+_BYTES_PER_COMPILER = 2 * 2**30
+
+
+class BuildError(Exception):
+    """The build failed; the message holds the end of the log."""
+
+
+def build_wheel(source: Path, directory: Path, log: Path, toolchain: Toolchain, console: Console) -> Path:
+    """Builds the wheel of an unpacked and fixed source.
+
+    Args:
+        source: Its root.
+        directory: An existing directory for the wheel and for what only the build needs.
+        log: Gets all output.
+        toolchain: What was found here.
+        console: Gets the progress.
+
+    Raises:
+        BuildError: If the build fails.
+    """
+    wheels = directory / "wheels"
+    command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(wheels), str(source)]
+    exit_code, tail = _run(command, build_environment(toolchain, directory), log, console)
+    built = sorted(wheels.glob("horovod-*.whl"))
+    if exit_code != 0 or len(built) != 1:
+        raise BuildError(
+            f"The build of Horovod failed (exit code {exit_code}). The last lines of its log:\n"
+            + "\n".join(tail)
+            + f"\nThe whole log is in {log}. Correct what its first line with 'error' says, and run the command again."
+        )
+    return built[0]
+
+
+def build_environment(toolchain: Toolchain, directory: Path) -> dict[str, str]:
+    """The environment variables that Horovod's build reads, and no others of its names."""
+    kept = ("HOROVOD_CMAKE", "HOROVOD_BUILD_", "HOROVOD_NCCL_LINK")
+    environment = {
+        name: value
+        for name, value in toolchain.environment.items()
+        if not name.startswith("HOROVOD_") or name.startswith(kept)
+    }
+    environment |= {
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        # An interrupted pip leaves its temporary files; here they go with the rest.
+        "TMPDIR": str(directory),
+        # Gloo asks for a policy of CMake 2.8, which CMake 4 has no more; earlier versions do not know the variable.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(_compilers()),
+        # GCC 13 no longer includes <cstdint> by the way, and gloo's headers of that time rely on it.
+        # And no warnings: there are thousands, and the one error would drown in them.
+        "CXXFLAGS": f"-include cstdint -w {environment.get('CXXFLAGS', '')}".strip(),
+    }
+    if shutil.which("ninja", path=environment["PATH"]):
+        environment["CMAKE_GENERATOR"] = "Ninja"
+    if toolchain.mpi:
+        # CMake looks for an MPI of the system first, unless it is told where ours is.
+        wrapper = Path(shutil.which("mpicxx", path=environment["PATH"]) or "mpicxx")
+        environment |= {"HOROVOD_WITH_MPI": "1", "MPI_HOME": str(wrapper.parent.parent)}
+    else:
+        environment["HOROVOD_WITHOUT_MPI"] = "1"
+    if toolchain.cuda:
+        environment |= {
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_CUDA_HOME": str(cuda_directory(environment)),
+            "CUDA_HOME": str(cuda_directory(environment)),
+            **_nccl_environment(environment, directory),
+        }
+    return environment
+
+
+def _nccl_environment(environment: dict[str, str], directory: Path) -> dict[str, str]:
+    """Where NCCL is. pip's package has ``libnccl.so.2`` alone, and the linker looks for ``libnccl.so``."""
+    root = nccl_directory(environment)
+    if root is None or not (library := root / "lib" / "libnccl.so.2").exists():
+        return {} if root is None else {"HOROVOD_NCCL_HOME": str(root)}
+    links = directory / "nccl"
+    links.mkdir()
+    (links / "libnccl.so").symlink_to(library)
+    header = str(root / "include")
+    return {"HOROVOD_NCCL_INCLUDE": header, "HOROVOD_NCCL_LIB": str(links), "HOROVOD_NCCL_LINK": "SHARED"}
+
+
+def _compilers() -> int:
+    """How many compilers run at once: one per processor that we may use, and no more than memory holds."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(processors, memory // _BYTES_PER_COMPILER))
+
+
+def _run(command: list[str], environment: dict[str, str], log: Path, console: Console) -> tuple[int, list[str]]:
+    """Runs the build in a process group of its own, which is ended whole when we are interrupted."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        with log.open("w", buffering=1, encoding="utf-8") as file, Progress(*columns, console=console) as progress:
+            task, told = progress.add_task("configuring", total=None), 0
+            tail_ended = False
+            for line in process.stdout:
+                file.write(line)
+                tail_ended = tail_ended or line.strip() in _NO_NEWS_AFTER
+                if not tail_ended:
+                    tail.append(line.rstrip())
+                if (share := _share(line)) is None:
+                    continue
+                progress.update(task, description="compiling", total=100, completed=round(100 * share))
+                if not console.is_terminal and int(4 * share) > told:
+                    told = int(4 * share)
+                    console.print(f"compiled {25 * told} %")
+        return process.wait(), list(tail)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _share(line: str) -> float | None:
+    """How much is compiled, if a line of the build says so."""
+    if (match := _STEP.match(line)) is None:
+        return None
+    if match["percent"] is not None:
+        return int(match["percent"]) / 100
+    return int(match["done"]) / max(1, int(match["total"]))
