@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, process_group, registry
 from lightning_strategies_ext.collectives import TorchCollectives
-from lightning_strategies_ext.failure.reconciliation import Reconciliation
+from lightning_strategies_ext.failure.reconciliation import Reconciliation, disconnect_gloo
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.gradient_sync import (
     GradientSync,
@@ -193,8 +193,9 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         process_group.start(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
         if self.world_size > 1:
             known = self._reconciliation
-            if known is None or known.default_store is not process_group.default_store():
-                self._reconciliation = Reconciliation()
+            store = process_group.default_store()
+            if known is None or known.default_store is not store:
+                self._reconciliation = Reconciliation(store, self.global_rank, self.world_size, disconnect_gloo)
             else:
                 known.start_stage()
 

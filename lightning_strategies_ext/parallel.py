@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.collectives import TorchCollectives
+from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.reconciliation import Reconciliation
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 
@@ -81,7 +81,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     @property
     @abstractmethod
-    def collectives(self) -> TorchCollectives:
+    def collectives(self) -> Collectives:
         """What carries this strategy's collectives."""
 
     @property
@@ -117,7 +117,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     # --- collectives ---
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over ranks in one round trip, see :meth:`.TorchCollectives.reduce`.
+        """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`.
 
         Args:
             tensor: Any shape and dtype, the same on all ranks; what is not a tensor is returned unchanged.

@@ -29,6 +29,11 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def is_gloo() -> bool:
+    """Whether there is a process group and gloo carries it."""
+    return is_initialized() and dist.get_backend() == "gloo"
+
+
 def check_timeout(timeout: timedelta | None) -> None:
     """Refuses a timeout that no process group can have.
 

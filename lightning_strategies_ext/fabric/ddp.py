@@ -115,7 +115,7 @@ class DDPStrategy(FabricDDPStrategy):
         return self._gradient_sync.wrap(module, self.root_device)
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over ranks in one round trip, see :meth:`.TorchCollectives.reduce`."""
+        """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`."""
         return self.collectives.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

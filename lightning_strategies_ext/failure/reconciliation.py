@@ -1,21 +1,22 @@
 """Reconciliation: when one rank fails, the other ranks on its host end too, instead of waiting for it.
 
-A rank that fails says so in the process group's key-value store, with its trace. Ranks that fail as well, on their own
-or because a collective lost its peer, say so too and are left to end by themselves. A rank that is still running after
-a grace period is blocked where no exception reaches it, and is killed.
+A rank that fails says so in the key-value store that the ranks share, with its trace. Ranks that fail as well, on their
+own or because a collective lost its peer, say so too and are left to end by themselves. A rank that is still running
+after a grace period is blocked where no exception reaches it, and is killed.
 
 What it does not promise: ending ranks on other hosts. Those end when their backend notices the lost connection (gloo:
 at once; NCCL: at its timeout).
 """
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 
 import psutil
@@ -56,18 +57,26 @@ class Peer:
 
 
 class Reconciliation:
-    """One rank's knowledge of the others. Create it on all ranks together: it gathers where each one runs.
+    """One rank's knowledge of the others. Create it on all ranks together: it learns where each one runs.
+
+    Args:
+        store: The store that all ranks share.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        wake: Lets ranks that are blocked in a collective with this one fail, if it can; gets those that are.
 
     Attributes:
-        default_store: The store of the process group that it was created in, and is good for.
+        default_store: That store.
     """
 
-    def __init__(self) -> None:
-        self._rank = dist.get_rank()
-        self.default_store = process_group.default_store()
-        peers: list[Peer] = [Peer.this_process(self._rank)] * dist.get_world_size()
-        dist.all_gather_object(peers, peers[0])
-        self._peers: Sequence[Peer] = [peer for peer in peers if peer.rank != self._rank]
+    def __init__(self, store: dist.Store, rank: int, world_size: int, wake: Callable[[Sequence[Peer]], None]) -> None:
+        self._rank = rank
+        self._wake = wake
+        self.default_store = store
+        addresses = dist.PrefixStore(f"lightning_strategies_ext/peers/{next(_stage_numbers)}", store)
+        addresses.set(str(rank), json.dumps(asdict(Peer.this_process(rank))))
+        others = [other for other in range(world_size) if other != rank]
+        self._peers: Sequence[Peer] = [Peer(**json.loads(addresses.get(str(other)))) for other in others]
         self._host = _host_identity()
         self.start_stage()
 
@@ -98,9 +107,7 @@ class Reconciliation:
         """
         self.announce(trace)
         if not self._wait_for_others(ANNOUNCE_S):
-            # A rank inside a gloo collective wakes up with an error once its connection to us closes.
-            if dist.is_initialized() and dist.get_backend() == "gloo":
-                _disconnect_from(self._unreconciled())
+            self._wake(self._unreconciled())
             self._wait_for_others(GRACE_S)
         for peer in self._unreconciled():
             _say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end, it is killed. {trace}")
@@ -127,11 +134,15 @@ class Reconciliation:
             return False
 
 
-def _disconnect_from(peers: Sequence[Peer]) -> None:
+def disconnect_gloo(peers: Sequence[Peer]) -> None:
     """Shuts down this process's TCP connections to others on its host, but for the key-value store's.
 
-    `destroy_process_group` does not do that: the model in DDP keeps the group, and traces keep the model (torch 2.13).
+    A rank inside a collective of gloo wakes up with an error once its connection to us closes. Other backends do not
+    notice: nothing is done then. `destroy_process_group` does not close connections: the model in DDP keeps the group,
+    and traces keep the model (torch 2.13).
     """
+    if not process_group.is_gloo():
+        return
     theirs: set[tuple[str, int]] = set()
     for peer in peers:
         with suppress(psutil.Error):

@@ -1,0 +1,309 @@
+"""What collectives mean, whatever carries them: dtypes, means of integers, objects, votes.
+
+An engine carries tensors of a few dtypes. Everything else is made of that here, once: each operation costs the round
+trips its meaning needs and no more. No barrier before a reduction (Lightning's own runs one), one broadcast for a
+small object (torch's ``broadcast_object_list`` takes two and a size exchange), one gather straight into the stacked
+result. In a process that belongs to no group each returns its input.
+
+Not promised: tensors of different shapes on different ranks, where an engine does not promise it. Finding out would
+cost a round trip per call.
+"""
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+#: What `reduce_op` may be as a string, in any case → its name here.
+REDUCE_OPS = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "min": "min",
+    "max": "max",
+    "product": "product",
+    "prod": "product",
+}
+
+#: The dtypes that engines reduce. To be reduced, everything else travels as a wider type that holds each of its values;
+#: to be gathered, as its bytes.
+NATIVE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+_WIDER = {
+    torch.bool: torch.uint8,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+
+#: Size of the first message of an object broadcast, in bytes: a length, then as much of the pickle as fits. Loopback
+#: and Ethernet take as long for 1 KiB as for one byte, and Lightning's booleans, paths and step counts fit.
+_FIRST_MESSAGE_BYTES = 1024
+_LENGTH_BYTES = 8
+_INLINE_BYTES = _FIRST_MESSAGE_BYTES - _LENGTH_BYTES
+
+
+class Collectives(ABC):
+    """The collectives of one rank.
+
+    Args:
+        device: Gives the device of this rank; asked when an operation must create a tensor of its own.
+    """
+
+    #: Further names of ``reduce_op`` that the engine has.
+    more_reduce_ops: dict[str, str] = {}  # noqa: RUF012
+    #: Dtypes of which the engine reduces tensors where they are.
+    native: frozenset[torch.dtype] = NATIVE
+
+    def __init__(self, device: Callable[[], torch.device]) -> None:
+        self._device = device
+
+    # --- what an engine does ---
+
+    @abstractmethod
+    def rank(self, group: Any = None) -> int | None:
+        """This rank's number in a group, default all ranks; None if it is not in the group or there is none."""
+
+    @abstractmethod
+    def world_size(self, group: Any = None) -> int:
+        """The number of ranks of a group that this rank is in."""
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
+        """Reduces, where it is, a contiguous tensor of a dtype in :attr:`native`; ``"mean"`` of floats only."""
+
+    @abstractmethod
+    def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
+        """Gathers flat tensors of a dtype in :attr:`native`, one after the other, into a flat one."""
+
+    @abstractmethod
+    def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
+        """Overwrites tensors with those of rank ``src``; all are under way before the first is waited for."""
+
+    @abstractmethod
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when every rank has called it.
+
+        Args:
+            name: Shown in the error if the barrier fails.
+        """
+
+    # --- what is made of it ---
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over ranks; every rank gets the result.
+
+        As in Lightning, a contiguous tensor of a type that the engine reduces is overwritten with the result. Use the
+        returned tensor: in all other cases it is a new one.
+
+        Args:
+            tensor: Any shape, layout and dtype, the same on all ranks. What is not a tensor is returned unchanged.
+            group: The engine's kind of group, default all ranks. A rank outside it gets its input back.
+            reduce_op: A key of :data:`REDUCE_OPS` in any case, a ``torch.distributed.ReduceOp``, or None for the mean.
+
+        Returns:
+            The reduced tensor, of the input's dtype; but the mean of integers or booleans is of the default float
+            dtype, and the sum of booleans is an int64 count, as with ``torch.mean`` and ``torch.sum``.
+
+        Raises:
+            ValueError: If ``reduce_op`` is unknown, or has no meaning for the dtype.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        op = self._parse(reduce_op)
+        if self.rank(group) is None:
+            return tensor
+        if tensor.dtype in self.native and tensor.is_contiguous() and (tensor.is_floating_point() or op != "mean"):
+            self._all_reduce(tensor.detach(), op, group)
+            return tensor
+        return self._reduce_copy(tensor.detach(), op, group)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers one tensor from each rank.
+
+        Args:
+            tensor: Shape ``(...)``, any dtype, the same on all ranks.
+            group: The engine's kind of group, default all ranks.
+            sync_grads: Whether the result carries gradients: each rank's input then receives the sum, over all ranks,
+                of the gradients with respect to its slice.
+
+        Returns:
+            Shape ``(world_size, ...)``, in rank order. Without a group: the input.
+        """
+        if self.rank(group) is None:
+            return tensor
+        if sync_grads:
+            gathered: Tensor = _AllGather.apply(tensor, self, group)  # type: ignore[no-untyped-call]
+            return gathered
+        return self._gather(tensor.detach(), group)
+
+    def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """Gathers one tensor from each rank into a list, as torchmetrics wants them."""
+        return list(self._gather(tensor.detach(), group))
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank ``src``.
+
+        Objects whose pickle is under 1 KiB take one round trip, larger ones two.
+
+        Args:
+            obj: On rank ``src`` any picklable object; ignored elsewhere.
+            src: Global rank.
+
+        Raises:
+            ValueError: If there is no rank ``src``.
+            RuntimeError: On every rank, if the object cannot be pickled or (on the rank concerned) unpickled.
+        """
+        rank = self.rank()
+        if rank is None:
+            return obj
+        world_size = self.world_size()
+        if not 0 <= src < world_size:
+            raise ValueError(f"`src={src}`: there are {world_size} ranks; use one from 0 to {world_size - 1}.")
+        if rank == src:
+            self._send_object(obj, src)
+            return obj
+        received: T = self._receive_object(src)
+        return received
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agrees on a decision in one round trip.
+
+        Args:
+            decision: Of this rank.
+            all: True asks whether all ranks say yes, False whether any does.
+        """
+        if self.rank() is None:
+            return bool(decision)
+        vote = torch.tensor(int(decision), dtype=torch.int32, device=self._device())
+        self._all_reduce(vote, "min" if all else "max", None)
+        return bool(vote.item())
+
+    def broadcast_module(self, module: torch.nn.Module, src: int = 0) -> None:
+        """Overwrites the parameters and buffers of ``module`` on every rank with those of rank ``src``.
+
+        Parameters and buffers that the module excludes from DDP are left alone.
+        """
+        if self.rank() is None:
+            return
+        excluded = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named_tensors = [*module.named_parameters(), *module.named_buffers()]
+        self._broadcast([tensor.detach() for name, tensor in named_tensors if name not in excluded], src)
+
+    def _parse(self, reduce_op: Any) -> str:
+        if reduce_op is None:
+            return "mean"
+        name = str(getattr(reduce_op, "name", reduce_op)).lower()
+        names = {**REDUCE_OPS, **self.more_reduce_ops}
+        if name not in names:
+            raise ValueError(
+                f"`reduce_op={reduce_op!r}` is unknown. Use one of {', '.join(names)}, or a ReduceOp of torch."
+            )
+        return names[name]
+
+    def _reduce_copy(self, tensor: Tensor, op: str, group: Any) -> Tensor:
+        """Reduces a tensor that cannot be reduced where it lies; returns a new one."""
+        dtype = tensor.dtype
+        if tensor.is_complex():
+            return self._reduce_complex(tensor, op, group)
+        if tensor.is_floating_point():
+            wire = tensor.to(dtype if dtype in self.native else torch.float32, copy=True).contiguous()
+            self._all_reduce(wire, op, group)
+            return wire.to(dtype)
+        if op == "mean" or (op == "sum" and dtype == torch.bool):
+            # Summed as int64, where neither a count nor a mean of small integers overflows.
+            total = tensor.to(torch.int64, copy=True).contiguous()
+            self._all_reduce(total, "sum", group)
+            return total / self.world_size(group) if op == "mean" else total
+        wider = dtype
+        while wider not in self.native and wider in _WIDER:
+            wider = _WIDER[wider]
+        wire = tensor.to(wider, copy=True).contiguous()
+        self._all_reduce(wire, op, group)
+        return wire.to(dtype)
+
+    def _reduce_complex(self, tensor: Tensor, op: str, group: Any) -> Tensor:
+        if op in ("sum", "mean"):
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            self._all_reduce(torch.view_as_real(total), op, group)
+            return total
+        if op == "product":
+            return self._gather(tensor, group).prod(dim=0)
+        raise ValueError(f"`reduce_op={op}` has no meaning for dtype {tensor.dtype}: complex numbers have no order.")
+
+    def _gather(self, tensor: Tensor, group: Any) -> Tensor:
+        stacked = torch.empty((self.world_size(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel() == 0:
+            return stacked
+        output, input_ = stacked.view(-1), tensor.contiguous().view(-1)
+        if tensor.dtype not in self.native:
+            output, input_ = output.view(torch.uint8), input_.view(torch.uint8)
+        self._all_gather(output, input_, group)
+        return stacked
+
+    def _send_object(self, obj: Any, src: int) -> None:
+        failure: Exception | None = None
+        try:
+            payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+            length = len(payload)
+        except Exception as error:
+            # The others wait for a message: tell them, so that all ranks raise instead of one raising and the rest
+            # waiting for the timeout. A negative length marks the payload as an error text.
+            failure = error
+            payload = f"{type(error).__name__}: {error}".encode(errors="replace")[:_INLINE_BYTES]
+            length = -len(payload)
+        first = length.to_bytes(_LENGTH_BYTES, "little", signed=True) + payload[:_INLINE_BYTES]
+        self._broadcast([self._to_tensor(bytearray(first.ljust(_FIRST_MESSAGE_BYTES, b"\0")))], src)
+        if failure is not None:
+            raise RuntimeError(f"Broadcast from rank {src} failed: {type(obj)} cannot be pickled.") from failure
+        if len(payload) > _INLINE_BYTES:
+            self._broadcast([self._to_tensor(bytearray(payload[_INLINE_BYTES:]))], src)
+
+    def _receive_object(self, src: int) -> Any:
+        first = torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8, device=self._device())
+        self._broadcast([first], src)
+        message = _to_bytes(first)
+        length = int.from_bytes(message[:_LENGTH_BYTES], "little", signed=True)
+        payload = message[_LENGTH_BYTES : _LENGTH_BYTES + min(abs(length), _INLINE_BYTES)]
+        if length < 0:
+            reason = payload.decode(errors="replace")
+            raise RuntimeError(f"Broadcast from rank {src} failed: it could not pickle the object: {reason}")
+        if length > _INLINE_BYTES:
+            rest = torch.empty(length - _INLINE_BYTES, dtype=torch.uint8, device=self._device())
+            self._broadcast([rest], src)
+            payload += _to_bytes(rest)
+        try:
+            return pickle.loads(payload)
+        except Exception as error:
+            raise RuntimeError(f"Broadcast from rank {src}: rank {self.rank()} cannot unpickle it.") from error
+
+    def _to_tensor(self, data: bytearray) -> Tensor:
+        return torch.frombuffer(data, dtype=torch.uint8).to(self._device())
+
+
+class _AllGather(torch.autograd.Function):
+    """all_gather whose backward sums over ranks; written for gloo too, which lacks a reduce-scatter of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, collectives: Collectives, group: Any) -> Tensor:
+        ctx.collectives, ctx.group = collectives, group
+        return collectives._gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Cloned: autograd may hand the same tensor to other functions, and the reduction overwrites.
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        total = ctx.collectives.reduce(total, ctx.group, "sum")
+        return total[ctx.collectives.rank(ctx.group)], None, None
+
+
+def _to_bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().numpy().tobytes()
