@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.dp import DataParallelStrategy as DataParallelStrategy
+    from lightning_strategies_ext.horovod.strategy import HorovodStrategy as HorovodStrategy
     from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
     from lightning_strategies_ext.launch.errors import WorkerRaisedError as WorkerRaisedError
     from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
@@ -32,6 +33,7 @@ _EXPORTS = {
     "DDPSpawnStrategy": "lightning_strategies_ext.ddp_spawn",
     "DDPSpawnPlugin": "lightning_strategies_ext.ddp_spawn",
     "DataParallelStrategy": "lightning_strategies_ext.dp",
+    "HorovodStrategy": "lightning_strategies_ext.horovod.strategy",
     "WorkerDiedError": "lightning_strategies_ext.launch.errors",
     "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
 }

@@ -1,4 +1,4 @@
-"""Command line: ``python -m lightning_strategies_ext [doctor]``."""
+"""Command line: ``python -m lightning_strategies_ext [doctor | install-horovod]``."""
 
 import argparse
 from importlib.metadata import version
@@ -7,17 +7,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_strategies_ext.horovod_build.command import add_arguments, install_horovod
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command.
 
     Returns:
-        The exit code: 0 if every registered strategy can run here, 1 if not.
+        The exit code. Of ``doctor``: 0 if every registered strategy can run here, 1 if not. Of ``install-horovod``: 0
+        if Horovod works, 1 if a step failed, 2 if something is missing that its build needs.
     """
     parser = argparse.ArgumentParser(prog="lightning-strategies-ext", description=main.__doc__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("doctor", help="which strategies are registered, and which can run here (the default)")
-    parser.parse_args(arguments)
+    install = commands.add_parser(
+        "install-horovod", help="build Horovod for the installed torch and prove that it works"
+    )
+    add_arguments(install)
+    parsed = parser.parse_args(arguments)
+    if parsed.command == "install-horovod":
+        return install_horovod(parsed, Console())
     return doctor(Console())
 
 
@@ -30,7 +39,7 @@ def doctor(console: Console) -> int:
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     problems = 0
     for finding in examine():
-        problems += finding.problem is not None
+        problems += finding.is_fault
         verdict = "yes" if finding.problem is None else f"no: {finding.problem}"
         table.add_row(finding.name, ", ".join(finding.front_ends), finding.engine, escape(verdict))
     console.print(table)

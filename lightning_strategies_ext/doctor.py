@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_strategies_ext.discovery import GROUPS
-from lightning_strategies_ext.registry import STRATEGIES, LazyStrategy
+from lightning_strategies_ext.registry import STRATEGIES, EngineNotInstalledError, LazyStrategy
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,14 @@ class Finding:
         front_ends: Where it is registered: "Trainer", "Fabric".
         engine: What carries its collectives.
         problem: Why it cannot run here, or None.
+        is_fault: Whether something is wrong; that an engine is not installed is not.
     """
 
     name: str
     front_ends: tuple[str, ...]
     engine: str
     problem: str | None
+    is_fault: bool = False
 
 
 def examine() -> Iterator[Finding]:
@@ -38,15 +40,18 @@ def examine() -> Iterator[Finding]:
     for name, entries in registered.items():
         problem = next((found for entry in entries.values() if (found := _problem(entry))), None)
         owner = next(iter(entries.values()))["strategy"].owner
-        yield Finding(name, tuple(entries), engines.get(name, f"(package {owner})"), problem)
+        is_fault = problem is not None and not isinstance(problem, EngineNotInstalledError)
+        message = None if problem is None else str(problem)
+        yield Finding(name, tuple(entries), engines.get(name, f"(package {owner})"), message, is_fault)
     for name in sorted(engines.keys() - registered.keys()):
-        yield Finding(name, (), engines[name], "not registered: another package took the name, or discovery failed")
+        message = "not registered: another package took the name, or discovery failed"
+        yield Finding(name, (), engines[name], message, is_fault=True)
 
 
-def _problem(entry: dict[str, Any]) -> str | None:
+def _problem(entry: dict[str, Any]) -> Exception | None:
     """Constructs the strategy as Lightning would; what it refuses is what the user would meet."""
     try:
         entry["strategy"](**entry["init_params"])
     except Exception as error:
-        return str(error)
+        return error
     return None

@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+
+class EngineNotInstalledError(RuntimeError):
+    """What carries a strategy's collectives is not installed, which is no fault: not everybody needs it."""
+
+
 PYTORCH = "pytorch"
 FABRIC = "fabric"
 
@@ -19,6 +24,10 @@ _DDP_CLASS = {
 _DP_CLASS = {
     PYTORCH: "lightning_strategies_ext.dp:DataParallelStrategy",
     FABRIC: "lightning_strategies_ext.fabric.dp:DataParallelStrategy",
+}
+_HOROVOD_CLASS = {
+    PYTORCH: "lightning_strategies_ext.horovod.strategy:HorovodStrategy",
+    FABRIC: "lightning_strategies_ext.fabric.horovod:HorovodStrategy",
 }
 _SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.ddp_spawn:DDPSpawnStrategy"}
 
@@ -65,8 +74,15 @@ def _ddp_family() -> Iterator[NamedStrategy]:
 STRATEGIES: tuple[NamedStrategy, ...] = (
     *_ddp_family(),
     NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP, one process, a replica of the module on each device"),
+    NamedStrategy("horovod_ext", _HOROVOD_CLASS, "Horovod", "DDP over Horovod, under horovodrun, mpirun or by itself"),
     NamedStrategy(
         "dp", {PYTORCH: "lightning_strategies_ext.dp:legacy_dp"}, "threads", "what Lightning 1 called so: `dp_ext`"
+    ),
+    NamedStrategy(
+        "horovod",
+        {PYTORCH: "lightning_strategies_ext.horovod.strategy:legacy_horovod"},
+        "Horovod",
+        "what Lightning 1 called so: `horovod_ext`",
     ),
 )
 

@@ -102,7 +102,14 @@ def run_script(
     *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program with this interpreter, as a user would; kills all it started when it takes too long."""
-    process = start_script(*command, env=env, cwd=cwd)
+    return run_command(sys.executable, *command, env=env, timeout_s=timeout_s, cwd=cwd)
+
+
+def run_command(
+    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs any program; kills all it started when it takes too long."""
+    process = start_command(*command, env=env, cwd=cwd)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -114,8 +121,13 @@ def run_script(
 
 def start_script(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
     """Starts a program with this interpreter; its standard output and error come together."""
+    return start_command(sys.executable, *command, env=env, cwd=cwd)
+
+
+def start_command(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
+    """Starts any program; its standard output and error come together."""
     return subprocess.Popen(
-        [sys.executable, *map(str, command)],
+        [*map(str, command)],
         env={**clean_environment(), "PYTHONPATH": str(REPOSITORY), **(env or {})},
         cwd=cwd,
         stdout=subprocess.PIPE,

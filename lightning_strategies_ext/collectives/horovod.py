@@ -1,0 +1,153 @@
+"""Collectives over Horovod. A group is a Horovod process set. There is no ``join`` before them: all ranks take part.
+
+Operations have names by which Horovod knows, on all ranks, what belongs together. Those that it makes up by counting
+differ between ranks once some of them have used a process set alone, and they never come again, so that what it caches
+for a name is of no use. Ours are always the same: of each only one is under way at a time.
+"""
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from lightning_strategies_ext.collectives.base import Collectives
+
+_OPS = {
+    "mean": hvd.Average,
+    "sum": hvd.Sum,
+    "min": hvd.Min,
+    "max": hvd.Max,
+    "product": hvd.Product,
+    "adasum": hvd.Adasum,
+}
+
+
+class HorovodCollectives(Collectives):
+    """The collectives of one rank of Horovod.
+
+    Args:
+        device: Gives the device of this rank; asked when an operation must create a tensor of its own.
+    """
+
+    more_reduce_ops = {"adasum": "adasum", "average": "mean"}  # noqa: RUF012
+    native = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
+
+    def rank(self, group: Any = None) -> int | None:
+        """This rank's number in a process set; None if it is not in it, or Horovod is not initialised."""
+        if not hvd.is_initialized():
+            return None
+        process_set = _process_set(group)
+        return process_set.rank() if process_set.included() else None
+
+    def world_size(self, group: Any = None) -> int:
+        """The number of ranks of a process set."""
+        return int(_process_set(group).size())
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gathers one tensor from each rank.
+
+        Args:
+            tensor: Any dtype, the same on all ranks. Shapes may differ in the first dimension.
+            group: Process set, default all ranks.
+            sync_grads: Whether the result carries gradients: each rank's input then receives the sum, over all ranks,
+                of the gradients with respect to its part.
+
+        Returns:
+            Shape ``(world_size, ...)``, in rank order, if all ranks have the same shape; otherwise the tensors one
+            after the other along the first dimension. Without Horovod: the input.
+        """
+        if self.rank(group) is None:
+            return tensor
+        gathered, rows = _GatherRows.apply(tensor, self, group)  # type: ignore[no-untyped-call]
+        if not sync_grads:
+            gathered = gathered.detach()
+        if tensor.ndim == 0 or len(set(rows)) == 1:
+            return gathered.view(len(rows), *tensor.shape)  # type: ignore[no-any-return]
+        return gathered  # type: ignore[no-any-return]
+
+    def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """Gathers one tensor from each rank into a list, as torchmetrics wants them; first dimensions may differ."""
+        gathered, rows = self.gather_rows(tensor, group)
+        return [part.view(tensor.shape) if tensor.ndim == 0 else part for part in gathered.split(rows)]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when every rank has called it.
+
+        Args:
+            name: Shown in the error if the barrier fails.
+        """
+        if not hvd.is_initialized():
+            return
+        try:
+            hvd.barrier()
+        except RuntimeError as error:
+            label = f"barrier {name}" if name else "barrier"
+            raise RuntimeError(f"Rank {hvd.rank()}: {label} failed: {error}") from error
+
+    def gather_rows(self, tensor: Tensor, group: Any = None) -> tuple[Tensor, list[int]]:
+        """Gathers tensors that may differ in their number of rows, one after the other, and each rank's number.
+
+        The sizes travel beside the data, so this takes no longer than the data do.
+        """
+        with torch.inference_mode(False):  # Horovod resizes what it allocates, on a thread of its own
+            return self._gather_rows(tensor.clone() if tensor.is_inference() else tensor, _process_set(group))
+
+    def _gather_rows(self, tensor: Tensor, process_set: Any) -> tuple[Tensor, list[int]]:
+        rows = tensor.reshape(1, *tensor.shape) if tensor.ndim == 0 else tensor
+        num_rows = torch.tensor([len(rows)], dtype=torch.int64)
+        name = f"lightning_strategies_ext.gather.{process_set.process_set_id}"
+        sizes_handle = hvd.allgather_async(num_rows, name=f"{name}.sizes", process_set=process_set)
+        flat = rows.detach().contiguous().view(len(rows), prod(rows.shape[1:]))
+        is_carried = flat.dtype in self.native
+        carried = flat if is_carried else flat.view(torch.uint8)
+        data_handle = hvd.allgather_async(carried, name=name, process_set=process_set)
+        gathered, sizes = hvd.synchronize(data_handle), hvd.synchronize(sizes_handle).tolist()
+        return gathered.view(tensor.dtype).view(sum(sizes), *rows.shape[1:]), sizes
+
+    def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
+        process_set = _process_set(group)
+        name = f"lightning_strategies_ext.reduce.{process_set.process_set_id}"
+        hvd.allreduce_(tensor, name=name, op=_OPS[op], process_set=process_set)
+
+    def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
+        output.copy_(self.gather_rows(tensor, group)[0])
+
+    def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
+        handles, copies = [], []
+        for index, tensor in enumerate(tensors):
+            carried = tensor
+            if tensor.dtype not in self.native or not tensor.is_contiguous():
+                carried = tensor.contiguous().view(-1).view(torch.uint8)
+                copies.append((tensor, carried))
+            if carried.numel():
+                handles.append(hvd.broadcast_async_(carried, src, name=f"lightning_strategies_ext.broadcast.{index}"))
+        for handle in handles:
+            hvd.synchronize(handle)
+        for tensor, carried in copies:
+            if carried.data_ptr() != tensor.data_ptr():
+                tensor.copy_(carried.view(tensor.dtype).view(tensor.shape))
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, collectives: HorovodCollectives, group: Any) -> tuple[Tensor, list[int]]:
+        gathered, rows = collectives.gather_rows(tensor, group)
+        ctx.collectives, ctx.group, ctx.rows, ctx.shape = collectives, group, rows, tensor.shape
+        return gathered, rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total = ctx.collectives.reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.group, "sum")
+        rank = ctx.collectives.rank(ctx.group)
+        return total.narrow(0, sum(ctx.rows[:rank]), ctx.rows[rank]).view(ctx.shape), None, None
+
+
+def _process_set(group: Any) -> Any:
+    if group is None:
+        return hvd.global_process_set
+    if not isinstance(group, hvd.ProcessSet):
+        raise TypeError(f"`group` must be a horovod.torch.ProcessSet, or None for all ranks, got {group!r}.")
+    return group

@@ -1,0 +1,199 @@
+"""HorovodStrategy for Fabric: ``Fabric(strategy="horovod_ext")``, on the services the Trainer's face uses."""
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
+from lightning.fabric.utilities.seed import reset_seed
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.gradient_sync import check_has_trainable_parameters
+from lightning_strategies_ext.horovod import runtime
+from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
+from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
+from lightning_strategies_ext.parallel import check_devices, check_plugins
+
+T = TypeVar("T")
+
+
+class HorovodStrategy(FabricParallelStrategy):
+    """Multi-process data parallelism over Horovod, under Fabric.
+
+    Args:
+        accelerator: As chosen by ``Fabric(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process. As chosen by ``Fabric(devices=...)`` if None.
+        checkpoint_io: How checkpoints are written.
+        precision: As chosen by ``Fabric(precision=...)`` if None.
+        compression: "none", or "fp16": gradients travel in half the bytes.
+        op: "average" or "sum". Adasum combines optimizers' steps, which the Trainer's face can do.
+        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 leaves it to Horovod.
+        sparse_as_dense: Whether sparse gradients are made dense before they are exchanged.
+        gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
+            number of ranks after.
+        process_set: The ranks that exchange gradients; None for all.
+
+    Raises:
+        RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value or a combination cannot work.
+
+    Example::
+
+        fabric = Fabric(strategy="horovod_ext", devices=2)
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        compression: Compression = "none",
+        op: str = "average",
+        num_groups: int = 0,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        process_set: Any = None,
+    ) -> None:
+        if op == "adasum":
+            raise ValueError(
+                "`op='adasum'` combines what optimizers do, which Fabric leaves to your loop. Use the Trainer, or"
+                " Horovod's own DistributedOptimizer."
+            )
+        self._options = ExchangeOptions(
+            compression,
+            op,  # type: ignore[arg-type]
+            num_groups,
+            sparse_as_dense,
+            gradient_predivide_factor,
+            process_set,
+        )
+        check_plugins(accelerator, None, checkpoint_io)
+        check_devices(parallel_devices)
+        if precision is not None and not isinstance(precision, Precision):
+            raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
+        runtime.check_installed()
+        launch = runtime.Launch.find()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=None if launch is None else runtime.HorovodEnvironment(launch),
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self._num_nodes = 1
+        self._exchanges: list[GradientExchange] = []
+        self._hold_back = _HoldBack()
+        self._backward_sync_control = self._hold_back
+        self._collectives: Collectives | None = None
+
+    @property
+    def collectives(self) -> Collectives:
+        """Horovod's, on this rank's device."""
+        if self._collectives is None:
+            from lightning_strategies_ext.collectives.horovod import HorovodCollectives
+
+            self._collectives = HorovodCollectives(lambda: self.root_device)
+        return self._collectives
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return runtime.num_processes(self.parallel_devices or [], self.cluster_environment)
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts, as ``Fabric(num_nodes=...)`` says."""
+        return self._num_nodes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices
+        return runtime.device_of_rank(self.parallel_devices, self.local_rank)
+
+    def _configure_launcher(self) -> None:
+        # The last that Fabric's constructor calls: everything is known, and nothing started.
+        assert self.cluster_environment is not None
+        runtime.check_num_nodes(self._num_nodes, self.cluster_environment)
+        runtime.configure(self.parallel_devices or [], self.cluster_environment)
+        self._launcher = FabricHorovodLauncher(self.cluster_environment, self.num_processes)
+
+    def setup_environment(self) -> None:
+        """Prepares the device and joins the other ranks; returns when all have.
+
+        Raises:
+            RuntimeError: If this process has joined other ranks before.
+        """
+        assert self.cluster_environment is not None
+        super().setup_environment()
+        reset_seed()
+        runtime.start(self.cluster_environment, self.num_processes, self.root_device, self._options.process_set)
+
+    def setup_module(self, module: Module) -> Module:
+        """Gives a module rank 0's weights, and lets its gradients be exchanged.
+
+        Raises:
+            ValueError: If no parameter of it needs a gradient.
+        """
+        check_has_trainable_parameters(module)
+        self.collectives.broadcast_module(module)
+        exchange = GradientExchange(module, self._options)
+        self._exchanges.append(exchange)
+        self._hold_back.exchanges[id(module)] = exchange
+        return module
+
+    def module_to_device(self, module: Module) -> None:
+        """Moves a module to the device of this rank."""
+        module.to(self.root_device)
+
+    def backward(self, tensor: Tensor, module: Module | None = None, *args: Any, **kwargs: Any) -> None:
+        """Runs the backward pass, and waits until the gradients are those of all ranks."""
+        super().backward(tensor, module, *args, **kwargs)
+        for exchange in self._exchanges:
+            exchange.finish()
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`."""
+        return self.collectives.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers one tensor per rank, see :meth:`.HorovodCollectives.all_gather`."""
+        return self.collectives.all_gather(tensor, group, sync_grads)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank ``src``; small ones in one round trip."""
+        return self.collectives.broadcast(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Returns when every rank has called it."""
+        self.collectives.barrier(name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
+        return self.collectives.reduce_boolean_decision(decision, all)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills a registry of its own."""
+        registry.register_class(strategy_registry, registry.FABRIC, cls)
+
+
+class _HoldBack(_lightning.BackwardSyncControl):
+    """Keeps the gradients of one module from being exchanged."""
+
+    def __init__(self) -> None:
+        self.exchanges: dict[int, GradientExchange] = {}
+
+    def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        if enabled and id(module) in self.exchanges:
+            stack.enter_context(self.exchanges[id(module)].held_back())
+        return stack

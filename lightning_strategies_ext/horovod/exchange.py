@@ -1,0 +1,270 @@
+"""The exchange of gradients over Horovod, while the backward pass still runs.
+
+Each parameter's gradient is on its way as soon as autograd has added it up; Horovod fuses small ones by itself. After
+the backward pass :meth:`GradientExchange.finish` waits for those that are left, so that clipping and the optimizer see
+the gradients of all ranks. While the exchange is held back, gradients add up locally, and the next backward pass that
+is not held back exchanges their sum: once per window of accumulation.
+
+Adasum combines not gradients but what each rank's optimizer has made of its own (as Horovod's ``DistributedOptimizer``
+does): see :class:`DeltaExchange`.
+
+What it does not promise: that ranks may leave out different parameters for free. A parameter without a gradient on one
+rank is exchanged as zeros after the backward pass, by all ranks.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+Compression = Literal["none", "fp16"]
+Op = Literal["average", "sum", "adasum"]
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How gradients are exchanged. It names no class of Horovod's, so that it can be checked without Horovod.
+
+    Attributes:
+        compression: "none", or "fp16" to halve the bytes.
+        op: "average", "sum" or "adasum".
+        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 leaves it to Horovod.
+        sparse_as_dense: Whether sparse gradients are made dense first.
+        gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
+            number of ranks after.
+        process_set: The ranks that exchange gradients; None for all.
+
+    Raises:
+        TypeError: If a value is of the wrong kind.
+        ValueError: If a value or a combination cannot work.
+    """
+
+    compression: Compression = "none"
+    op: Op = "average"
+    num_groups: int = 0
+    sparse_as_dense: bool = False
+    gradient_predivide_factor: float = 1.0
+    process_set: Any = None
+
+    def __post_init__(self) -> None:
+        if str(self.compression) == "bf16":
+            raise ValueError(
+                "`compression='bf16'`: Horovod 0.28 cannot sum bfloat16. Use 'fp16' (with a gradient scaler, since its"
+                " range is small), or 'none'."
+            )
+        for name, known in (("compression", ("none", "fp16")), ("op", ("average", "sum", "adasum"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` is unknown. Use one of {', '.join(known)}.")
+        if not isinstance(self.num_groups, int) or self.num_groups < 0:
+            raise ValueError(f"`num_groups={self.num_groups!r}` must be a whole number, 0 or more.")
+        if not isinstance(self.sparse_as_dense, bool):
+            raise TypeError(f"`sparse_as_dense` must be True or False, got {self.sparse_as_dense!r}.")
+        if not isinstance(self.gradient_predivide_factor, (int, float)) or self.gradient_predivide_factor <= 0:
+            raise ValueError(f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` must be above 0.")
+        if self.gradient_predivide_factor != 1.0 and self.op != "average":
+            raise ValueError(
+                f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` splits the division of an average, and"
+                f" `op={self.op!r}` is none. Leave one of them out."
+            )
+
+
+@dataclass
+class Pending:
+    """A gradient that is on its way.
+
+    Attributes:
+        gradient: Where the result goes.
+        wire: What travels: the gradient itself, or a copy in another dtype or layout.
+        handle: Horovod's.
+    """
+
+    gradient: Tensor
+    wire: Tensor
+    handle: Any
+
+
+class GradientExchange:
+    """Exchanges the gradients of a module's parameters.
+
+    Args:
+        module: The module, on its device, with the same weights on all ranks.
+        options: How.
+    """
+
+    def __init__(self, module: Module, options: ExchangeOptions) -> None:
+        import horovod.torch as hvd
+
+        self._hvd = hvd
+        self._options = options
+        self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
+        self._names = {parameter: f"gradient.{name}" for name, parameter in module.named_parameters()}
+        self._groups = _groups(list(self._names), options.num_groups)
+        self._is_held_back = False
+        self._ready: set[Parameter] = set()
+        self._pending: dict[Parameter, Pending] = {}
+        self._pending_sparse: list[tuple[Parameter, Callable[[], Tensor]]] = []
+        self._hooks: dict[Parameter, Any] = {}
+        self._hook_in()
+
+    @contextmanager
+    def held_back(self) -> Generator[None, None, None]:
+        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
+        before, self._is_held_back = self._is_held_back, True
+        try:
+            yield
+        finally:
+            self._is_held_back = before
+
+    def finish(self) -> None:
+        """Waits until all gradients of the backward pass that has ended are those of all ranks.
+
+        Raises:
+            RuntimeError: If another rank has failed or shut Horovod down.
+        """
+        if self._is_held_back or not self._process_set.included():
+            return
+        zeros: dict[Parameter, Tensor] = {}
+        for parameter in self._names:
+            if parameter.requires_grad and parameter not in self._ready:
+                if parameter.grad is None:
+                    zeros[parameter] = parameter.grad = torch.zeros_like(parameter)
+                self._start(parameter)
+        for handle in {id(pending.handle): pending.handle for pending in self._pending.values()}.values():
+            self._hvd.synchronize(handle)
+        for parameter, pending in self._pending.items():
+            if pending.wire is not pending.gradient:
+                pending.gradient.copy_(pending.wire)
+            if parameter in zeros and not pending.gradient.any():
+                parameter.grad = None  # no rank has used it: the optimizer must not see a gradient of zeros
+        for parameter, result in self._pending_sparse:
+            parameter.grad = result()
+        self._pending.clear()
+        self._pending_sparse.clear()
+        self._ready.clear()
+        self._hook_in()  # parameters that were frozen before
+
+    def close(self) -> None:
+        """Lets go of the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def _hook_in(self) -> None:
+        for parameter in self._names:
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, Parameter)
+        if not self._is_held_back and self._process_set.included():
+            self._start(parameter)
+
+    def _start(self, parameter: Parameter) -> None:
+        if parameter in self._ready:
+            raise RuntimeError(
+                f"The backward pass has reached {self._names[parameter]} twice before it was over. Call"
+                " `self.manual_backward` once for each loss, and let each return before the next."
+            )
+        self._ready.add(parameter)
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse and not self._options.sparse_as_dense:
+            result = self._hvd.sparse_allreduce_async(
+                gradient.coalesce(), self._names[parameter], self._op, self._process_set
+            )
+            self._pending_sparse.append((parameter, result))
+            return
+        if gradient.is_sparse:
+            gradient = parameter.grad = gradient.to_dense()
+        group = self._groups.get(parameter)
+        if group is None:
+            self._send([parameter], self._names[parameter])
+        elif all(member in self._ready or not member.requires_grad for member in group):
+            members = [member for member in group if member in self._ready and member not in self._pending]
+            self._send(members, f"group.{self._names[group[0]]}")
+
+    def _send(self, parameters: Sequence[Parameter], name: str) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        wires = [self._on_the_wire(gradient) for gradient in gradients]
+        factor = self._options.gradient_predivide_factor
+        scales = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        common = {"name": name, "op": self._op, "process_set": self._process_set, **scales}
+        if len(wires) == 1:
+            handle = self._hvd.allreduce_async_(wires[0], **common)
+        else:
+            handle = self._hvd.grouped_allreduce_async_(wires, **common)
+        for parameter, gradient, wire in zip(parameters, gradients, wires, strict=True):
+            self._pending[parameter] = Pending(gradient, wire, handle)
+
+    def _on_the_wire(self, gradient: Tensor) -> Tensor:
+        if self._options.compression == "fp16" and gradient.is_floating_point():
+            return gradient.to(torch.float16).contiguous()
+        if gradient.dtype == torch.bfloat16:  # Horovod cannot sum it
+            return gradient.to(torch.float32).contiguous()
+        return gradient.contiguous()
+
+    @property
+    def _op(self) -> Any:
+        return {"average": self._hvd.Average, "sum": self._hvd.Sum}[self._options.op]
+
+
+class DeltaExchange:
+    """Combines, by Adasum, how far each rank's optimizer has moved the parameters (Maleki et al., 2020).
+
+    Args:
+        options: How.
+
+    Raises:
+        RuntimeError: If this Horovod has no Adasum, or not for so many ranks.
+    """
+
+    def __init__(self, options: ExchangeOptions) -> None:
+        import horovod.torch as hvd
+
+        self._hvd = hvd
+        self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
+        self._is_compressed = options.compression == "fp16"
+        size = self._process_set.size()
+        if not hvd.mpi_enabled() and not hvd.nccl_built():
+            raise RuntimeError(
+                "`op='adasum'` needs Horovod over MPI: start the ranks with `mpirun` (or `horovodrun --mpi`), with a"
+                " Horovod that was built by `python -m lightning_strategies_ext install-horovod --mpi`."
+            )
+        if size & (size - 1):
+            raise RuntimeError(f"`op='adasum'` needs 1, 2, 4, 8, ... ranks; there are {size}.")
+
+    @contextmanager
+    def around_step(self, parameters: Iterable[Tensor]) -> Generator[None, None, None]:
+        """Lets an optimizer's step inside it be the combination of all ranks' steps."""
+        moved = [parameter for parameter in parameters if parameter.requires_grad]
+        starts = [parameter.detach().clone() for parameter in moved]
+        yield
+        if not self._process_set.included():
+            return
+        deltas = [parameter.detach() - start for parameter, start in zip(moved, starts, strict=True)]
+        wires = [delta.to(torch.float16) if self._is_compressed else _summable(delta) for delta in deltas]
+        handles = [
+            self._hvd.allreduce_async_(wire, name=f"delta.{index}", op=self._hvd.Adasum, process_set=self._process_set)
+            for index, wire in enumerate(wires)
+        ]
+        for parameter, start, wire, handle in zip(moved, starts, wires, handles, strict=True):
+            self._hvd.synchronize(handle)
+            parameter.detach().copy_(start + wire.to(start.dtype))
+
+
+def _summable(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _groups(parameters: list[Parameter], num_groups: int) -> dict[Parameter, list[Parameter]]:
+    if not num_groups:
+        return {}
+    size = -(-len(parameters) // num_groups)
+    # Gradients come in the order from the last layer to the first.
+    parameters = parameters[::-1]
+    groups = [parameters[start : start + size] for start in range(0, len(parameters), size)]
+    return {parameter: group for group in groups for parameter in group}

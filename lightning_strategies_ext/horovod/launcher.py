@@ -1,0 +1,35 @@
+"""The launchers of ranks that no launcher of Horovod's has started: the user's script runs once more for each."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.horovod import runtime
+from lightning_strategies_ext.launch.launchers import ScriptLauncher
+
+
+class HorovodLauncher(ScriptLauncher):
+    """Starts the further ranks of this host, unless ``horovodrun`` or ``mpirun`` has.
+
+    Args:
+        strategy: Its ``check_before_launch(trainer)`` raises to refuse a run.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Starts the ranks if they are not there yet, and runs ``function`` in this one."""
+        if not self.cluster_environment.creates_processes_externally:
+            runtime.serve_rendezvous(self.num_processes)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+class FabricHorovodLauncher(_lightning.FabricSubprocessScriptLauncher):
+    """The same for Fabric."""
+
+    def __init__(self, cluster_environment: Any, num_processes: int) -> None:
+        super().__init__(cluster_environment, num_processes, 1)
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Starts the ranks if they are not there yet, and runs ``function`` in this one."""
+        if not self.cluster_environment.creates_processes_externally:
+            runtime.serve_rendezvous(self.num_processes)
+        return super().launch(function, *args, **kwargs)

@@ -1,0 +1,330 @@
+"""HorovodStrategy: data parallelism over Horovod, under ``horovodrun``, ``mpirun``, or started by ``fit`` itself.
+
+Names ``horovod_ext``, and ``horovod``, which Lightning 2 dropped. Horovod is another engine than torch.distributed: the
+Trainer's collectives, the sampler's ranks, the agreement on a SIGTERM, the end of failing ranks and the synchronisation
+of metrics all go through it. No collective waits for a ``join``: all ranks take part in all of them.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.failure.reconciliation import Reconciliation
+from lightning_strategies_ext.failure.termination import TerminationAgreement
+from lightning_strategies_ext.gradient_sync import check_has_trainable_parameters
+from lightning_strategies_ext.horovod import runtime
+from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
+from lightning_strategies_ext.horovod.exchange import (
+    Compression,
+    DeltaExchange,
+    ExchangeOptions,
+    GradientExchange,
+    Op,
+)
+from lightning_strategies_ext.horovod.launcher import HorovodLauncher
+from lightning_strategies_ext.horovod.metrics import MetricSync
+from lightning_strategies_ext.parallel import ParallelStrategy
+
+
+class HorovodStrategy(ParallelStrategy):
+    """Multi-process data parallelism over Horovod.
+
+    Args:
+        accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
+        parallel_devices: Devices of this host, one per process. As chosen by ``Trainer(devices=...)`` if None.
+        checkpoint_io: How checkpoints are written.
+        precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
+        compression: "none", or "fp16": gradients travel in half the bytes.
+        op: "average" or "sum" of the gradients, or "adasum" of what each rank's optimizer made of its own.
+        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 leaves it to Horovod.
+        sparse_as_dense: Whether sparse gradients are made dense before they are exchanged.
+        gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
+            number of ranks after.
+        scale_learning_rate: Whether learning rates are multiplied by the number of ranks, as Lightning 1 did.
+        process_set: The ranks that exchange gradients; None for all.
+
+    Raises:
+        RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value or a combination cannot work.
+
+    Example::
+
+        # horovodrun -np 2 python train.py, or mpirun -np 2 python train.py, or with devices=2: python train.py
+        trainer = Trainer(strategy="horovod_ext")
+    """
+
+    strategy_name = "horovod_ext"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        compression: Compression = "none",
+        op: Op = "average",
+        num_groups: int = 0,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        scale_learning_rate: bool = False,
+        process_set: Any = None,
+    ) -> None:
+        self._options = ExchangeOptions(
+            compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
+        )
+        if not isinstance(scale_learning_rate, bool):
+            raise TypeError(f"`scale_learning_rate` must be True or False, got {scale_learning_rate!r}.")
+        runtime.check_installed()
+        launch = runtime.Launch.find()
+        environment: ClusterEnvironment | None = None
+        if launch is not None:
+            environment = runtime.HorovodEnvironment(launch)
+            runtime.say_rank(launch.rank)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._scale_learning_rate = scale_learning_rate
+        self._exchange: GradientExchange | None = None
+        self._deltas: DeltaExchange | None = None
+        self._metrics: MetricSync | None = None
+        self._batch_norm: SynchronizedBatchNorm | None = None
+        self._collectives: Collectives | None = None
+        self._store: Any = None
+
+    @property
+    def collectives(self) -> Collectives:
+        """Horovod's, on this rank's device."""
+        if self._collectives is None:
+            from lightning_strategies_ext.collectives.horovod import HorovodCollectives
+
+            self._collectives = HorovodCollectives(lambda: self.root_device)
+        return self._collectives
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: each rank has a part of the data."""
+        return True
+
+    @property
+    def rank(self) -> int:
+        """Global rank, as Horovod calls it."""
+        return self.global_rank
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return runtime.num_processes(self.parallel_devices or [], self.cluster_environment)
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts."""
+        environment = self.cluster_environment
+        if isinstance(environment, runtime.HorovodEnvironment):
+            return max(1, environment.launch.size // environment.launch.local_size)
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        runtime.check_num_nodes(num_nodes, self.cluster_environment)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        if not self.parallel_devices:
+            raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
+        return runtime.device_of_rank(self.parallel_devices, self.local_rank)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the data is this rank's."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """False: the Trainer counts, and gradients add up locally until it says so."""
+        return False
+
+    # --- environment, launch ---
+
+    def _configure_launcher(self) -> None:
+        # Called by the Trainer when devices and environment are known, in one process still.
+        assert self.cluster_environment is not None
+        runtime.configure(self.parallel_devices or [], self.cluster_environment)
+        self._launcher = HorovodLauncher(self)
+
+    def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
+        """Refuses, before processes start, a ``fit`` that cannot work.
+
+        Raises:
+            ValueError: If layers are to be synchronised otherwise than batch normalisation on GPUs.
+        """
+        layer_sync = _lightning.layer_sync(self)
+        if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
+            raise ValueError(
+                f"`plugins=[{type(layer_sync).__name__}(...)]` syncs layers over torch.distributed, which is not there"
+                " under Horovod. For batch normalisation, `Trainer(sync_batchnorm=True)` does it on GPUs."
+            )
+        if layer_sync is not None and self.root_device.type == "cpu":
+            raise ValueError(
+                "`sync_batchnorm=True` needs GPUs: Horovod's SyncBatchNorm does not compute on CPUs. Leave it out, or"
+                " use `accelerator='gpu'`."
+            )
+
+    def setup_environment(self) -> None:
+        """Prepares the device and joins the other ranks; returns when all have.
+
+        Raises:
+            RuntimeError: If this process has joined other ranks before.
+        """
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.accelerator.setup_device(self.root_device)
+        self._has_failed = False
+        reset_seed()
+        runtime.start(self.cluster_environment, self.num_processes, self.root_device, self._options.process_set)
+        runtime.say_rank(self.global_rank)
+        if self.world_size > 1:
+            if self._reconciliation is None or self._store is not runtime.store():
+                self._store = runtime.store()
+                self._reconciliation = Reconciliation(
+                    self._store, self.global_rank, self.world_size, lambda peers: runtime.shut_down()
+                )
+            else:
+                self._reconciliation.start_stage()
+
+    # --- setup ---
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Places the model on the device with rank 0's weights, and creates the optimizers.
+
+        Raises:
+            RuntimeError: If ``op="adasum"`` cannot be had from this Horovod.
+            ValueError: If a model to be trained has no parameter that needs a gradient.
+        """
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        if is_fitting and _lightning.layer_sync(self) is not None:
+            self._batch_norm = SynchronizedBatchNorm(module)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self.collectives.broadcast_module(module)
+        if is_fitting:
+            check_has_trainable_parameters(module)
+            self.setup_optimizers(trainer)
+            if self._scale_learning_rate:
+                self._multiply_learning_rates()
+        self.setup_precision_plugin()
+        if is_fitting:
+            _lightning.move_optimizers(self.optimizers, self.root_device)
+            if self._options.op == "adasum":
+                self._deltas = DeltaExchange(self._options)
+            else:
+                self._exchange = GradientExchange(module, self._options)
+        self._metrics = MetricSync(module, self.collectives)
+        _lightning.skip_needless_moves(trainer)
+        must_stop = self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
+        store = self._store if self.world_size > 1 else None
+        agreement = TerminationAgreement(store, self.global_rank, self.world_size, is_requested=must_stop)
+        self._agree_on_sigterm(trainer, agreement)
+
+    def model_to_device(self) -> None:
+        """Moves the model to the device of this rank."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # --- step ---
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
+        with nullcontext() if self._exchange is None else self._exchange.held_back():
+            yield
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Waits until the gradients are those of all ranks, so that they can be clipped and used."""
+        if self._exchange is not None:
+            self._exchange.finish()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps the optimizer; with Adasum, combines the steps of all ranks.
+
+        Returns:
+            What the optimizer's ``step`` returned.
+        """
+        if self._deltas is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        with self._deltas.around_step(parameters):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # --- teardown ---
+
+    def teardown(self) -> None:
+        """Moves the model off the device and frees what the strategy holds. A second call does no harm.
+
+        Horovod stays initialised for the next stage, and is shut down when the interpreter ends.
+        """
+        if self._exchange is not None:
+            self._exchange.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._batch_norm is not None:
+            self._batch_norm.revert()
+        self._exchange = self._deltas = self._metrics = self._batch_norm = None
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills a registry of its own."""
+        registry.register_class(strategy_registry, registry.PYTORCH, cls)
+
+    def _multiply_learning_rates(self) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= self.world_size
+                if "initial_lr" in group:
+                    group["initial_lr"] *= self.world_size
+        for config in self.lr_scheduler_configs:
+            if hasattr(config.scheduler, "base_lrs"):
+                config.scheduler.base_lrs = [lr * self.world_size for lr in config.scheduler.base_lrs]
+
+    def __getstate__(self) -> dict[str, Any]:
+        private = ("_exchange", "_deltas", "_metrics", "_batch_norm", "_collectives", "_store")
+        return {**super().__getstate__(), **dict.fromkeys(private)}
+
+
+def legacy_horovod(**kwargs: Any) -> HorovodStrategy:
+    """What ``Trainer(strategy="horovod")`` gives where Lightning has no such name."""
+    strategy = HorovodStrategy(**kwargs)  # which knows the rank
+    rank_zero_info(
+        "`strategy='horovod'` is served by lightning-strategies-ext; it is the same as `strategy='horovod_ext'`."
+    )
+    return strategy
