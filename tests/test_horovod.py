@@ -186,7 +186,7 @@ def collectives() -> dict[str, Any]:
             found[f"{op} of {dtype}"] = (value.tolist(), value.dtype)
     found["complex"] = strategy.reduce(torch.tensor([1j * rank]), reduce_op="sum").tolist()
     found["text"] = strategy.reduce("text")
-    found["gathered"] = strategy.all_gather(torch.tensor([rank, rank])).tolist()
+    found["gathered"] = strategy.all_gather(result=torch.tensor([rank, rank])).tolist()
     found["gathered scalars"] = strategy.all_gather(torch.tensor(float(rank))).tolist()
     found["gathered bools"] = strategy.all_gather(torch.tensor([rank == 0])).tolist()
     found["uneven"] = strategy.all_gather(torch.full((rank + 1, 2), rank)).tolist()
@@ -389,15 +389,28 @@ def test_the_examples_train(name, tmp_path):
 # --- one exchange per window ---
 
 
-def count_exchanges(accumulate: int, directory: str) -> int:
+WINDOWS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    # Eight batches per epoch.
+    "of one": (MLP, {}, 8),
+    "of three and a last of two": (MLP, {"accumulate_grad_batches": 3}, 3),
+    "of four": (MLP, {"accumulate_grad_batches": 4}, 2),
+    "of one in the first epoch and of four in the second": (MLP, {"max_epochs": 2, "schedule": {0: 1, 1: 4}}, 10),
+    "of two, under manual optimization": (Accumulates, {}, 4),
+}
+
+
+def count_exchanges(make_model: Any, kwargs: dict[str, Any], path: Path) -> int:
+    """How often each gradient was exchanged, by Horovod's own timeline."""
     import horovod.torch as hvd
 
-    trainer = make_trainer("horovod_ext", accumulate_grad_batches=accumulate, max_epochs=1)
+    kwargs = {"max_epochs": 1, **kwargs}
+    if schedule := kwargs.pop("schedule", None):
+        kwargs["callbacks"] = [GradientAccumulationScheduler(schedule)]
     pl.seed_everything(11, verbose=False)
+    trainer = make_trainer("horovod_ext", **kwargs)
     trainer.strategy.setup_environment()
-    path = Path(directory, f"timeline{accumulate}.json")
     hvd.start_timeline(str(path))
-    trainer.fit(MLP(), loader())
+    trainer.fit(make_model(), loader())
     hvd.stop_timeline()
     time.sleep(0.5)
     if hvd.rank() > 0:
@@ -412,13 +425,16 @@ def count_exchanges(accumulate: int, directory: str) -> int:
     return next(iter(gradients.values()))
 
 
-def count_all_exchanges(directory: str) -> list[int]:
-    return [count_exchanges(accumulate, directory) for accumulate in (1, 3, 4)]
+def count_all_exchanges(directory: str) -> dict[str, int]:
+    return {
+        name: count_exchanges(make_model, kwargs, Path(directory, f"{place}.json"))
+        for place, (name, (make_model, kwargs, _)) in enumerate(WINDOWS.items())
+    }
 
 
 def test_gradients_are_exchanged_once_per_window(tmp_path):
-    # Eight batches: 8 windows of one; two of three and one of two; two of four.
-    assert run_horovod("horovodrun", count_all_exchanges, str(tmp_path))[0] == [8, 3, 2]
+    counts = run_horovod("horovodrun", count_all_exchanges, str(tmp_path))[0]
+    assert counts == {name: expected for name, (_, _, expected) in WINDOWS.items()}
 
 
 # --- checkpoints, callbacks ---

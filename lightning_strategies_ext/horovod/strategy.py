@@ -285,6 +285,18 @@ class HorovodStrategy(ParallelStrategy):
         with self._deltas.around_step(parameters):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
+    # --- collectives ---
+
+    def all_gather(self, result: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gathers one tensor per rank, whose first dimensions may differ; see :meth:`.HorovodCollectives.all_gather`.
+
+        Args:
+            result: The tensor.
+            group: Process set, default all ranks.
+            sync_grads: Whether gradients flow back through the result, to every rank's input.
+        """
+        return super().all_gather(result, group, sync_grads)
+
     # --- teardown ---
 
     def teardown(self) -> None:
