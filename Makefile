@@ -30,12 +30,13 @@ lint: $(VENV)/.installed-dev
 pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(VENV)/bin/pytest
 
-bench: $(VENV)/.installed-dev
+bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.step_time
 	$(RUN) -m benchmarks.dp
 	$(RUN) -m benchmarks.collectives
 	$(RUN) -m benchmarks.discovery
 	$(RUN) -m benchmarks.spawn
+	$(RUN) -m benchmarks.horovod
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

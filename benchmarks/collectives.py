@@ -30,7 +30,17 @@ import torch.distributed as dist
 
 from benchmarks.contenders import silence_lightning
 from benchmarks.ranks import run_ranks
-from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
+from benchmarks.report import (
+    DEFAULT_OUTPUT,
+    Panel,
+    Spread,
+    draw,
+    of_slowest_rank,
+    paired_ratio,
+    print_table,
+    rotated,
+    write_json,
+)
 
 OURS = "ddp_ext"
 WARMUP_CALLS = 10
@@ -118,10 +128,7 @@ def check_same_result(operation: str, call: Call, strategies: dict[str, Any], te
 
 def summarize(operation: str, peer: str, per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
     """Merges what the ranks measured of one operation; the slower rank of a round counts."""
-    us = {
-        name: [max(samples) for samples in zip(*(rank[operation][name] for rank in per_rank), strict=True)]
-        for name in (peer, OURS)
-    }
+    us = of_slowest_rank([rank[operation] for rank in per_rank])
     return {
         "operation": operation,
         "us_per_call": {name: vars(Spread.of(samples)) for name, samples in us.items()},

@@ -58,6 +58,13 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return Spread.of([above / below for above, below in zip(numerators, denominators, strict=True)])
 
 
+def of_slowest_rank(per_rank: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Merges what the ranks measured, name by name: a job is as slow, in each round, as its slowest rank."""
+    return {
+        name: [max(samples) for samples in zip(*(rank[name] for rank in per_rank), strict=True)] for name in per_rank[0]
+    }
+
+
 def rotated(names: Sequence[str], round_index: int) -> list[str]:
     """The order of the contenders in a round: each is first equally often, and follows each other one."""
     start = round_index % len(names)

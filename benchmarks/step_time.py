@@ -30,7 +30,17 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Case, Length, silence_lightning, train_by_hand, train_in_turn, train_with_lightning
 from benchmarks.ranks import run_ranks
-from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
+from benchmarks.report import (
+    DEFAULT_OUTPUT,
+    Panel,
+    Spread,
+    draw,
+    of_slowest_rank,
+    paired_ratio,
+    print_table,
+    rotated,
+    write_json,
+)
 
 OURS = "ddp_ext"
 BY_HAND = "raw torch"
@@ -69,10 +79,7 @@ def measure(cases: list[Case], peer: str, rounds: int, length: Length) -> list[d
 
 def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merges what the ranks measured of one case; the slower rank of a round counts."""
-    ms = {
-        name: [max(samples) for samples in zip(*(rank["ms"][name] for rank in per_rank), strict=True)]
-        for name in per_rank[0]["ms"]
-    }
+    ms = of_slowest_rank([rank["ms"] for rank in per_rank])
     return {
         "case": case.label,
         "hidden": case.hidden,

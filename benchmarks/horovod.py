@@ -1,0 +1,196 @@
+"""Milliseconds per training step on Horovod: `horovod_ext`, a hand-written Horovod loop, and Lightning's stock `ddp`.
+
+    python -m benchmarks.horovod
+    python -m benchmarks.horovod --hidden 32 --rounds 30
+    python -m benchmarks.horovod --quick
+
+Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in memory;
+once with ranks of `horovodrun`, which talk over Horovod's gloo, and once with ranks of `mpirun`, which talk over MPI.
+Per width two cases: plain, and four batches per optimizer step. `ddp` talks over torch's gloo in both.
+
+How it is measured: the ranks start once per launcher; in them the contenders take turns, one short training each per
+round, in an order that changes from round to round. A step is one batch, and its time includes all that the loop does
+between two batches. The slower rank counts. Ratios are taken within a round. All contenders must arrive at the same
+weights, else the program fails. Bytes are counted, in a training of their own, where ours hands gradients to Horovod.
+
+How to read it: Horovod looks for work once in a cycle, 1 ms by default, so a step costs some cycles of waiting, however
+little it computes. Its thread has the ranks talk to each other in every cycle, even when there is no work, on the same
+cores. `ddp` pays for that when it takes turns with Horovod; "ddp alone" is `ddp` in the same processes before Horovod
+was initialised. It is the fairer one to compare with, but its rounds are earlier ones, so its ratio has the machine in
+it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import Case, Length
+from benchmarks.horovod_ranks import BY_HAND, OURS, PEER, PEER_ALONE, run_ranks_under
+from benchmarks.report import (
+    DEFAULT_OUTPUT,
+    Panel,
+    Spread,
+    draw,
+    of_slowest_rank,
+    paired_ratio,
+    print_table,
+    write_json,
+)
+from lightning_strategies_ext.horovod.runtime import check_installed
+
+ACCUMULATE = 4
+LAUNCHER_OF = {"gloo": "horovodrun", "MPI": "mpirun"}
+#: What ours may take, at most, of the time of the hand-written loop, by width.
+MOST_OVER_BY_HAND = {32: 1.5, 1024: 1.1}
+
+
+def transports() -> list[str]:
+    """What this Horovod can talk over; says so if MPI is missing."""
+    import horovod.torch as hvd
+
+    if hvd.mpi_built():
+        return ["gloo", "MPI"]
+    print(
+        "This Horovod was built without MPI, so ranks of mpirun are left out. With it:"
+        " python -m lightning_strategies_ext install-horovod --mpi",
+        file=sys.stderr,
+    )
+    return ["gloo"]
+
+
+def summarize(transport: str, case: Case, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merges what the ranks measured of one case; the slower rank of a round counts."""
+    ms = of_slowest_rank([rank["ms"] for rank in per_rank])
+    return {
+        "case": f"{transport} {case.label}",
+        "transport": transport,
+        "hidden": case.hidden,
+        "accumulate": case.accumulate,
+        "ms_per_step": {name: vars(Spread.of(samples)) for name, samples in ms.items()},
+        "ratios": {
+            f"{OURS}/{name}": vars(paired_ratio(ms[OURS], samples)) for name, samples in ms.items() if name != OURS
+        },
+        "sent_per_step": {name: per_rank[0][name] for name in ("calls", "num_bytes")},
+        "rounds_ms_per_step": {name: [round(sample, 4) for sample in samples] for name, samples in ms.items()},
+    }
+
+
+def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was to be reached beside what was: per goal and case ``wanted``, ``reached`` and ``is_met``."""
+    rows = []
+    bytes_when_plain = {
+        (summary["transport"], summary["hidden"]): summary["sent_per_step"]["num_bytes"]
+        for summary in summaries
+        if summary["accumulate"] == 1
+    }
+    for summary in summaries:
+        ratios = {name: ratio["median"] for name, ratio in summary["ratios"].items()}
+        most = MOST_OVER_BY_HAND.get(summary["hidden"])
+        if most is not None:
+            reached = ratios[f"{OURS}/{BY_HAND}"]
+            rows.append((f"{OURS}/{BY_HAND}", summary["case"], f"at most {most}", reached, reached <= most))
+        if summary["transport"] == "MPI":
+            for name in (PEER, PEER_ALONE):
+                reached = ratios[f"{OURS}/{name}"]
+                rows.append((f"{OURS}/{name}", summary["case"], "below 1", reached, reached < 1))
+        if summary["accumulate"] > 1:
+            plain = bytes_when_plain[summary["transport"], summary["hidden"]]
+            reached, wanted = summary["sent_per_step"]["num_bytes"] / plain, 1 / summary["accumulate"]
+            rows.append(("bytes per step/plain", summary["case"], f"{wanted:g}", reached, reached == wanted))
+    return [dict(zip(("goal", "case", "wanted", "reached", "is_met"), row, strict=True)) for row in rows]
+
+
+def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], directory: Path) -> None:
+    """Prints the tables and draws the plot."""
+    names, ratios = list(summaries[0]["ms_per_step"]), list(summaries[0]["ratios"])
+    labels = [summary["case"] for summary in summaries]
+    times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
+    factors = {name: [Spread(**summary["ratios"][name]) for summary in summaries] for name in ratios}
+    print_table(
+        "ms per training step, 2 CPU ranks: median [quartiles]; what ours sends per step",
+        ["case", *names, "calls", "kB"],
+        [
+            [
+                label,
+                *(times[name][row].text() for name in names),
+                f"{summaries[row]['sent_per_step']['calls']:g}",
+                f"{summaries[row]['sent_per_step']['num_bytes'] / 1e3:.1f}",
+            ]
+            for row, label in enumerate(labels)
+        ],
+        caption=f"{PEER_ALONE}: before Horovod was initialised, so not in turn with the others.",
+    )
+    print_table(
+        f"Time of {OURS} over that of the others: median over rounds [quartiles]",
+        ["case", *ratios],
+        [[label, *(factors[name][row].text() for name in ratios)] for row, label in enumerate(labels)],
+        caption=f"A ratio below 1 means that {OURS} is faster.",
+    )
+    print_table(
+        "Goals, beside the medians that were reached",
+        ["goal", "case", "wanted", "reached", ""],
+        [
+            [
+                goal["goal"],
+                goal["case"],
+                goal["wanted"],
+                f"{goal['reached']:.2f}",
+                "met" if goal["is_met"] else "missed",
+            ]
+            for goal in goals
+        ],
+    )
+    draw(
+        directory,
+        "horovod",
+        "Training step on Horovod, 2 CPU ranks",
+        [
+            Panel("ms per step", labels, times, is_logarithmic=True),
+            Panel(
+                f"{OURS}'s time over",
+                labels,
+                {name.partition("/")[2]: spreads for name, spreads in factors.items()},
+                line_at=1,
+                line_label="equal",
+                colors=("tab:orange", "tab:green", "tab:red"),
+            ),
+        ],
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
+    parser.add_argument("--rounds", type=int, default=18, help="rounds per case; 6 give every order once")
+    parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
+    parser.add_argument("--quick", action="store_true", help="three rounds of 20 steps: to see that it runs")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.steps = 3, 20
+    if arguments.rounds < 1 or arguments.steps < 1:
+        parser.error("--rounds and --steps must be positive")
+    return arguments
+
+
+def main() -> None:
+    """Measures, then prints, writes and draws."""
+    arguments = parse_arguments()
+    check_installed()
+    # A multiple of the accumulation, so that the timed batches hold whole optimizer steps.
+    length = Length(warmup=2 * ACCUMULATE, steps=-(-arguments.steps // ACCUMULATE) * ACCUMULATE)
+    cases = [case for hidden in arguments.hidden for case in (Case(hidden), Case(hidden, accumulate=ACCUMULATE))]
+    summaries = []
+    for transport in transports():
+        per_rank = run_ranks_under(LAUNCHER_OF[transport], cases, arguments.rounds, length)
+        summaries += [summarize(transport, case, list(ranks)) for case, *ranks in zip(cases, *per_rank, strict=True)]
+    goals = compare_with_goals(summaries)
+    present(summaries, goals, arguments.output)
+    settings = {"rounds": arguments.rounds, "warmup": length.warmup, "steps": length.steps}
+    write_json(arguments.output, "horovod", {"settings": settings, "goals": goals, "results": summaries})
+
+
+if __name__ == "__main__":
+    main()

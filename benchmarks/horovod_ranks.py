@@ -1,0 +1,163 @@
+"""The ranks of :mod:`benchmarks.horovod`: how a launcher of Horovod's starts them, and what each of them does.
+
+A rank has a gloo process group of torch's, for Lightning's stock `ddp`, beside what Horovod connects: all contenders
+train in the same processes.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import parameters_to_vector
+
+from benchmarks.contenders import (
+    LEARNING_RATE,
+    Batches,
+    Case,
+    Length,
+    make_net,
+    silence_lightning,
+    train_in_turn,
+    train_with_lightning,
+)
+from benchmarks.ranks import collect, free_port, rank_main
+from benchmarks.report import rotated
+from lightning_strategies_ext.horovod.runtime import Launch
+from tests.horovod_ranks import BIN, LAUNCHERS
+
+OURS = "horovod_ext"
+BY_HAND = "raw Horovod"
+PEER = "ddp"
+PEER_ALONE = "ddp alone"
+NUM_RANKS = 2
+
+
+def run_ranks_under(launcher: str, cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
+    """Starts the ranks with ``horovodrun`` or ``mpirun`` and returns, in rank order, what :func:`measure` returned.
+
+    Raises:
+        RuntimeError: If a rank failed; the launcher has ended the others then.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "arguments").write_bytes(pickle.dumps((free_port(), (cases, rounds, length))))
+        results = [Path(directory, f"rank{rank}") for rank in range(NUM_RANKS)]
+        for file in results:
+            file.touch()
+        start = [str(part).format(n=NUM_RANKS) for part in LAUNCHERS[launcher]]
+        path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
+        ended = subprocess.run(
+            [*start, sys.executable, "-m", __name__, directory],
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+        # A file that a rank has sent its result into is read like the other end of a pipe.
+        per_rank = collect([Connection(os.open(file, os.O_RDONLY), writable=False) for file in results])
+    if ended.returncode:
+        raise RuntimeError(f"{launcher} ended with {ended.returncode}, after its ranks had sent their results.")
+    return per_rank
+
+
+def main() -> None:
+    """Runs in each rank."""
+    directory = Path(sys.argv[1])
+    port, arguments = pickle.loads((directory / "arguments").read_bytes())
+    launch = Launch.find()
+    assert launch is not None, "no launcher of Horovod's has started this process"
+    # Else Lightning would ask mpi4py, where it is installed, for the ranks of `ddp`.
+    os.environ.update(RANK=str(launch.rank), TORCHELASTIC_RUN_ID="benchmark")
+    sender = Connection(os.open(directory / f"rank{launch.rank}", os.O_WRONLY), readable=False)
+    rank_main(measure, arguments, launch.rank, launch.size, port, sender)
+
+
+def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
+    """Runs on every rank: `ddp` while there is no Horovod yet, then all contenders, round by round, case by case.
+
+    Returns:
+        Per case: ``ms`` (contender → one value per round), and what one step of ours hands to Horovod (``calls`` and
+        ``num_bytes``).
+    """
+    silence_lightning()
+    stock = partial(train_with_lightning, PEER)
+    # Horovod's thread has the ranks talk to each other in every cycle, also while `ddp` trains. Horovod over MPI cannot
+    # be shut down and started again, so this comes first and not in turn.
+    alone = [
+        [train_in_turn({PEER: stock}, case, length, reference=PEER)[PEER] for _ in range(rounds)] for case in cases
+    ]
+    import horovod.torch as hvd
+
+    hvd.init()
+    contenders = {OURS: partial(train_with_lightning, OURS), BY_HAND: train_by_hand, PEER: stock}
+    results = []
+    for case, alone_ms in zip(cases, alone, strict=True):
+        ms: dict[str, list[float]] = {name: [] for name in contenders}
+        for round_index in range(rounds):
+            in_order = {name: contenders[name] for name in rotated(list(contenders), round_index)}
+            for name, sample in train_in_turn(in_order, case, length, reference=BY_HAND).items():
+                ms[name].append(sample)
+        if dist.get_rank() == 0:
+            print(f"measured {case.label}", file=sys.stderr, flush=True)
+        results.append({"ms": {**ms, PEER_ALONE: alone_ms}, **count_traffic(case)})
+    return results
+
+
+def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
+    """Trains with nothing but torch and Horovod, as Horovod's documentation shows it.
+
+    Returns:
+        Milliseconds per step on this rank, and the trained weights as one vector.
+    """
+    import horovod.torch as hvd
+
+    batches, model = Batches(case, length), make_net(case)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=case.accumulate,
+    )
+    started_at = 0.0
+    for index, (features, labels) in enumerate(batches):
+        if index % case.accumulate == 0:
+            optimizer.zero_grad()
+        loss = functional.cross_entropy(model(features), labels)
+        (loss / case.accumulate).backward()
+        if (index + 1) % case.accumulate == 0:
+            optimizer.step()
+        if index == length.warmup - 1:
+            started_at = time.perf_counter()
+    ms_per_step = (time.perf_counter() - started_at) * 1e3 / length.steps
+    return ms_per_step, parameters_to_vector(model.parameters()).detach()
+
+
+def count_traffic(case: Case) -> dict[str, float]:
+    """What ours hands to Horovod for its gradients, per batch: the number of calls and of bytes."""
+    import horovod.torch as hvd
+
+    length = Length(warmup=case.accumulate, steps=case.accumulate)
+    num_bytes: list[int] = []
+    allreduce = hvd.allreduce_async_
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("name")).startswith("gradient."):
+            num_bytes.append(tensor.nbytes)
+        return allreduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(hvd, "allreduce_async_", counting):
+        train_with_lightning(OURS, case, length)
+    return {"calls": len(num_bytes) / length.total, "num_bytes": sum(num_bytes) / length.total}
+
+
+if __name__ == "__main__":
+    main()
