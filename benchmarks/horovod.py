@@ -45,18 +45,18 @@ LAUNCHER_OF = {"gloo": "horovodrun", "MPI": "mpirun"}
 MOST_OVER_BY_HAND = {32: 1.5, 1024: 1.1}
 
 
-def transports() -> list[str]:
-    """What this Horovod can talk over; says so if MPI is missing."""
+def without_missing(transports: list[str]) -> list[str]:
+    """Those that this Horovod can talk over; says so if MPI is missing."""
     import horovod.torch as hvd
 
-    if hvd.mpi_built():
-        return ["gloo", "MPI"]
+    if "MPI" not in transports or hvd.mpi_built():
+        return transports
     print(
         "This Horovod was built without MPI, so ranks of mpirun are left out. With it:"
         " python -m lightning_strategies_ext install-horovod --mpi",
         file=sys.stderr,
     )
-    return ["gloo"]
+    return [transport for transport in transports if transport != "MPI"]
 
 
 def summarize(transport: str, case: Case, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,6 +163,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
+    parser.add_argument("--transports", nargs="+", choices=LAUNCHER_OF, default=list(LAUNCHER_OF), help="of Horovod")
     parser.add_argument("--rounds", type=int, default=18, help="rounds per case; 6 give every order once")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
@@ -183,9 +184,11 @@ def main() -> None:
     length = Length(warmup=2 * ACCUMULATE, steps=-(-arguments.steps // ACCUMULATE) * ACCUMULATE)
     cases = [case for hidden in arguments.hidden for case in (Case(hidden), Case(hidden, accumulate=ACCUMULATE))]
     summaries = []
-    for transport in transports():
+    for transport in without_missing(arguments.transports):
         per_rank = run_ranks_under(LAUNCHER_OF[transport], cases, arguments.rounds, length)
         summaries += [summarize(transport, case, list(ranks)) for case, *ranks in zip(cases, *per_rank, strict=True)]
+    if not summaries:
+        sys.exit(1)
     goals = compare_with_goals(summaries)
     present(summaries, goals, arguments.output)
     settings = {"rounds": arguments.rounds, "warmup": length.warmup, "steps": length.steps}
