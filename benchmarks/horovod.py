@@ -17,7 +17,7 @@ How to read it: Horovod looks for work once in a cycle, 1 ms by default, so a st
 little it computes. Its thread has the ranks talk to each other in every cycle, even when there is no work, on the same
 cores. `ddp` pays for that when it takes turns with Horovod; "ddp alone" is `ddp` in the same processes before Horovod
 was initialised. It is the fairer one to compare with, but its rounds are earlier ones, so its ratio has the machine in
-it.
+it. Over MPI a rank that waits keeps its core busy: with other work on the host, all numbers grow several times over.
 """
 
 import argparse

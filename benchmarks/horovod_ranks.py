@@ -48,7 +48,7 @@ def run_ranks_under(launcher: str, cases: list[Case], rounds: int, length: Lengt
     """Starts the ranks with ``horovodrun`` or ``mpirun`` and returns, in rank order, what :func:`measure` returned.
 
     Raises:
-        RuntimeError: If a rank failed; the launcher has ended the others then.
+        RuntimeError: If a rank failed; the others end too, since what they wait for fails.
     """
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "arguments").write_bytes(pickle.dumps((free_port(), (cases, rounds, length))))
