@@ -33,7 +33,8 @@ class HorovodStrategy(FabricParallelStrategy):
         precision: As chosen by ``Fabric(precision=...)`` if None.
         compression: "none", or "fp16": gradients travel in half the bytes.
         op: "average" or "sum". Adasum combines optimizers' steps, which the Trainer's face can do.
-        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 leaves it to Horovod.
+        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 exchanges each by itself;
+            None puts neighbours together until a group holds 1 MiB.
         sparse_as_dense: Whether sparse gradients are made dense before they are exchanged.
         gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
             number of ranks after.
@@ -57,7 +58,7 @@ class HorovodStrategy(FabricParallelStrategy):
         precision: Precision | None = None,
         compression: Compression = "none",
         op: str = "average",
-        num_groups: int = 0,
+        num_groups: int | None = None,
         sparse_as_dense: bool = False,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,

@@ -50,7 +50,8 @@ class HorovodStrategy(ParallelStrategy):
         precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
         compression: "none", or "fp16": gradients travel in half the bytes.
         op: "average" or "sum" of the gradients, or "adasum" of what each rank's optimizer made of its own.
-        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 leaves it to Horovod.
+        num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 exchanges each by itself;
+            None puts neighbours together until a group holds 1 MiB.
         sparse_as_dense: Whether sparse gradients are made dense before they are exchanged.
         gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
             number of ranks after.
@@ -78,7 +79,7 @@ class HorovodStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         compression: Compression = "none",
         op: Op = "average",
-        num_groups: int = 0,
+        num_groups: int | None = None,
         sparse_as_dense: bool = False,
         gradient_predivide_factor: float = 1.0,
         scale_learning_rate: bool = False,
