@@ -1,7 +1,6 @@
 """The ranks of :mod:`benchmarks.horovod`: how a launcher of Horovod's starts them, and what each of them does.
 
-A rank has a gloo process group of torch's, for Lightning's stock `ddp`, beside what Horovod connects: all contenders
-train in the same processes.
+A rank has a gloo process group of torch's, for Lightning's stock `ddp`, beside what Horovod connects.
 """
 
 import os
@@ -17,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector
@@ -39,19 +37,31 @@ from tests.horovod_ranks import BIN, LAUNCHERS
 
 OURS = "horovod_ext"
 BY_HAND = "raw Horovod"
+BY_HAND_TUNED = "raw, our settings"
 PEER = "ddp"
-PEER_ALONE = "ddp alone"
 NUM_RANKS = 2
 
 
-def run_ranks_under(launcher: str, cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
-    """Starts the ranks with ``horovodrun`` or ``mpirun`` and returns, in rank order, what :func:`measure` returned.
+def run_ranks_under(
+    launcher: str, is_ours: bool, cases: list[Case], rounds: int, length: Length
+) -> list[list[dict[str, Any]]]:
+    """Starts the ranks with ``horovodrun`` or ``mpirun``.
+
+    Args:
+        launcher: Which.
+        is_ours: Whether the ranks run :func:`measure_ours`, not :func:`measure_others`.
+        cases: As these functions take them, like what follows.
+        rounds: How often each contender trains.
+        length: How long.
+
+    Returns:
+        In rank order, what the function returned.
 
     Raises:
         RuntimeError: If a rank failed; the others end too, since what they wait for fails.
     """
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "arguments").write_bytes(pickle.dumps((free_port(), (cases, rounds, length))))
+        Path(directory, "arguments").write_bytes(pickle.dumps((free_port(), is_ours, (cases, rounds, length))))
         results = [Path(directory, f"rank{rank}") for rank in range(NUM_RANKS)]
         for file in results:
             file.touch()
@@ -72,21 +82,20 @@ def run_ranks_under(launcher: str, cases: list[Case], rounds: int, length: Lengt
 def main() -> None:
     """Runs in each rank."""
     directory = Path(sys.argv[1])
-    port, arguments = pickle.loads((directory / "arguments").read_bytes())
+    port, is_ours, arguments = pickle.loads((directory / "arguments").read_bytes())
     launch = Launch.find()
     assert launch is not None, "no launcher of Horovod's has started this process"
     # Else Lightning would ask mpi4py, where it is installed, for the ranks of `ddp`.
     os.environ.update(RANK=str(launch.rank), TORCHELASTIC_RUN_ID="benchmark")
     sender = Connection(os.open(directory / f"rank{launch.rank}", os.O_WRONLY), readable=False)
-    rank_main(measure, arguments, launch.rank, launch.size, port, sender)
+    rank_main(measure_ours if is_ours else measure_others, arguments, launch.rank, launch.size, port, sender)
 
 
-def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
-    """Runs on every rank: `ddp` while there is no Horovod yet, then all contenders, round by round, case by case.
+def measure_others(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
+    """Runs on every rank: `ddp` while there is no Horovod yet, then the hand-written loop, as Horovod starts by itself.
 
     Returns:
-        Per case: ``ms`` (contender → one value per round), and what one step of ours hands to Horovod (``calls`` and
-        ``num_bytes``).
+        Per case ``ms``: contender → one value per round.
     """
     silence_lightning()
     stock = partial(train_with_lightning, PEER)
@@ -98,17 +107,39 @@ def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, An
     import horovod.torch as hvd
 
     hvd.init()
-    contenders = {OURS: partial(train_with_lightning, OURS), BY_HAND: train_by_hand, PEER: stock}
-    results = []
-    for case, alone_ms in zip(cases, alone, strict=True):
+    results = measure_in_turn({BY_HAND: train_by_hand}, cases, rounds, length)
+    for case, result, ms in zip(cases, results, alone, strict=True):
+        train_in_turn({BY_HAND: train_by_hand, PEER: stock}, case, Length(1, 3), reference=BY_HAND)
+        result["ms"][PEER] = ms
+    return results
+
+
+def measure_ours(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
+    """Runs on every rank: ours, and the hand-written loop with the settings that ours starts Horovod with.
+
+    Returns:
+        Per case: ``ms`` (contender → one value per round), and what one step of ours hands to Horovod (``calls`` and
+        ``num_bytes``).
+    """
+    silence_lightning()
+    train_with_lightning(OURS, cases[0], Length(1, 1))  # starts Horovod
+    contenders = {OURS: partial(train_with_lightning, OURS), BY_HAND_TUNED: train_by_hand}
+    results = measure_in_turn(contenders, cases, rounds, length)
+    for case, result in zip(cases, results, strict=True):
+        result.update(count_traffic(case))
+    return results
+
+
+def measure_in_turn(contenders: dict[str, Any], cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:
+    """Per case ``ms``: contender → one value per round, in an order that changes from round to round."""
+    results: list[dict[str, Any]] = []
+    for case in cases:
         ms: dict[str, list[float]] = {name: [] for name in contenders}
         for round_index in range(rounds):
             in_order = {name: contenders[name] for name in rotated(list(contenders), round_index)}
-            for name, sample in train_in_turn(in_order, case, length, reference=BY_HAND).items():
+            for name, sample in train_in_turn(in_order, case, length, reference=next(iter(contenders))).items():
                 ms[name].append(sample)
-        if dist.get_rank() == 0:
-            print(f"measured {case.label}", file=sys.stderr, flush=True)
-        results.append({"ms": {**ms, PEER_ALONE: alone_ms}, **count_traffic(case)})
+        results.append({"ms": ms})
     return results
 
 
@@ -147,14 +178,14 @@ def count_traffic(case: Case) -> dict[str, float]:
 
     length = Length(warmup=case.accumulate, steps=case.accumulate)
     num_bytes: list[int] = []
-    allreduce = hvd.allreduce_async_
+    calls = {"allreduce_async_": hvd.allreduce_async_, "grouped_allreduce_async_": hvd.grouped_allreduce_async_}
 
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if str(kwargs.get("name")).startswith("gradient."):
-            num_bytes.append(tensor.nbytes)
-        return allreduce(tensor, *args, **kwargs)
+    def counting(call: str, tensors: Tensor | list[Tensor], **kwargs: Any) -> Any:
+        if "gradient." in kwargs["name"]:
+            num_bytes.append(sum(tensor.nbytes for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)))
+        return calls[call](tensors, **kwargs)
 
-    with mock.patch.object(hvd, "allreduce_async_", counting):
+    with mock.patch.multiple(hvd, **{call: partial(counting, call) for call in calls}):
         train_with_lightning(OURS, case, length)
     return {"calls": len(num_bytes) / length.total, "num_bytes": sum(num_bytes) / length.total}
 

@@ -34,7 +34,7 @@ class HorovodStrategy(FabricParallelStrategy):
         compression: "none", or "fp16": gradients travel in half the bytes.
         op: "average" or "sum". Adasum combines optimizers' steps, which the Trainer's face can do.
         num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 exchanges each by itself;
-            None puts neighbours together until a group holds 1 MiB.
+            None puts small neighbours together, up to 1 MiB.
         sparse_as_dense: Whether sparse gradients are made dense before they are exchanged.
         gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
             number of ranks after.

@@ -23,9 +23,9 @@ from torch.nn import Module, Parameter
 
 Compression = Literal["none", "fp16"]
 Op = Literal["average", "sum", "adasum"]
-#: A group of gradients is full with so many bytes. Each call costs Horovod's threads of all ranks a word with each other
-#: (with gloo on one host, six small gradients took 15 % of a step less as one group); the first layers' gradients
-#: should still leave while those of the last are on their way.
+#: A group of gradients is full with so many bytes. Each call costs Horovod's threads of all ranks a word with each
+#: other (with gloo on one host, a step with six small gradients took 15 % less as one group). And the gradients of the
+#: last layers should be on their way while those of the first are computed.
 GROUP_NUM_BYTES = 2**20
 
 
@@ -37,7 +37,7 @@ class ExchangeOptions:
         compression: "none", or "fp16" to halve the bytes.
         op: "average", "sum" or "adasum".
         num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 exchanges each by itself;
-            None puts neighbours together until a group holds 1 MiB.
+            None puts small neighbours together, up to 1 MiB.
         sparse_as_dense: Whether sparse gradients are made dense first.
         gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
             number of ranks after.
@@ -271,9 +271,11 @@ def _groups(parameters: list[Parameter], num_groups: int | None) -> dict[Paramet
     groups: list[list[Parameter]] = []
     for parameter in parameters:
         last = groups[-1] if groups else []
-        is_full = len(last) >= most or (num_groups is None and sum(member.nbytes for member in last) >= GROUP_NUM_BYTES)
+        num_bytes = sum(member.nbytes for member in last)
+        # A large gradient by itself is summed where it is; Horovod would copy a group into a buffer and back.
+        is_large = num_groups is None and max(num_bytes, parameter.nbytes) >= GROUP_NUM_BYTES
         # Horovod sums the tensors of a group as one, of one dtype.
-        if not last or is_full or last[0].dtype != parameter.dtype:
+        if not last or len(last) >= most or is_large or last[0].dtype != parameter.dtype:
             groups.append([parameter])
         else:
             last.append(parameter)

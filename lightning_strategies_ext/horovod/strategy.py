@@ -51,7 +51,7 @@ class HorovodStrategy(ParallelStrategy):
         compression: "none", or "fp16": gradients travel in half the bytes.
         op: "average" or "sum" of the gradients, or "adasum" of what each rank's optimizer made of its own.
         num_groups: Into how many groups parameters are put, each exchanged as a whole; 0 exchanges each by itself;
-            None puts neighbours together until a group holds 1 MiB.
+            None puts small neighbours together, up to 1 MiB.
         sparse_as_dense: Whether sparse gradients are made dense before they are exchanged.
         gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
             number of ranks after.
