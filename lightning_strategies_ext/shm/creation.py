@@ -1,0 +1,90 @@
+"""How a ``shm`` process group comes to be: who is on which host, whether there is shared memory, who talks to whom."""
+
+import os
+import sys
+import time
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from lightning_strategies_ext.shm.execution import Execution
+from lightning_strategies_ext.shm.links import Meeting, Peer
+from lightning_strategies_ext.shm.options import ShmOptions
+from lightning_strategies_ext.shm.process_group import ShmProcessGroup
+from lightning_strategies_ext.shm.rounds import Rounds
+from lightning_strategies_ext.shm.segments import Segment, chosen_num_bytes, create
+
+#: How long a rank looks for the others before it goes to sleep, in seconds; not at all where ranks share cores.
+SPIN_S: Final = 100e-6
+
+
+def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
+    """What torch.distributed calls for the backend ``shm``, on all ranks of the group together.
+
+    Args:
+        torch_options: What torch says of the group.
+        options: The user's.
+
+    Returns:
+        The group; a gloo backend where a rank gets no shared memory, which rank 0 says on standard error.
+
+    Raises:
+        TypeError: If the options are not :class:`ShmOptions`.
+        TimeoutError: If a rank does not come.
+    """
+    if options is not None and not isinstance(options, ShmOptions):
+        raise TypeError(f"`pg_options={options!r}`: the backend 'shm' takes a ShmOptions, or None.")
+    rank, size, store = torch_options.group_rank, torch_options.group_size, torch_options.store
+    num_bytes = chosen_num_bytes(None if options is None else options.segment_num_bytes, size)
+    timeout: timedelta = torch_options.timeout
+    deadline = time.monotonic() + timeout.total_seconds()
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    meeting = Meeting(rank, size, dist.PrefixStore("shm", store))
+    try:
+        own_fd, problem = _try_to_create(num_bytes, rank)
+        said = meeting.announce({"problem": problem})
+        if problem := next((words["problem"] for words in said if words["problem"]), ""):
+            if own_fd is not None:
+                os.close(own_fd)
+            if rank == 0:
+                _say(f"the process group talks over gloo, since {problem}.")
+            return gloo
+        assert own_fd is not None
+        local = [other for other in range(size) if said[other]["host"] == said[rank]["host"]]
+        names = torch_options.global_ranks_in_group or range(size)
+        peers = {
+            place: Peer(other, names[other], said[other]["pid"]) for place, other in enumerate(local) if other != rank
+        }
+        links, fds = meeting.connect([(peer, said[peer.rank]) for peer in peers.values()], own_fd, deadline)
+    finally:
+        meeting.close()
+    segments = [Segment(fds[peers[place]] if place in peers else own_fd) for place in range(len(local))]
+    rounds = Rounds(local.index(rank), peers, links, segments)
+    has_core = len(os.sched_getaffinity(0)) >= len(local)
+    execution = Execution(rounds, SPIN_S if has_core else 0.0)
+    leaders = _leaders_of(said)
+    between = None
+    if len(leaders) > 1 and rank in leaders:
+        prefix = dist.PrefixStore("leaders", store)
+        between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
+    return ShmProcessGroup(store, rank, size, timeout, execution, rounds, gloo, between)
+
+
+def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
+    try:
+        return create(num_bytes), ""
+    except OSError as error:
+        return None, f"rank {rank} finds no room for {num_bytes} bytes in /dev/shm ({error.strerror})"
+
+
+def _leaders_of(said: list[dict[str, Any]]) -> list[int]:
+    """The first rank of each host."""
+    first: dict[str, int] = {}
+    for rank, words in enumerate(said):
+        first.setdefault(words["host"], rank)
+    return list(first.values())
+
+
+def _say(message: str) -> None:
+    print(f"lightning-strategies-ext: {message}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,376 @@
+"""The ``shm`` process group: torch.distributed's collectives for CPU tensors of the ranks of one host.
+
+What it does not do itself is done by a gloo group beside it: point to point, all-to-all, sparse tensors,
+``allgather_coalesced``, and whatever torch may add. Ranks of several hosts all-reduce inside each host here and between
+hosts over gloo, by one rank each; their other collectives go over gloo as a whole.
+"""
+# torch's stubs describe calls of a C++ class; torch.distributed calls a Python class in one way only, as here.
+# mypy: disable-error-code="override,assignment,call-arg"
+
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from lightning_strategies_ext.shm import collectives
+from lightning_strategies_ext.shm.collectives import Plan
+from lightning_strategies_ext.shm.execution import Execution, ShmWork
+from lightning_strategies_ext.shm.reduction import Reduction
+from lightning_strategies_ext.shm.rounds import Rounds
+
+Progress = Generator[None, None, None]
+
+
+class ShmProcessGroup(dist.ProcessGroup):
+    """A process group whose ranks share memory; made by :func:`.creation.create_process_group`.
+
+    Args:
+        store: The group's.
+        rank: Of this process.
+        size: Number of ranks.
+        timeout: Of each operation.
+        execution: What carries operations out.
+        rounds: Of the ranks of this host.
+        gloo: A group of all ranks, for what is not done here.
+        leaders: A gloo group of the first rank of each host, if there are several and this rank is one of them.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        execution: Execution,
+        rounds: Rounds,
+        gloo: Any,
+        leaders: Any,
+    ) -> None:
+        super().__init__(rank, size)
+        # What is not overridden here goes to the backend of the tensors' device.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._timeout = timeout
+        self._execution = execution
+        self._rounds = rounds
+        self._gloo = gloo
+        self._leaders = leaders
+        self._spans_hosts = rounds.size < size
+        self._finalizer = weakref.finalize(self, execution.close)
+
+    def getBackendName(self) -> str:  # noqa: N802 - as torch calls it
+        """Gives "shm"."""
+        return "shm"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of the operations that are started from now on."""
+        self._timeout = timeout
+
+    def shutdown(self) -> None:
+        """Leaves the other ranks; what is under way here or there fails. A second call does nothing."""
+        self._finalizer()
+
+    def abort(self) -> None:
+        """The same as :meth:`shutdown`."""
+        self._finalizer()
+
+    # --- collectives, as torch.distributed calls them ---
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        """Reduces a tensor over all ranks, in place."""
+        if tensors[0].layout != torch.strided:
+            return self._gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
+        return self.allreduce_coalesced(tensors, opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        """Reduces tensors over all ranks, in place."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        if self._spans_hosts:
+            return self._all_reduce_across_hosts(tensors, opts)
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            return collectives.joined(
+                [collectives.all_reduce(self._rounds, flat, self._reduction(opts, flat)) for flat in flats]
+            )
+
+        return self._start("all_reduce", collectives.ALL_REDUCE, plan, tensors, tensors, opts)
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        """Reduces a tensor over all ranks into that of the root."""
+        opts = opts or dist.ReduceOptions()
+        if self._spans_hosts:
+            return self._gloo.reduce(list(tensors), opts)
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            return collectives.reduce(self._rounds, flats[0], opts.rootRank, self._reduction(opts, flats[0]))
+
+        is_root = self.rank() == opts.rootRank
+        return self._start("reduce", collectives.REDUCE, plan, tensors, tensors if is_root else [], opts)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        """Copies the root's tensor to all ranks."""
+        opts = opts or dist.BroadcastOptions()
+        if self._spans_hosts:
+            return self._gloo.broadcast(list(tensors), opts)
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            return collectives.broadcast(self._rounds, flats[0], opts.rootRank)
+
+        is_root = self.rank() == opts.rootRank
+        return self._start("broadcast", collectives.BROADCAST, plan, tensors, [] if is_root else tensors, opts)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """Copies each rank's tensor to all ranks."""
+        opts = opts or AllgatherOptions()
+        is_uneven = any(output.numel() != inputs[0].numel() for output in outputs[0])
+        if self._spans_hosts or is_uneven or len(outputs[0]) != self.size():
+            return self._gloo.allgather([list(outputs[0])], list(inputs), opts)
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            return collectives.all_gather(self._rounds, flats[1:], flats[0])
+
+        tensors = [inputs[0], *outputs[0]]
+        return self._start("all_gather", collectives.ALL_GATHER, plan, tensors, outputs[0], opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Copies each rank's tensor to all ranks, one after the other in one tensor."""
+        if self._spans_hosts:
+            return self._gloo._allgather_base(output, input, opts or AllgatherOptions())
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """Does what :meth:`all_gather_single` does for each of some tensors."""
+        opts = opts or AllgatherOptions()
+        self._check_sizes(outputs, inputs, "output")
+        if self._spans_hosts:
+            return _All([self._gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
+            return collectives.joined(
+                [
+                    collectives.all_gather(self._rounds, into.view(self.size(), -1).unbind(), flat)
+                    for into, flat in pairs
+                ]
+            )
+
+        return self._start("all_gather", collectives.ALL_GATHER, plan, [*outputs, *inputs], outputs, opts)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """Copies each rank's tensor to the root."""
+        opts = opts or dist.GatherOptions()
+        if self._spans_hosts:
+            return self._gloo.gather([list(output) for output in outputs], list(inputs), opts)
+        into = list(outputs[0]) if self.rank() == opts.rootRank else []
+        if any(output.numel() != inputs[0].numel() for output in into):
+            raise ValueError("gather: the tensors of `gather_list` must have the size of `tensor`.")
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            return collectives.all_gather(self._rounds, flats[1:], flats[0], readers=[opts.rootRank])
+
+        return self._start("gather", collectives.GATHER, plan, [inputs[0], *into], into, opts)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
+        """Copies each of the root's tensors to the rank that has its number."""
+        opts = opts or dist.ScatterOptions()
+        if self._spans_hosts:
+            return self._gloo.scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
+        parts = list(inputs[0]) if self.rank() == opts.rootRank else []
+        if any(part.numel() != outputs[0].numel() for part in parts):
+            raise ValueError("scatter: the tensors of `scatter_list` must have the size of `tensor`.")
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            return collectives.scatter(self._rounds, flats[0], flats[1:], opts.rootRank)
+
+        return self._start("scatter", collectives.SCATTER, plan, [outputs[0], *parts], outputs, opts)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
+        """Reduces each of the tensors over all ranks into that of the rank that has its number."""
+        opts = opts or dist.ReduceScatterOptions()
+        is_uneven = any(part.numel() != outputs[0].numel() for part in inputs[0])
+        if self._spans_hosts or is_uneven:
+            return self._gloo.reduce_scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            return collectives.reduce_scatter(self._rounds, flats[0], flats[1:], self._reduction(opts, flats[0]))
+
+        tensors = [outputs[0], *inputs[0]]
+        return self._start("reduce_scatter", collectives.REDUCE_SCATTER, plan, tensors, outputs, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Reduces a tensor over all ranks and gives each rank its part."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        """Does what :meth:`reduce_scatter_single` does for each of some tensors."""
+        opts = opts or dist.ReduceScatterOptions()
+        self._check_sizes(inputs, outputs, "input")
+        if self._spans_hosts:
+            return _All([self._gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+        def plan(flats: Sequence[Tensor]) -> Plan:
+            pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
+            return collectives.joined(
+                [
+                    collectives.reduce_scatter(
+                        self._rounds, into, flat.view(self.size(), -1).unbind(), self._reduction(opts, flat)
+                    )
+                    for into, flat in pairs
+                ]
+            )
+
+        return self._start("reduce_scatter", collectives.REDUCE_SCATTER, plan, [*outputs, *inputs], outputs, opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Ends on no rank before it has begun on all."""
+        opts = opts or dist.BarrierOptions()
+        if self._spans_hosts:
+            return self._gloo.barrier(opts)
+        return self._start("barrier", collectives.BARRIER, lambda _: collectives.barrier(self._rounds), [], [], opts)
+
+    # --- what gloo does: torch's way from here to a backend deadlocks on the GIL now and then ---
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+    ) -> Any:
+        """Gives each rank its part of a tensor."""
+        return self._gloo.alltoall_base(output, input, output_sizes, input_sizes, opts or dist.AllToAllOptions())
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """Gives each rank its tensor."""
+        return self._gloo.alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
+
+    def allgather_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any = None) -> Any:
+        """Copies tensors of each rank to all ranks."""
+        return self._gloo.allgather_coalesced(list(outputs), list(inputs), opts or AllgatherOptions())
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Any:
+        """Sends a tensor to one rank."""
+        return self._gloo.send(list(tensors), dst, tag)
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> Any:
+        """Receives a tensor from one rank."""
+        return self._gloo.recv(list(tensors), src, tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
+        """Receives a tensor from any rank."""
+        return self._gloo.recv_anysource(list(tensors), tag)
+
+    # As torch before 2.13 calls them.
+    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # --- how they are started ---
+
+    def _start(
+        self,
+        name: str,
+        number: int,
+        make_plan: Callable[[Sequence[Tensor]], Plan],
+        tensors: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        opts: Any,
+    ) -> ShmWork:
+        with torch.inference_mode():  # nothing here is to be differentiated
+            flats = [_flat(tensor, name) for tensor in tensors]
+            steps, lookahead = make_plan(flats)
+        deadline = self._deadline(opts)
+        progress = self._rounds.go_through(number, steps, lookahead, deadline)
+        if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in zip(flats, tensors, strict=True)):
+            progress = _then_copy(progress, flats, tensors, outputs)
+        work = ShmWork(name, progress, list(outputs), deadline, self._execution)
+        with torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else nullcontext():
+            self._execution.start(work, is_asynchronous=opts.asyncOp)
+        return work
+
+    def _all_reduce_across_hosts(self, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
+        with torch.inference_mode():
+            flats = [_flat(tensor, "all_reduce") for tensor in tensors]
+        reductions = [self._reduction(opts, flat) for flat in flats]
+        deadline = self._deadline(opts)
+        progress = _then_copy(self._up_across_and_down(flats, reductions, deadline), flats, tensors, tensors)
+        work = ShmWork("all_reduce", progress, list(tensors), deadline, self._execution, is_blocking=True)
+        with torch.profiler.record_function("shm:all_reduce") if torch.autograd._profiler_enabled() else nullcontext():
+            self._execution.start(work, is_asynchronous=opts.asyncOp)
+        return work
+
+    def _up_across_and_down(
+        self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float
+    ) -> Progress:
+        for flat, reduction in zip(flats, reductions, strict=True):
+            if self._rounds.size > 1:
+                steps, lookahead = collectives.reduce(self._rounds, flat, 0, reduction.undivided())
+                yield from self._rounds.go_through(collectives.REDUCE, steps, lookahead, deadline)
+            if self._leaders is not None:
+                between = dist.AllreduceOptions()
+                between.reduceOp = reduction.undivided().op
+                between.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+                self._leaders.allreduce([flat], between).wait()
+            if self._rounds.size > 1:
+                steps, lookahead = collectives.broadcast(self._rounds, flat, 0)
+                yield from self._rounds.go_through(collectives.BROADCAST, steps, lookahead, deadline)
+            reduction.divide(flat)
+
+    def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
+        return Reduction(opts.reduceOp, tensor.dtype, self.size())
+
+    def _deadline(self, opts: Any) -> float:
+        seconds = opts.timeout.total_seconds()
+        return time.monotonic() + (seconds if seconds > 0 else self._timeout.total_seconds())
+
+    def _check_sizes(self, larger: Sequence[Tensor], smaller: Sequence[Tensor], name: str) -> None:
+        for whole, part in zip(larger, smaller, strict=True):
+            if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
+                raise ValueError(
+                    f"`{name}` of {whole.numel()} {whole.dtype} elements must have {self.size()} times the"
+                    f" {part.numel()} {part.dtype} elements of the other tensor, one part per rank."
+                )
+
+
+class _All(dist.Work):
+    """Several handles as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait() if timeout <= timedelta(0) else work.wait(timeout)
+        return True
+
+
+def _flat(tensor: Tensor, name: str) -> Tensor:
+    """The tensor as one row; a copy if it is not contiguous."""
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name}: the process group 'shm' moves tensors of the CPU, and this one is on {tensor.device}. Use"
+            " 'nccl' for GPUs."
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: the process group 'shm' moves dense tensors here, and this one is {tensor.layout}.")
+    return tensor.detach().contiguous().view(-1)
+
+
+def _then_copy(
+    progress: Progress, flats: Sequence[Tensor], tensors: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> Progress:
+    yield from progress
+    ids = {id(output) for output in outputs}
+    for flat, tensor in zip(flats, tensors, strict=True):
+        if id(tensor) in ids and flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))

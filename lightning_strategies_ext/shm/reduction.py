@@ -1,0 +1,86 @@
+"""Reductions: how the tensors of several ranks become one, always in the order of their ranks.
+
+The order is fixed so that every rank computes the same bits, in every run. For two ranks it makes no difference to the
+sum, which so equals gloo's bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+#: Combines two tensors into a third.
+Combine = Callable[..., Any]
+
+_BY_OP: Final[dict[Any, Combine]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_BITWISE: Final = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+class Reduction:
+    """One reduction.
+
+    Args:
+        op: Which; of torch.distributed's all but ``PREMUL_SUM``.
+        dtype: Of the tensors.
+        num_ranks: How many are reduced, for the average.
+
+    Attributes:
+        op: Which.
+
+    Raises:
+        ValueError: If the reduction is unknown, or does not exist for the dtype.
+    """
+
+    def __init__(self, op: Any, dtype: torch.dtype, num_ranks: int) -> None:
+        kind = getattr(op, "op", op)
+        combine = next((combine for known, combine in _BY_OP.items() if known == kind), None)
+        if combine is None:
+            raise ValueError(f"`op={op}`: the shm process group knows {', '.join(known.name for known in _BY_OP)}.")
+        if kind in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+            raise ValueError(f"`op={kind.name}` works on whole numbers and bool, and the tensor is {dtype}.")
+        if dtype.is_complex and kind not in (ReduceOp.SUM, ReduceOp.AVG):
+            raise ValueError(f"`op={kind.name}` is not defined for {dtype}; only SUM and AVG are.")
+        self.op = kind
+        self._combine = combine
+        self._num_ranks = num_ranks
+
+    def __call__(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Reduces tensors of one shape into ``out``, which may be one of them."""
+        if len(parts) == 1:
+            out.copy_(parts[0])
+        elif len(parts) == 2:
+            self._combine(parts[0], parts[1], out=out)
+        else:
+            self._fold(parts, out)
+        self.divide(out)
+
+    def divide(self, total: Tensor) -> None:
+        """Makes an average of a sum, of whole numbers as NCCL does; leaves what is no average as it is."""
+        if self.op == ReduceOp.AVG:
+            is_whole = not (total.is_floating_point() or total.is_complex())
+            total.div_(self._num_ranks, rounding_mode="trunc" if is_whole else None)
+
+    def undivided(self) -> "Reduction":
+        """The sum where this is an average."""
+        undivided = copy(self)
+        undivided.op = ReduceOp.SUM if self.op == ReduceOp.AVG else self.op
+        return undivided
+
+    def _fold(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        # `out` may be a part that has not had its turn.
+        total = self._combine(parts[0], parts[1])
+        for part in parts[2:-1]:
+            self._combine(total, part, out=total)
+        self._combine(total, parts[-1], out=out)
