@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
     from lightning_strategies_ext.launch.errors import WorkerRaisedError as WorkerRaisedError
     from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
+    from lightning_strategies_ext.shm.options import ShmOptions as ShmOptions
 
 __version__ = "0.1.0.dev0"
 
@@ -34,6 +35,7 @@ _EXPORTS = {
     "DDPSpawnPlugin": "lightning_strategies_ext.ddp_spawn",
     "DataParallelStrategy": "lightning_strategies_ext.dp",
     "HorovodStrategy": "lightning_strategies_ext.horovod.strategy",
+    "ShmOptions": "lightning_strategies_ext.shm.options",
     "WorkerDiedError": "lightning_strategies_ext.launch.errors",
     "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
 }

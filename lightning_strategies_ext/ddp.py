@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, process_group, registry
 from lightning_strategies_ext.collectives import TorchCollectives
-from lightning_strategies_ext.failure.reconciliation import Reconciliation, disconnect_gloo
+from lightning_strategies_ext.failure.reconciliation import Reconciliation, disconnect
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.gradient_sync import (
     GradientSync,
@@ -63,8 +63,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
         ddp_comm_wrapper: Takes the hook and returns one, e.g. torch's ``fp16_compress_wrapper``.
         model_averaging_period: With post-local SGD: optimizer steps between two averagings of the models.
-        process_group_backend: torch.distributed backend, by device if None (NCCL on CUDA, gloo on CPU).
+        process_group_backend: torch.distributed backend, by device if None: NCCL on GPUs; on CPUs shm if all ranks are
+            on one host, else gloo.
         timeout: Of the rendezvous and of every collective.
+        process_group_options: What the backend takes beside, such as ``ShmOptions(segment_num_bytes=...)``.
         start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless
             set otherwise.
@@ -95,10 +97,12 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
+        process_group_options: Any | None = None,
         **kwargs: Any,
     ) -> None:
         check_start_method(start_method)
         process_group.check_backend(process_group_backend)
+        process_group.check_options(process_group_options, process_group_backend)
         process_group.check_timeout(timeout)
         self._gradient_sync = GradientSync(
             ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, ddp_kwargs=kwargs
@@ -113,6 +117,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         # ParallelStrategy's constructor reaches Lightning's DDPStrategy with its defaults; these are its values.
         self._ddp_kwargs = kwargs
         self._process_group_backend = process_group_backend
+        self._process_group_options = process_group_options
         self._timeout = timeout
         self._start_method = start_method
         self._averaging: ModelAveraging | None = None
@@ -189,13 +194,22 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._worker is None or not self._worker.continues:
             reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or process_group.default_backend(self.root_device)
-        process_group.start(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
+        is_one_host = 1 < self.world_size == self.num_processes
+        self._process_group_backend = self._process_group_backend or process_group.default_backend(
+            self.root_device, is_one_host
+        )
+        process_group.start(
+            self.cluster_environment,
+            self._process_group_backend,
+            self.root_device,
+            self._timeout,
+            self._process_group_options,
+        )
         if self.world_size > 1:
             known = self._reconciliation
             store = process_group.default_store()
             if known is None or known.default_store is not store:
-                self._reconciliation = Reconciliation(store, self.global_rank, self.world_size, disconnect_gloo)
+                self._reconciliation = Reconciliation(store, self.global_rank, self.world_size, disconnect)
             else:
                 known.start_stage()
 

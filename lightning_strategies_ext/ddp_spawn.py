@@ -43,6 +43,7 @@ class DDPSpawnStrategy(DDPStrategy):
         start_method: "forkserver" (the default) forks workers from a process that has imported torch and Lightning
             once, and nothing of the user's, so that it has no thread and no GPU that a fork would break. "spawn"
             starts Python anew for each worker. "fork" forks this process: the only one for notebooks.
+        process_group_options: See :class:`.DDPStrategy`.
         module_attributes: Attributes of the LightningModule to bring back, besides its weights and buffers. Dotted
             names reach into submodules. A module may list them itself, in an attribute ``returned_attributes``.
         datamodule_attributes: The same for the LightningDataModule.
@@ -73,6 +74,7 @@ class DDPSpawnStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: WorkerStartMethod = "forkserver",
+        process_group_options: Any | None = None,
         module_attributes: Sequence[str] = (),
         datamodule_attributes: Sequence[str] = (),
         **kwargs: Any,
@@ -95,6 +97,7 @@ class DDPSpawnStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
+            process_group_options=process_group_options,
             **kwargs,
         )
         self._wants_sync_batchnorm = False

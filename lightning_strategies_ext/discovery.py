@@ -1,8 +1,8 @@
 """Makes the strategy names known to Lightning, with no import in the user's script.
 
 torch calls :func:`install` at the end of ``import torch`` (entry-point group ``torch.backends``, torch 2.5 and later).
-It only leaves a note for the import system: when Lightning's strategy registries come to life, fill them. So a process
-that never imports Lightning pays for two dictionary entries, and nothing else.
+It only tells torch.distributed the name of a backend, and leaves a note for the import system: when Lightning's
+strategy registries come to life, fill them. So a process that never imports Lightning pays for some dictionary entries.
 
 What this module promises: it never makes ``import torch`` or ``import lightning`` fail. Whatever goes wrong is said
 once on standard error. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's call off; then ``import
@@ -42,6 +42,9 @@ def install() -> None:
     try:
         from wrapt import register_post_import_hook
 
+        from lightning_strategies_ext import shm
+
+        shm.register()
         for module_name in GROUPS:
             register_post_import_hook(fill_registry, module_name)
     except Exception as error:

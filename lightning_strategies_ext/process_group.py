@@ -8,10 +8,14 @@ import atexit
 import logging
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+
+from lightning_strategies_ext import shm
+from lightning_strategies_ext.shm.options import ShmOptions
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +33,9 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def is_gloo() -> bool:
-    """Whether there is a process group and gloo carries it."""
-    return is_initialized() and dist.get_backend() == "gloo"
+def uses_gloo() -> bool:
+    """Whether there is a process group and gloo carries it, or what ``shm`` does not carry."""
+    return is_initialized() and dist.get_backend() in ("gloo", shm.NAME)
 
 
 def check_timeout(timeout: timedelta | None) -> None:
@@ -65,6 +69,7 @@ def check_backend(backend: str | None) -> None:
     """
     if backend is None:
         return
+    shm.register()
     if not isinstance(backend, str):
         raise TypeError(f"`process_group_backend` must be a name such as 'gloo', or None, got {backend!r}.")
     known = sorted(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
@@ -98,12 +103,33 @@ def check_backend_for_devices(backend: str | None, devices: list[torch.device]) 
             )
 
 
-def default_backend(device: torch.device) -> str:
-    """The backend torch prefers for a device type: NCCL for CUDA, gloo for CPU."""
+def check_options(options: Any, backend: str | None) -> None:
+    """Refuses options that the backend does not take.
+
+    Raises:
+        ValueError: If they are those of another backend.
+    """
+    if isinstance(options, ShmOptions) and backend not in (None, shm.NAME):
+        raise ValueError(
+            f"`process_group_options={options!r}` are for the backend 'shm', and `process_group_backend={backend!r}`."
+        )
+
+
+def default_backend(device: torch.device, is_one_host: bool) -> str:
+    """The backend for a device type: shm for the CPU ranks of one host, else what torch prefers.
+
+    Args:
+        device: Of this rank.
+        is_one_host: Whether all ranks are on this host, and there are several.
+    """
+    if device.type == "cpu" and is_one_host and shm.is_available():
+        return shm.NAME
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
 
-def start(environment: ClusterEnvironment, backend: str, device: torch.device, timeout: timedelta | None) -> None:
+def start(
+    environment: ClusterEnvironment, backend: str, device: torch.device, timeout: timedelta | None, options: Any = None
+) -> None:
     """Joins the default process group; returns when all ranks have joined.
 
     Does nothing in a process that already belongs to a group of the same shape.
@@ -113,6 +139,7 @@ def start(environment: ClusterEnvironment, backend: str, device: torch.device, t
         backend: As torch takes it.
         device: Device of this rank.
         timeout: For the rendezvous and for every collective. None leaves torch's default.
+        options: What the backend takes beside.
 
     Raises:
         RuntimeError: If the process belongs to a group with another rank or world size.
@@ -129,12 +156,14 @@ def start(environment: ClusterEnvironment, backend: str, device: torch.device, t
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
+    shm.register()
     dist.init_process_group(
         backend,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=device if device.type != "cpu" else None,
+        pg_options=options,
     )
     # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
     # owns the group, closes each group once.

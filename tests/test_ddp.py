@@ -352,7 +352,7 @@ class Look(pl.Callback):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, torch.no_grad():
             module.forward = module.net.forward
             model(next(iter(loader()))[0])
-        self.collectives = [event.name for event in profiler.events() if event.name.startswith("c10d::")]
+        self.collectives = [event.name for event in profiler.events() if event.name.startswith(("c10d::", "shm:"))]
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if not hasattr(self, "gradients"):

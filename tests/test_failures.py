@@ -320,7 +320,7 @@ class CountCollectives(Callback):
             self.profiler.stop()
 
     def counts(self) -> dict[str, int]:
-        names = [event.name for event in self.profiler.events() if event.name.startswith("c10d::")]
+        names = [event.name for event in self.profiler.events() if event.name.startswith(("c10d::", "shm:"))]
         return {name: names.count(name) for name in set(names)}
 
 
@@ -331,7 +331,7 @@ def count_collectives_in_ten_steps(strategy: str) -> dict[str, int]:
 
 
 def test_a_step_exchanges_gradients_and_nothing_else():
-    assert run_ranks(count_collectives_in_ten_steps, "ddp_ext") == [{"c10d::allreduce_": 10}] * 2
+    assert run_ranks(count_collectives_in_ten_steps, "ddp_ext") == [{"shm:all_reduce": 10}] * 2
 
 
 @pytest.mark.skipif(not RequirementCache("lightning>=2.5.3"), reason="Lightning has no such broadcast before 2.5.3")

@@ -51,6 +51,59 @@ models.fit("ddp_ext", devices=1, num_nodes=2, max_epochs=-1, callbacks=[Report()
 """
 
 
+EXCHANGE = """
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("shm")
+gloo = dist.new_group(backend="gloo")
+rank = dist.get_rank()
+
+
+def values(dtype, size):
+    return (torch.arange(size) * 7 + rank * 3 + 1).remainder(11).to(dtype)
+
+
+for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
+        for size in (1, 1000, 300_000):
+            ours, theirs = values(dtype, size), values(dtype, size)
+            work = dist.all_reduce(ours, op, async_op=True)
+            dist.all_reduce(theirs, op, group=gloo)
+            work.wait()
+            assert torch.equal(ours, theirs), (op, dtype, size)
+mean = torch.full((3,), float(rank))
+dist.all_reduce(mean, dist.ReduceOp.AVG)
+assert mean.tolist() == [1.5] * 3
+strided = torch.full((4, 6), float(rank)).t()
+dist.all_reduce(strided)
+assert (strided == 6.0).all()
+for source in range(4):
+    tensor = values(torch.float32, 100_000) if rank == source else torch.empty(100_000)
+    dist.broadcast(tensor, source)
+    assert torch.equal(tensor, (torch.arange(100_000) * 7 + source * 3 + 1).remainder(11).float())
+gathered = [torch.empty(5) for _ in range(4)]
+dist.all_gather(gathered, torch.full((5,), float(rank)))
+assert [part[0].item() for part in gathered] == [0.0, 1.0, 2.0, 3.0]
+part = torch.empty(2)
+dist.reduce_scatter_tensor(part, torch.arange(8.0))
+assert part.tolist() == [8.0 * rank, 8.0 * rank + 4]
+objects = [None] * 4
+dist.all_gather_object(objects, {"rank": rank})
+assert objects == [{"rank": other} for other in range(4)]
+dist.barrier()
+counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+before = int(counter.read_text())
+dist.all_reduce(torch.ones(2**20))
+dist.barrier()
+Path(sys.argv[1], f"sent{rank}").write_text(str(int(counter.read_text()) - before))
+dist.destroy_process_group()
+"""
+
+
 @dataclass
 class Host:
     """A network namespace, which stands for a host; ``names`` is its file of host names and their addresses."""
@@ -112,14 +165,15 @@ def run(*command: str) -> None:
 
 
 class Job:
-    """One torchrun agent with one rank on each host.
+    """One torchrun agent on each host.
 
     Args:
+        ranks: On each host.
         rendezvous: "static", where the agents are told which is the first, or "c10d", where they find out.
         directory: Where the outputs go.
     """
 
-    def __init__(self, hosts: list[Host], rendezvous: str, directory: Path, *script: str | Path) -> None:
+    def __init__(self, hosts: list[Host], ranks: int, rendezvous: str, directory: Path, *script: str | Path) -> None:
         self.logs = [directory / f"host{index}.log" for index in range(len(hosts))]
         self.agents = []
         for index, (host, log) in enumerate(zip(hosts, self.logs, strict=True)):
@@ -127,7 +181,7 @@ class Job:
                 "static": f"--node-rank {index} --master-addr {hosts[0].name} --master-port 29500",
                 "c10d": f"--rdzv-backend c10d --rdzv-id job --rdzv-endpoint {hosts[0].name}:29400",
             }[rendezvous].split()
-            torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *where]
+            torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks), *where]
             self.agents.append(host.start(*torchrun, *script, log=log))
 
     def exit_codes(self, timeout_s: float) -> list[int]:
@@ -155,8 +209,8 @@ def start_job(hosts: list[Host], tmp_path: Path) -> Iterator[StartJob]:
     """Starts a script on both hosts, and stops what is left of it after the test."""
     jobs = []
 
-    def start(*script: str | Path, rendezvous: str = "static") -> Job:
-        jobs.append(Job(hosts, rendezvous, tmp_path, *script))
+    def start(*script: str | Path, rendezvous: str = "static", ranks: int = 1) -> Job:
+        jobs.append(Job(hosts, ranks, rendezvous, tmp_path, *script))
         return jobs[-1]
 
     yield start
@@ -210,3 +264,12 @@ def test_a_sigterm_on_one_host_ends_both_before_the_same_step(start_job: StartJo
     assert job.exit_codes(timeout_s=30) == [0, 0], job.output()
     steps = numbers_in([tmp_path / f"ended{rank}" for rank in range(2)], job)
     assert steps[0] == steps[1] > 5
+
+
+def test_the_shm_process_group_reduces_inside_each_host_before_it_sends(start_job: StartJob, tmp_path: Path):
+    script = tmp_path / "exchange.py"
+    script.write_text(EXCHANGE)
+    job = start_job(script, tmp_path, ranks=2)
+    assert job.exit_codes(timeout_s=90) == [0, 0], job.output()
+    # One rank of each host sends 4 MiB. Four ranks in a ring, as gloo has them, would send 6 MiB over the cable.
+    assert all(2**22 < sent < 1.2 * 2**22 for sent in numbers_in([tmp_path / f"sent{rank}" for rank in range(4)], job))

@@ -35,6 +35,7 @@ class DDPStrategy(FabricDDPStrategy):
         precision: As chosen by ``Fabric(precision=...)`` if None.
         process_group_backend: torch.distributed backend, by device if None.
         timeout: Of the rendezvous and of every collective.
+        process_group_options: What the backend takes beside, such as ``ShmOptions(segment_num_bytes=...)``.
         start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
         ddp_comm_state: First argument of ``ddp_comm_hook``.
         ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
@@ -63,12 +64,14 @@ class DDPStrategy(FabricDDPStrategy):
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
+        process_group_options: Any | None = None,
         **kwargs: Any,
     ) -> None:
         check_start_method(start_method)
         check_plugins(accelerator, cluster_environment, checkpoint_io)
         check_devices(parallel_devices)
         process_group.check_backend(process_group_backend)
+        process_group.check_options(process_group_options, process_group_backend)
         process_group.check_timeout(timeout)
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
@@ -90,6 +93,7 @@ class DDPStrategy(FabricDDPStrategy):
             start_method=start_method,
         )
         self._ddp_kwargs = kwargs
+        self._process_group_options = process_group_options
         self.collectives = TorchCollectives(self._get_root_device)
 
     def _configure_launcher(self) -> None:
@@ -103,8 +107,17 @@ class DDPStrategy(FabricDDPStrategy):
         # Called by `setup_environment`, in each process.
         assert self.cluster_environment is not None
         self._set_world_ranks()
-        self._process_group_backend = self._process_group_backend or process_group.default_backend(self.root_device)
-        process_group.start(self.cluster_environment, self._process_group_backend, self.root_device, self._timeout)
+        is_one_host = 1 < self.world_size == self.num_processes
+        self._process_group_backend = self._process_group_backend or process_group.default_backend(
+            self.root_device, is_one_host
+        )
+        process_group.start(
+            self.cluster_environment,
+            self._process_group_backend,
+            self.root_device,
+            self._timeout,
+            self._process_group_options,
+        )
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wraps a module in DDP.

@@ -23,6 +23,7 @@ import psutil
 import torch.distributed as dist
 
 from lightning_strategies_ext import process_group
+from lightning_strategies_ext.shm.execution import close_all
 
 #: How long failing ranks may take to say so before connections are closed on the others, in seconds.
 ANNOUNCE_S = 1.0
@@ -134,15 +135,16 @@ class Reconciliation:
             return False
 
 
-def disconnect_gloo(peers: Sequence[Peer]) -> None:
-    """Shuts down this process's TCP connections to others on its host, but for the key-value store's.
+def disconnect(peers: Sequence[Peer]) -> None:
+    """Closes this process's connections to others on its host, but for the key-value store's.
 
-    A rank inside a collective of gloo wakes up with an error once its connection to us closes. Other backends do not
-    notice: nothing is done then. `destroy_process_group` does not close connections: the model in DDP keeps the group,
-    and traces keep the model (torch 2.13).
+    A rank inside a collective of gloo or shm wakes up with an error once its connection to us closes. Other backends do
+    not notice: nothing is done then. `destroy_process_group` does not close gloo's connections: the model in DDP keeps
+    the group, and traces keep the model (torch 2.13).
     """
-    if not process_group.is_gloo():
+    if not process_group.uses_gloo():
         return
+    close_all()
     theirs: set[tuple[str, int]] = set()
     for peer in peers:
         with suppress(psutil.Error):
