@@ -1,12 +1,17 @@
-"""Microseconds per collective: the strategy methods of ``ddp_ext`` against those of a stock strategy.
+"""Microseconds per collective: strategy methods of ``ddp_ext`` and of a stock strategy, and all-reduces by size.
 
     python -m benchmarks.collectives
-    python -m benchmarks.collectives --rounds 31 --calls 200
+    python -m benchmarks.collectives --part operations --rounds 36 --calls 200
+    python -m benchmarks.collectives --part sizes
     python -m benchmarks.collectives --quick
 
-Two CPU ranks on this host, gloo. Both strategies live in the same two processes and use the same process group. Per
-operation they take turns, round by round; in a round each runs a block of calls, and the ratio is taken within the
-round. The slower rank counts.
+All-reduces by size are those of :mod:`benchmarks.message_sizes`, which says how they are measured. What follows is
+about the strategy methods.
+
+Two CPU ranks on this host; the stock strategy over gloo, ours over gloo and over our ``shm``. All live in the same two
+processes. Per operation they take turns, round by round; in a round each runs a block of calls, and the ratio is taken
+within the round. The slower rank counts. Before one that talks over something else than the one before, the ranks
+leave their process group and join another; that, and ten calls after it, are not timed.
 
 Between two calls each rank computes for a moment (``--gap-us``, taken off the result), since programs do: with calls
 back to back gloo's threads never sleep, ranks run in phase, and a few microseconds of Python in one contender then show
@@ -28,8 +33,9 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from benchmarks import message_sizes
 from benchmarks.contenders import silence_lightning
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import join, run_ranks
 from benchmarks.report import (
     DEFAULT_OUTPUT,
     Panel,
@@ -43,6 +49,7 @@ from benchmarks.report import (
 )
 
 OURS = "ddp_ext"
+OURS_OVER_GLOO = "ddp_ext, gloo"
 WARMUP_CALLS = 10
 MEGABYTE_OF_FLOATS = 2**20 // 4
 SMALL_DICT = {"monitor": "val_loss", "best": 0.25, "epoch": 3, "stopped": False}
@@ -68,33 +75,35 @@ OPERATIONS: dict[str, tuple[int, Call]] = {
 }
 
 
-def make_strategy(name: str) -> Any:
-    """A strategy in the state in which a Trainer calls its collectives, over the process group that exists."""
+def make_strategy(name: str, backend: str) -> Any:
+    """A strategy in the state in which a Trainer calls its collectives, over a process group with this backend."""
+    join(backend)
     trainer = pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=name, logger=False)
     trainer.strategy.setup_environment()
     return trainer.strategy
 
 
 def measure(peer: str, rounds: int, calls: int, gap_us: float) -> dict[str, dict[str, list[float]]]:
-    """Runs on every rank: both strategies, operation by operation, round by round.
+    """Runs on every rank: all contenders, operation by operation, round by round.
 
     Returns:
-        Operation → strategy → microseconds per call, one value per round.
+        Operation → contender → microseconds per call, one value per round.
     """
     silence_lightning()
-    strategies = {name: make_strategy(name) for name in (peer, OURS)}
+    contenders = {peer: (peer, "gloo"), OURS_OVER_GLOO: (OURS, "gloo"), OURS: (OURS, "shm")}
     results = {}
     for operation, (num_floats, call) in OPERATIONS.items():
         # The mean of ones is one: the tensor stays what it is however often it is reduced in place.
-        tensors = {name: torch.ones(num_floats) for name in strategies}
-        check_same_result(operation, call, strategies, tensors)
-        us: dict[str, list[float]] = {name: [] for name in strategies}
-        for name, strategy in strategies.items():
-            time_block(strategy, call, tensors[name], WARMUP_CALLS, gap_us)
+        tensors = {name: torch.ones(num_floats) for name in contenders}
+        values = {name: call(make_strategy(*contender), tensors[name], 0) for name, contender in contenders.items()}
+        check_same_result(operation, values)
+        us: dict[str, list[float]] = {name: [] for name in contenders}
         for round_index in range(rounds):
-            gc.collect()
-            for name in rotated(list(strategies), round_index):
-                us[name].append(time_block(strategies[name], call, tensors[name], calls, gap_us))
+            for name in rotated(list(contenders), round_index):
+                strategy = make_strategy(*contenders[name])
+                gc.collect()
+                time_block(strategy, call, tensors[name], WARMUP_CALLS, gap_us)
+                us[name].append(time_block(strategy, call, tensors[name], calls, gap_us))
         if dist.get_rank() == 0:
             print(f"measured {operation}", file=sys.stderr, flush=True)
         results[operation] = us
@@ -114,16 +123,19 @@ def time_block(strategy: Any, call: Call, tensor: torch.Tensor, calls: int, gap_
     return (time.perf_counter() - started_at) * 1e6 / calls - gap_us
 
 
-def check_same_result(operation: str, call: Call, strategies: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def check_same_result(operation: str, values: dict[str, Any]) -> None:
     """Refuses to compare operations that do different things.
+
+    Args:
+        operation: Which.
+        values: What each contender's strategy has returned.
 
     Raises:
         RuntimeError: If the strategies return different values.
     """
-    values = [call(strategy, tensors[name], 0) for name, strategy in strategies.items()]
-    first, *others = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+    first, *others = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values.values()]
     if any(other != first for other in others):
-        raise RuntimeError(f"{operation}: the strategies {', '.join(strategies)} return different values.")
+        raise RuntimeError(f"{operation}: {', '.join(values)} return different values.")
 
 
 def summarize(operation: str, peer: str, per_rank: list[dict[str, dict[str, list[float]]]]) -> dict[str, Any]:
@@ -132,38 +144,48 @@ def summarize(operation: str, peer: str, per_rank: list[dict[str, dict[str, list
     return {
         "operation": operation,
         "us_per_call": {name: vars(Spread.of(samples)) for name, samples in us.items()},
-        "ratios": {f"{peer}/{OURS}": vars(paired_ratio(us[peer], us[OURS]))},
+        "ratios": {
+            f"{peer}/{name}": vars(paired_ratio(us[peer], samples)) for name, samples in us.items() if name != peer
+        },
         "rounds_us_per_call": {name: [round(sample, 2) for sample in samples] for name, samples in us.items()},
     }
 
 
 def present(summaries: list[dict[str, Any]], directory: Path) -> None:
     """Prints the table and draws the plot."""
-    names, (ratio,) = list(summaries[0]["us_per_call"]), summaries[0]["ratios"]
+    names, ratios = list(summaries[0]["us_per_call"]), list(summaries[0]["ratios"])
     rows = [
         [
             summary["operation"],
             *(Spread(**summary["us_per_call"][name]).text(0) for name in names),
-            Spread(**summary["ratios"][ratio]).text(),
+            *(Spread(**summary["ratios"][ratio]).text() for ratio in ratios),
         ]
         for summary in summaries
     ]
     print_table(
-        "microseconds per call, 2 CPU ranks, gloo: median [quartiles]",
-        ["operation", *names, ratio],
+        "microseconds per call, 2 CPU ranks: median [quartiles]",
+        ["operation", *names, *ratios],
         rows,
-        caption=f"A ratio above 1 means that {OURS} is faster.",
+        caption="A ratio above 1 means that ours is faster.",
     )
     labels = [summary["operation"] for summary in summaries]
     times = {name: [Spread(**summary["us_per_call"][name]) for summary in summaries] for name in names}
-    factors = {ratio: [Spread(**summary["ratios"][ratio]) for summary in summaries]}
+    factors = {ratio: [Spread(**summary["ratios"][ratio]) for summary in summaries] for ratio in ratios}
     draw(
         directory,
         "collectives",
-        "Collectives, 2 CPU ranks, gloo",
+        "Collectives, 2 CPU ranks",
         [
             Panel("microseconds per call", labels, times, is_logarithmic=True),
-            Panel(f"time over {OURS}'s", labels, factors, line_at=1, line_label="equal"),
+            Panel(
+                "ratio of times",
+                labels,
+                factors,
+                line_at=1,
+                line_label="equal",
+                is_logarithmic=True,
+                colors=("tab:orange", "tab:green"),
+            ),
         ],
     )
 
@@ -172,9 +194,11 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default="ddp", help="Lightning's strategy to compare with, by name")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds per operation")
-    parser.add_argument("--calls", type=int, default=100, help="calls per round and strategy")
-    parser.add_argument("--gap-us", type=float, default=100, help="microseconds of computing between two calls")
+    parser.add_argument("--part", choices=("operations", "sizes", "all"), default="all", help="what to measure")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="of sizes: numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=18, help="rounds per operation or size, of large ones fewer")
+    parser.add_argument("--calls", type=int, default=100, help="of operations: calls per round and contender")
+    parser.add_argument("--gap-us", type=float, default=100, help="of operations: computing between calls")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
     parser.add_argument("--quick", action="store_true", help="three rounds of 20 calls: to see that it runs")
     arguments = parser.parse_args()
@@ -182,19 +206,29 @@ def parse_arguments() -> argparse.Namespace:
         arguments.rounds, arguments.calls = 3, 20
     if arguments.rounds < 1 or arguments.calls < 1:
         parser.error("--rounds and --calls must be positive")
+    if min(arguments.ranks) < 2:
+        parser.error("--ranks must be at least 2: one rank has nobody to reduce with")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")
     return arguments
 
 
-def main() -> None:
-    """Measures, then prints, writes and draws."""
-    arguments = parse_arguments()
+def compare_operations(arguments: argparse.Namespace) -> None:
+    """The part about strategy methods."""
     per_rank = run_ranks(measure, arguments.peer, arguments.rounds, arguments.calls, arguments.gap_us)
     summaries = [summarize(operation, arguments.peer, per_rank) for operation in OPERATIONS]
     settings = {name: getattr(arguments, name) for name in ("peer", "rounds", "calls", "gap_us")}
     present(summaries, arguments.output)
     write_json(arguments.output, "collectives", {"settings": settings, "results": summaries})
+
+
+def main() -> None:
+    """Measures, then prints, writes and draws."""
+    arguments = parse_arguments()
+    if arguments.part != "sizes":
+        compare_operations(arguments)
+    if arguments.part != "operations":
+        message_sizes.run(arguments.ranks, arguments.rounds, arguments.output)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
+from benchmarks.ranks import join
+
 NUM_FEATURES = 64
 NUM_CLASSES = 10
 LEARNING_RATE = 0.01
@@ -230,6 +232,18 @@ def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
             started_at = time.perf_counter()
     ms_per_step = (time.perf_counter() - started_at) * 1e3 / length.steps
     return ms_per_step, parameters_to_vector(model.parameters()).detach()
+
+
+def train_over(
+    backend: str, train: Callable[[Case, Length], tuple[float, Tensor]], case: Case, length: Length
+) -> tuple[float, Tensor]:
+    """Lets the rank join a group with this backend, then trains: strategies and hand-written loops use what is there.
+
+    Returns:
+        What the training returns.
+    """
+    join(backend)
+    return train(case, length)
 
 
 def train_in_turn(

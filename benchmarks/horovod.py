@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Case, Length
-from benchmarks.horovod_ranks import BY_HAND, OURS, PEER, run_ranks_under
+from benchmarks.horovod_ranks import BY_HAND, OURS, PEER, measure_others, measure_ours, run_ranks_under
 from benchmarks.report import (
     DEFAULT_OUTPUT,
     Panel,
@@ -35,6 +35,7 @@ from benchmarks.report import (
     draw,
     of_slowest_rank,
     paired_ratio,
+    print_goals,
     print_table,
     write_json,
 )
@@ -71,7 +72,8 @@ def take_turns(
     merged: list[list[dict[str, Any]]] = []
     for turn in range(turns):
         for is_ours in (turn % 2 == 0, turn % 2 == 1):
-            per_rank = run_ranks_under(LAUNCHER_OF[transport], is_ours, cases, rounds, length)
+            measure = measure_ours if is_ours else measure_others
+            per_rank = run_ranks_under(LAUNCHER_OF[transport], measure, cases, rounds, length)
             merged = merged or [[{"ms": {}} for _ in cases] for _ in per_rank]
             for into, result in zip(chain(*merged), chain(*per_rank), strict=True):
                 for name, samples in result.pop("ms").items():
@@ -147,20 +149,7 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], direct
         [[label, *(factors[name][row].text() for name in ratios)] for row, label in enumerate(labels)],
         caption=f"A ratio below 1 means that {OURS} is faster.",
     )
-    print_table(
-        "Goals, beside the medians that were reached",
-        ["goal", "case", "wanted", "reached", ""],
-        [
-            [
-                goal["goal"],
-                goal["case"],
-                goal["wanted"],
-                f"{goal['reached']:.2f}",
-                "met" if goal["is_met"] else "missed",
-            ]
-            for goal in goals
-        ],
-    )
+    print_goals(goals)
     draw(
         directory,
         "horovod",

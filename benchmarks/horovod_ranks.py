@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,17 +43,14 @@ PEER = "ddp"
 NUM_RANKS = 2
 
 
-def run_ranks_under(
-    launcher: str, is_ours: bool, cases: list[Case], rounds: int, length: Length
-) -> list[list[dict[str, Any]]]:
-    """Starts the ranks with ``horovodrun`` or ``mpirun``.
+def run_ranks_under(launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = NUM_RANKS) -> list[Any]:
+    """Runs ``function(*args)`` on ranks of ``horovodrun`` or ``mpirun``.
 
     Args:
         launcher: Which.
-        is_ours: Whether the ranks run :func:`measure_ours`, not :func:`measure_others`.
-        cases: As these functions take them, like what follows.
-        rounds: How often each contender trains.
-        length: How long.
+        function: Importable by name, and so are the types of its arguments.
+        *args: Of the function, the same on all ranks.
+        num_ranks: Number of ranks.
 
     Returns:
         In rank order, what the function returned.
@@ -61,11 +59,11 @@ def run_ranks_under(
         RuntimeError: If a rank failed; the others end too, since what they wait for fails.
     """
     with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "arguments").write_bytes(pickle.dumps((free_port(), is_ours, (cases, rounds, length))))
-        results = [Path(directory, f"rank{rank}") for rank in range(NUM_RANKS)]
+        Path(directory, "arguments").write_bytes(pickle.dumps((free_port(), function, args)))
+        results = [Path(directory, f"rank{rank}") for rank in range(num_ranks)]
         for file in results:
             file.touch()
-        start = [str(part).format(n=NUM_RANKS) for part in LAUNCHERS[launcher]]
+        start = [str(part).format(n=num_ranks) for part in LAUNCHERS[launcher]]
         path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
         ended = subprocess.run(
             [*start, sys.executable, "-m", __name__, directory],
@@ -82,13 +80,13 @@ def run_ranks_under(
 def main() -> None:
     """Runs in each rank."""
     directory = Path(sys.argv[1])
-    port, is_ours, arguments = pickle.loads((directory / "arguments").read_bytes())
+    port, function, arguments = pickle.loads((directory / "arguments").read_bytes())
     launch = Launch.find()
     assert launch is not None, "no launcher of Horovod's has started this process"
     # Else Lightning would ask mpi4py, where it is installed, for the ranks of `ddp`.
     os.environ.update(RANK=str(launch.rank), TORCHELASTIC_RUN_ID="benchmark")
     sender = Connection(os.open(directory / f"rank{launch.rank}", os.O_WRONLY), readable=False)
-    rank_main(measure_ours if is_ours else measure_others, arguments, launch.rank, launch.size, port, sender)
+    rank_main(function, arguments, launch.rank, launch.size, port, sender)
 
 
 def measure_others(cases: list[Case], rounds: int, length: Length) -> list[dict[str, Any]]:

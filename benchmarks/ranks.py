@@ -1,8 +1,8 @@
 """Starts the ranks of a benchmark on this host, once, and collects what each returns.
 
-A rank is a process with the environment variables that torchrun would give it, one torch thread, and a gloo process
-group that lives as long as the process. Strategies measured in it find the group and use it, so every contender runs
-over the same connections.
+A rank is a process with the environment variables that torchrun would give it, one torch thread, and a default process
+group, at first of gloo. Strategies measured in it find the group and use it, so what they run over is what the rank has
+joined last (:func:`join`).
 """
 
 import gc
@@ -16,6 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_strategies_ext import shm
+
+#: Where the ranks meet, for every group they make.
+_store: dist.Store | None = None
+_num_groups = 0
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
@@ -82,8 +88,10 @@ def rank_main(
         LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
+    shm.register()
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        open_store(rank, world_size, port)
+        join("gloo", rank, world_size)
         # What the imports left behind is no garbage: collections during a measurement need not walk through it.
         gc.collect()
         gc.freeze()
@@ -92,6 +100,38 @@ def rank_main(
     except Exception:
         value, error = None, traceback.format_exc()
     sender.send((value, error))
+
+
+def open_store(rank: int, world_size: int, port: int) -> None:
+    """Connects this rank to the store over which it joins groups; that of rank 0 is the server."""
+    global _store
+    _store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+
+
+def join(backend: str, rank: int | None = None, world_size: int | None = None) -> None:
+    """Sees to it that the default process group has this backend; all ranks call it together, in the same order.
+
+    A group with another backend is left for a new one. Strategies are made anew after that.
+
+    Args:
+        backend: Such as "gloo" or "shm".
+        rank: Of this process; as in the group before, if None.
+        world_size: Number of ranks; as before, if None.
+    """
+    global _num_groups
+    assert _store is not None
+    if dist.is_initialized():
+        if dist.get_backend() == backend:
+            return
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+    assert rank is not None
+    assert world_size is not None
+    # Under a name of its own, since a group must not find what the one before has left in the store.
+    store = dist.PrefixStore(f"group{_num_groups}", _store)
+    _num_groups += 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    dist.barrier()
 
 
 def free_port() -> int:

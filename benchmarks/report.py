@@ -23,7 +23,7 @@ from rich.table import Table
 DEFAULT_OUTPUT = Path("benchmarks", "results")
 #: Runnable processes on this host before the benchmark added its own; other people's work shows in the spread.
 LOAD_AT_START = round(os.getloadavg()[0], 2)
-COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,28 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
+def print_goals(goals: Sequence[dict[str, Any]]) -> None:
+    """Prints what was to be reached beside what was.
+
+    Args:
+        goals: Each with ``goal``, ``case``, ``wanted``, ``reached`` and ``is_met``.
+    """
+    print_table(
+        "Goals, beside the medians that were reached",
+        ["goal", "case", "wanted", "reached", ""],
+        [
+            [
+                goal["goal"],
+                goal["case"],
+                goal["wanted"],
+                f"{goal['reached']:.2f}",
+                "met" if goal["is_met"] else "missed",
+            ]
+            for goal in goals
+        ],
+    )
+
+
 def write_json(directory: Path, name: str, payload: dict[str, Any]) -> Path:
     """Writes ``<directory>/<name>.json``: the environment, then ``payload``. Returns the file."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -155,6 +177,53 @@ def draw(directory: Path, name: str, title: str, panels: Sequence[Panel]) -> Pat
     for axes, panel in zip(all_axes[0], panels, strict=True):
         draw_panel(axes, panel)
     figure.suptitle(title)
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"{name}.png"
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+    return file
+
+
+@dataclass
+class Curves:
+    """One plot of a figure of curves, both axes logarithmic: medians, and bands from quartile to quartile.
+
+    Attributes:
+        title: What it is about.
+        x_axis: What runs to the right, with its unit.
+        y_axis: What the numbers are, with their unit.
+        x: Where the points stand.
+        series: Name → one spread per point.
+    """
+
+    title: str
+    x_axis: str
+    y_axis: str
+    x: Sequence[float]
+    series: dict[str, Sequence[Spread]]
+
+
+def draw_curves(directory: Path, name: str, title: str, rows: Sequence[Sequence[Curves]]) -> Path:
+    """Draws rows of plots, equally many in each, into ``<directory>/<name>.png``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, all_axes = pyplot.subplots(
+        len(rows), len(rows[0]), figsize=(4.6 * len(rows[0]) + 1, 3.6 * len(rows) + 0.6), squeeze=False, sharey="row"
+    )
+    for row_of_axes, row in zip(all_axes, rows, strict=True):
+        for axes, curves in zip(row_of_axes, row, strict=True):
+            for (label, spreads), color in zip(curves.series.items(), COLORS, strict=False):
+                axes.plot(curves.x, [spread.median for spread in spreads], "o-", color=color, markersize=3, label=label)
+                quartiles = [[getattr(one, end) for one in spreads] for end in ("lower_quartile", "upper_quartile")]
+                axes.fill_between(curves.x, *quartiles, color=color, alpha=0.2, linewidth=0)
+            axes.set(xscale="log", yscale="log", xlabel=curves.x_axis, ylabel=curves.y_axis, title=curves.title)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small", frameon=False)
+    figure.suptitle(title)
+    figure.set_layout_engine("constrained")
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"{name}.png"
     figure.savefig(file, dpi=120)
