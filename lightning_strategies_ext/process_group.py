@@ -143,6 +143,7 @@ def start(
 
     Raises:
         RuntimeError: If the process belongs to a group with another rank or world size.
+        ValueError: If the options are those of another backend.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
     if dist.is_initialized():
@@ -156,6 +157,7 @@ def start(
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
+    check_options(options, backend)
     shm.register()
     dist.init_process_group(
         backend,

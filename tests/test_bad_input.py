@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from lightning_strategies_ext import process_group
+from lightning_strategies_ext import ShmOptions, process_group
 from lightning_strategies_ext.ddp import DDPStrategy
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from tests.models import MLP, loader, make_trainer
@@ -99,6 +99,12 @@ BY_BOTH_FACES = [
     Refusal({"timeout": timedelta(seconds=-1)}, ValueError, "-1.0 seconds", "must be positive"),
     Refusal({"timeout": timedelta(0)}, ValueError, "0.0 seconds", "must be positive"),
     Refusal({"timeout": 1800}, TypeError, "got 1800", "Write `timedelta(seconds=...)`"),
+    Refusal(
+        {"process_group_backend": "gloo", "process_group_options": ShmOptions()},
+        ValueError,
+        "`process_group_options=ShmOptions(segment_num_bytes=None)` are for the backend 'shm'",
+        "`process_group_backend='gloo'`",
+    ),
     Refusal({"start_method": "thread"}, ValueError, "'thread'", "Use one of popen, "),
     Refusal({"start_method": None}, ValueError, "=None", "Use one of popen, "),
     Refusal({"find_unused_params": True}, TypeError, "Unknown", "find_unused_parameters"),

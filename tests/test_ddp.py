@@ -3,6 +3,7 @@
 import pickle
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lightning.pytorch.strategies import ParallelStrategy as LightningParallelSt
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ParallelStrategy
+from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ParallelStrategy, ShmOptions
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.registry import STRATEGIES
 from tests.models import (
@@ -332,6 +333,23 @@ def look_at_process_group() -> tuple[str | None, str, float]:
     strategy = make_trainer(DDPStrategy(process_group_backend="cpu:gloo")).strategy
     strategy.setup_environment()
     return strategy.process_group_backend, dist.get_backend(), strategy.reduce(torch.tensor(3.0)).item()
+
+
+def take_too_much_memory(make_strategy: Callable[..., Any]) -> tuple[str, float]:
+    strategy = make_strategy(process_group_options=ShmOptions(segment_num_bytes=10**15))
+    front_end = Fabric if isinstance(strategy, FabricDDPStrategy) else pl.Trainer
+    strategy = front_end(strategy=strategy, accelerator="cpu", devices=2).strategy
+    strategy.setup_environment()
+    tensor = torch.tensor(3.0)
+    dist.all_reduce(tensor)
+    return dist.get_backend(), tensor.item()
+
+
+@pytest.mark.parametrize("make_strategy", [DDPStrategy, FabricDDPStrategy])
+def test_cpu_ranks_of_one_host_share_memory_by_default_and_options_reach_it(make_strategy):
+    outcomes = outcomes_of_ranks(take_too_much_memory, make_strategy)
+    assert [outcome.value for outcome in outcomes] == [("shm", 6.0)] * 2
+    assert "the process group talks over gloo, since rank 0 finds no room" in outcomes[0].output
 
 
 def test_process_group_backend_is_used():
