@@ -26,12 +26,14 @@ GROUPS = {
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning.pytorch.strategies"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.fabric.strategies"),
 }
+#: Module of torch's that knows the backends of process groups.
+BACKENDS = "torch.distributed.distributed_c10d"
 
 _installed = False
 
 
 def install() -> None:
-    """Arranges that each Lightning registry is filled when its module is imported (at once if it already is).
+    """Arranges that torch's and Lightning's registries are filled when their modules are imported (or at once).
 
     Calling it again does nothing. Never raises.
     """
@@ -42,13 +44,21 @@ def install() -> None:
     try:
         from wrapt import register_post_import_hook
 
-        from lightning_strategies_ext import shm
-
-        shm.register()
+        register_post_import_hook(name_backend, BACKENDS)
         for module_name in GROUPS:
             register_post_import_hook(fill_registry, module_name)
     except Exception as error:
         _say(f"its strategies could not be registered ({type(error).__name__}: {error}).")
+
+
+def name_backend(module: ModuleType) -> None:
+    """Tells torch.distributed of our process group. Never raises."""
+    try:
+        from lightning_strategies_ext import shm
+
+        shm.register_with(module.Backend)
+    except Exception as error:
+        _say(f"the backend 'shm' could not be registered ({type(error).__name__}: {error}).")
 
 
 def fill_registry(module: ModuleType) -> None:

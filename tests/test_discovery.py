@@ -263,6 +263,13 @@ def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment
     assert not with_hook & {"lightning", "horovod"}
 
 
+@pytest.mark.parametrize("imports", ["torch", "lightning_strategies_ext, torch"])
+@pytest.mark.parametrize("env", [{}, AUTOLOAD_OFF], ids=["autoload", "no autoload"])
+def test_torch_knows_the_backend_shm(wheel_install: Environment, imports: str, env: dict[str, str]) -> None:
+    script = f"import json, {imports}; print(json.dumps('shm' in torch.distributed.Backend.backend_list))"
+    assert wheel_install.report(script, env=env).value is (imports != "torch" or not env)
+
+
 def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_install: Environment) -> None:
     script = MODULES_AFTER.format("torch, lightning")
     warnings_are_errors = ("-W", "error")

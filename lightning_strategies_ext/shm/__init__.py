@@ -15,8 +15,14 @@ def register() -> None:
     """Makes ``torch.distributed.init_process_group("shm")`` work. Costs microseconds; a second call does nothing."""
     import torch.distributed as dist
 
-    if is_available() and dist.is_available() and not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    if dist.is_available():
+        register_with(dist.Backend)
+
+
+def register_with(backends: Any) -> None:
+    """Does the same while torch is still being imported, for who has its class ``Backend`` already."""
+    if is_available() and not hasattr(backends, NAME.upper()):
+        backends.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(torch_options: Any, options: Any) -> Any:
