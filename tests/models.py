@@ -1,5 +1,6 @@
 """Models, data and one training function that the tests share. Small, but none trivial: each exercises one promise."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,12 @@ class TwoOptimizers(MLP):
             torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9),
             torch.optim.Adam(self.other.parameters(), lr=0.01),
         )
+
+
+#: For ``Trainer.fit(ckpt_path=...)``; Lightning 2.5 has no such argument and loads everything.
+LOADS_EVERYTHING: dict[str, Any] = (
+    {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
+)
 
 
 def make_trainer(strategy: Any, devices: int = 2, **kwargs: Any) -> pl.Trainer:

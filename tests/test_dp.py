@@ -22,7 +22,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples.digits import DigitsData, DigitsNet
 from lightning_strategies_ext import DataParallelStrategy
 from lightning_strategies_ext.registry import PYTORCH, register_all
-from tests.models import MLP, NUM_CLASSES, NUM_FEATURES, TwoOptimizers, WithBatchNorm, loader, make_trainer, state_of
+from tests.models import (
+    LOADS_EVERYTHING,
+    MLP,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    TwoOptimizers,
+    WithBatchNorm,
+    loader,
+    make_trainer,
+    state_of,
+)
 from tests.ranks import REPOSITORY, run_script
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
@@ -416,7 +426,7 @@ def test_checkpoints_are_those_of_a_single_device(tmp_path):
         resumed = make_trainer(*second, max_epochs=4)
         pl.seed_everything(11, verbose=False)
         model = MLP()
-        resumed.fit(model, loader(64, batch_size=10), ckpt_path=directory / "half.ckpt", weights_only=False)
+        resumed.fit(model, loader(64, batch_size=10), ckpt_path=directory / "half.ckpt", **LOADS_EVERYTHING)
         _, expected = train("auto", max_epochs=4)
         assert_close(state_of(model), state_of(expected))
 

@@ -31,6 +31,7 @@ from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod_build import installed
 from tests.horovod_ranks import run_horovod, try_horovod
 from tests.models import (
+    LOADS_EVERYTHING,
     MLP,
     NUM_CLASSES,
     TwoOptimizers,
@@ -452,7 +453,7 @@ def resumed(strategy: str, directory: str) -> dict[str, torch.Tensor]:
     model = MLP()
     nn.init.zeros_(model.net[0].weight)
     trainer = make_trainer(strategy, max_epochs=4)
-    trainer.fit(model, loader(), ckpt_path=f"{directory}/half.ckpt", weights_only=False)
+    trainer.fit(model, loader(), ckpt_path=f"{directory}/half.ckpt", **LOADS_EVERYTHING)
     return state_of(model)
 
 
