@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext import shm
-
 #: Where the ranks meet, for every group they make.
 _store: dist.Store | None = None
 _num_groups = 0
@@ -88,7 +86,6 @@ def rank_main(
         LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
-    shm.register()
     try:
         open_store(rank, world_size, port)
         join("gloo", rank, world_size)

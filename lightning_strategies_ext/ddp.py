@@ -194,16 +194,13 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._worker is None or not self._worker.continues:
             reset_seed()
         self.set_world_ranks()
-        is_one_host = 1 < self.world_size == self.num_processes
-        self._process_group_backend = self._process_group_backend or process_group.default_backend(
-            self.root_device, is_one_host
-        )
-        process_group.start(
+        self._process_group_backend = process_group.start(
             self.cluster_environment,
             self._process_group_backend,
             self.root_device,
             self._timeout,
             self._process_group_options,
+            self.num_processes,
         )
         if self.world_size > 1:
             known = self._reconciliation

@@ -56,7 +56,7 @@ def name_backend(module: ModuleType) -> None:
     try:
         from lightning_strategies_ext import shm
 
-        shm.register_with(module.Backend)
+        shm.register(module.Backend)
     except Exception as error:
         _say(f"the backend 'shm' could not be registered ({type(error).__name__}: {error}).")
 

@@ -69,7 +69,6 @@ def check_backend(backend: str | None) -> None:
     """
     if backend is None:
         return
-    shm.register()
     if not isinstance(backend, str):
         raise TypeError(f"`process_group_backend` must be a name such as 'gloo', or None, got {backend!r}.")
     known = sorted(name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
@@ -112,6 +111,7 @@ def check_options(options: Any, backend: str | None) -> None:
     if isinstance(options, ShmOptions) and backend not in (None, shm.NAME):
         raise ValueError(
             f"`process_group_options={options!r}` are for the backend 'shm', and `process_group_backend={backend!r}`."
+            " Leave the options out, or use `process_group_backend='shm'`."
         )
 
 
@@ -128,24 +128,34 @@ def default_backend(device: torch.device, is_one_host: bool) -> str:
 
 
 def start(
-    environment: ClusterEnvironment, backend: str, device: torch.device, timeout: timedelta | None, options: Any = None
-) -> None:
+    environment: ClusterEnvironment,
+    backend: str | None,
+    device: torch.device,
+    timeout: timedelta | None,
+    options: Any = None,
+    num_processes: int = 1,
+) -> str:
     """Joins the default process group; returns when all ranks have joined.
 
     Does nothing in a process that already belongs to a group of the same shape.
 
     Args:
         environment: Where rank, world size and the address of rank 0 come from.
-        backend: As torch takes it.
+        backend: As torch takes it; None for the default.
         device: Device of this rank.
         timeout: For the rendezvous and for every collective. None leaves torch's default.
         options: What the backend takes beside.
+        num_processes: Ranks on this host, for the default.
+
+    Returns:
+        The backend.
 
     Raises:
         RuntimeError: If the process belongs to a group with another rank or world size.
         ValueError: If the options are those of another backend.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
+    backend = backend or default_backend(device, is_one_host=1 < world_size == num_processes)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise RuntimeError(
@@ -153,12 +163,11 @@ def start(
                 f" before, and should now be rank {rank} of {world_size}. Ask for as many devices and nodes as before,"
                 " or call `torch.distributed.destroy_process_group()` first."
             )
-        return
+        return backend
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
     check_options(options, backend)
-    shm.register()
     dist.init_process_group(
         backend,
         rank=rank,
@@ -171,6 +180,7 @@ def start(
     # owns the group, closes each group once.
     atexit.unregister(stop)
     atexit.register(stop)
+    return backend
 
 
 def stop() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_strategies_ext.shm.creation import ShmOptions
 from tests.ranks import outcomes_of_ranks, run_ranks, start_script
-from tests.shm_programs import start_shm
+from tests.shm_pools import start_shm
 
 MANY = 1_000_000
 VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
@@ -215,8 +215,6 @@ def test_ranks_of_a_subgroup_are_named_as_in_the_default_group():
 
 FOR_EVER = """
 import os, sys, torch, torch.distributed as dist
-import lightning_strategies_ext.shm as shm
-shm.register()
 dist.init_process_group("shm", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=3)
 print("ready", flush=True)
 while True:

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import Outcome, outcomes_of_ranks, run_ranks
+from tests.shm_pools import Pool, all_pools, start_shm
 from tests.shm_programs import (
     ARITHMETIC,
     BITWISE,
@@ -26,9 +27,6 @@ from tests.shm_programs import (
     SLOT_NUM_BYTES,
     WAITS,
     Operation,
-    Pool,
-    all_pools,
-    start_shm,
 )
 
 #: Where a message, a slot, or the size from which ranks share the work of an all-reduce ends.

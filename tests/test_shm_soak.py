@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import outcomes_of_ranks, run_ranks
-from tests.shm_programs import start_shm
+from tests.shm_pools import start_shm
 
 NUM_ROUNDS = int(os.environ.get("SHM_SOAK_ROUNDS", "25"))
 NUM_BATCHES = 5

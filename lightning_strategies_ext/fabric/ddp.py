@@ -107,16 +107,13 @@ class DDPStrategy(FabricDDPStrategy):
         # Called by `setup_environment`, in each process.
         assert self.cluster_environment is not None
         self._set_world_ranks()
-        is_one_host = 1 < self.world_size == self.num_processes
-        self._process_group_backend = self._process_group_backend or process_group.default_backend(
-            self.root_device, is_one_host
-        )
-        process_group.start(
+        self._process_group_backend = process_group.start(
             self.cluster_environment,
             self._process_group_backend,
             self.root_device,
             self._timeout,
             self._process_group_options,
+            self.num_processes,
         )
 
     def setup_module(self, module: Module) -> DistributedDataParallel:

@@ -1,6 +1,6 @@
 """The exchange of gradients over Horovod, while the backward pass still runs.
 
-Each parameter's gradient is on its way as soon as autograd has added it up; Horovod fuses small ones by itself. After
+A gradient is on its way as soon as autograd has added it up, small ones with the others of their group. After
 the backward pass :meth:`GradientExchange.finish` waits for those that are left, so that clipping and the optimizer see
 the gradients of all ranks. While the exchange is held back, gradients add up locally, and the next backward pass that
 is not held back exchanges their sum: once per window of accumulation.
@@ -189,13 +189,13 @@ class GradientExchange:
             self._send(dense)
 
     def _send(self, parameters: Sequence[Parameter]) -> None:
+        if not parameters:
+            return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         wires = [self._on_the_wire(gradient) for gradient in gradients]
         factor = self._options.gradient_predivide_factor
         scales = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
         common = {"op": self._op, "process_set": self._process_set, **scales}
-        if not parameters:
-            return
         name = self._names[parameters[0]]
         if len(wires) == 1:
             handle = self._hvd.allreduce_async_(wires[0], name=name, **common)

@@ -11,16 +11,14 @@ def is_available() -> bool:
     return sys.platform == "linux"
 
 
-def register() -> None:
-    """Makes ``torch.distributed.init_process_group("shm")`` work. Costs microseconds; a second call does nothing."""
-    import torch.distributed as dist
+def register(backends: Any) -> None:
+    """Makes ``torch.distributed.init_process_group("shm")`` work. Costs microseconds; a second call does nothing.
 
-    if dist.is_available():
-        register_with(dist.Backend)
+    Importing the package does it, see :mod:`lightning_strategies_ext.discovery`.
 
-
-def register_with(backends: Any) -> None:
-    """Does the same while torch is still being imported, for who has its class ``Backend`` already."""
+    Args:
+        backends: torch's class ``Backend``, given since torch may still be importing itself.
+    """
     if is_available() and not hasattr(backends, NAME.upper()):
         backends.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
