@@ -1,5 +1,6 @@
 """How a ``shm`` process group comes to be: who is on which host, whether there is shared memory, who talks to whom."""
 
+import ctypes
 import os
 import sys
 import time
@@ -8,6 +9,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from lightning_strategies_ext.shm import compilation
+from lightning_strategies_ext.shm.compiled import MAX_RANKS, CompiledAllReduce
 from lightning_strategies_ext.shm.execution import Execution
 from lightning_strategies_ext.shm.links import Meeting, Peer
 from lightning_strategies_ext.shm.options import ShmOptions
@@ -17,6 +20,7 @@ from lightning_strategies_ext.shm.segments import Segment, chosen_num_bytes, cre
 
 #: How long a rank looks for the others before it goes to sleep, in seconds; not at all where ranks share cores.
 SPIN_S: Final = 100e-6
+_said: set[str] = set()
 
 
 def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
@@ -41,9 +45,10 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     deadline = time.monotonic() + timeout.total_seconds()
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
     meeting = Meeting(rank, size, dist.PrefixStore("shm", store))
+    library = _compiled_library(rank)
     try:
         own_fd, problem = _try_to_create(num_bytes, rank)
-        said = meeting.announce({"problem": problem})
+        said = meeting.announce({"problem": problem, "compiled": library is not None})
         if problem := next((words["problem"] for words in said if words["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
@@ -60,15 +65,28 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     finally:
         meeting.close()
     segments = [Segment(fds[peers[place]] if place in peers else own_fd) for place in range(len(local))]
-    rounds = Rounds(local.index(rank), peers, links, segments)
-    has_core = len(os.sched_getaffinity(0)) >= len(local)
-    execution = Execution(rounds, SPIN_S if has_core else 0.0)
+    place = local.index(rank)
+    spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= len(local) else 0.0
+    rounds = Rounds(place, peers, links, segments, spin_s)
+    compiled = None
+    if library is not None and all(said[other]["compiled"] for other in local) and len(local) <= MAX_RANKS:
+        compiled = CompiledAllReduce(library, place, peers, links, segments, spin_s)
     leaders = _leaders_of(said)
     between = None
     if len(leaders) > 1 and rank in leaders:
         prefix = dist.PrefixStore("leaders", store)
         between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
-    return ShmProcessGroup(store, rank, size, timeout, execution, rounds, gloo, between)
+    return ShmProcessGroup(store, rank, size, timeout, Execution(rounds), rounds, compiled, gloo, between)
+
+
+def _compiled_library(rank: int) -> ctypes.CDLL | None:
+    try:
+        return compilation.library()
+    except compilation.NotCompiledError as error:
+        if rank == 0 and str(error) not in _said:
+            _said.add(str(error))
+            _say(f"all-reduces over shared memory are carried out in Python, which is slower, since {error}.")
+        return None
 
 
 def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:

@@ -13,13 +13,25 @@ import weakref
 from collections import deque
 from collections.abc import Generator
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
 from lightning_strategies_ext.shm.rounds import Rounds
+
+
+class Exchange(Protocol):
+    """What carries out an operation with other ranks, as far as one can wait for it."""
+
+    @property
+    def spin_s(self) -> float:
+        """How long to look for others before going to sleep, in seconds."""
+
+    def wait(self, deadline: float) -> None:
+        """Sleeps until something came from others; a TimeoutError if nothing did."""
+
 
 #: How long the caller of an asynchronous operation sleeps for others, in seconds, before it leaves the rest to a
 #: thread. On a host whose cores are busy a thread that is woken waits for its turn, at each piece of a large tensor:
@@ -33,6 +45,7 @@ class ShmWork(Work):
     Args:
         name: Of the operation, for messages.
         progress: Does the work; yields where others must be waited for.
+        exchange: What to wait with then.
         outputs: What the future of the operation gives: a list of tensors.
         deadline: Until when others may be waited for, on the monotonic clock, in seconds.
         execution: What carries it out.
@@ -43,6 +56,7 @@ class ShmWork(Work):
         self,
         name: str,
         progress: Generator[None, None, None],
+        exchange: Exchange,
         outputs: Any,
         deadline: float,
         execution: "Execution",
@@ -52,6 +66,7 @@ class ShmWork(Work):
         super().__init__()
         self.name = name
         self.deadline = deadline
+        self.exchange = exchange
         self.is_blocking = is_blocking
         self._progress: Generator[None, None, None] | None = progress
         self._outputs = outputs
@@ -144,13 +159,11 @@ class Execution:
 
     Args:
         rounds: What they are made of.
-        spin_s: How long to look for others before going to sleep, in seconds.
     """
 
-    def __init__(self, rounds: Rounds, spin_s: float) -> None:
+    def __init__(self, rounds: Rounds) -> None:
         self.futures = threading.Lock()
         self._rounds = rounds
-        self._spin_s = spin_s
         self._queue: deque[ShmWork] = deque()
         self._is_running = threading.Lock()
         self._todo = threading.Semaphore(0)
@@ -243,12 +256,12 @@ class Execution:
         patience_until = time.monotonic() + PATIENCE_S
         while not work.advance():
             now = time.monotonic()
-            spin_until = spin_until or now + self._spin_s
+            spin_until = spin_until or now + work.exchange.spin_s
             if now < spin_until:
                 continue
             if may_sleep:
-                self._rounds.wait(work.deadline)
-            elif now > patience_until or not self._rounds.wait_a_moment(patience_until):
+                work.exchange.wait(work.deadline)
+            elif now > patience_until or not _slept(work.exchange, patience_until):
                 return False
             spin_until = 0.0
         return True
@@ -272,6 +285,14 @@ class Execution:
             while self._queue:
                 self._is_running.acquire()
                 self._carry_out_first(may_sleep=True)
+
+
+def _slept(exchange: Exchange, until: float) -> bool:
+    try:
+        exchange.wait(until)
+    except TimeoutError:
+        return False
+    return True
 
 
 _open: "weakref.WeakSet[Execution]" = weakref.WeakSet()

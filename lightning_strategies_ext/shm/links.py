@@ -29,8 +29,10 @@ from torch.distributed import DistBackendError, Store
 HEADER: Final = struct.Struct("<BBxxIQ")
 #: Most bytes that travel in the message itself.
 INLINE_NUM_BYTES: Final = 16 * 1024
-#: Kinds of messages: of a round, and the last words of a rank that leaves, for good reasons or for bad ones.
-ROUND, LEFT, BROKEN = range(3)
+MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES
+#: Kinds of messages: of a round, the last words of a rank that leaves, for good reasons or for bad ones, and one that
+#: only wakes a rank, which sees in shared memory what for.
+ROUND, LEFT, BROKEN, WAKE = range(4)
 _TOKEN_NUM_BYTES = 16
 #: A rank says who it is as soon as it has connected. Who says nothing for so long, in seconds, is none.
 _HELLO_S = 5.0
@@ -102,20 +104,45 @@ class Links:
             Its number of bytes; 0 if there is none yet.
 
         Raises:
-            PeerLostError: If the peer is gone.
+            PeerLostError: If the peer is gone, or says that it has left or failed.
         """
         early = self._early[peer]
         if early:
             message = early.popleft()
-            into[: len(message)] = message
-            return len(message)
-        if peer in self._gone:
+            num_bytes = len(message)
+            into[:num_bytes] = message
+        elif peer in self._gone:
             raise self._lost(peer)
-        num_bytes = self._take(peer, into)
+        else:
+            num_bytes = self._take(peer, into)
+            while num_bytes > 0 and into[0] == WAKE:
+                num_bytes = self._take(peer, into)
         if num_bytes == 0:
             self._gone.add(peer)
             raise self._lost(peer)
+        if num_bytes > 0 and into[0] == LEFT:
+            raise PeerLostError(f"{peer} has left the process group, and this rank waits for it")
+        if num_bytes > 0 and into[0] == BROKEN:
+            raise PeerLostError(f"{peer} has failed: {bytes(into[HEADER.size : num_bytes]).decode(errors='replace')}")
         return max(num_bytes, 0)
+
+    def has_message(self, peer: Peer) -> bool:
+        """Whether there is something to :meth:`receive`, or the peer is gone; forgets what has only woken this rank."""
+        link = self._sockets[peer]
+        while not self._early[peer] and peer not in self._gone:
+            try:
+                if link.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) != bytes([WAKE]):
+                    return True
+                link.recv(1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+        return True
+
+    def fileno(self, peer: Peer) -> int:
+        """The descriptor of the socket to a peer."""
+        return self._sockets[peer].fileno()
 
     def wait(self, awaited: Sequence[Peer], deadline: float) -> None:
         """Sleeps until the first of some peers has sent something, or one of them is gone.
@@ -169,14 +196,14 @@ class Links:
     def _read_early(self, peer: Peer) -> None:
         """Keeps what a peer that is gone had sent before."""
         while peer not in self._gone:
-            into = bytearray(HEADER.size + INLINE_NUM_BYTES)
+            into = bytearray(MESSAGE_NUM_BYTES)
             num_bytes = self._take(peer, memoryview(into))
             if num_bytes < 0:
                 return
-            if num_bytes:
-                self._early[peer].append(bytes(into[:num_bytes]))
-            else:
+            if not num_bytes:
                 self._gone.add(peer)
+            elif into[0] != WAKE:
+                self._early[peer].append(bytes(into[:num_bytes]))
 
     def _take(self, peer: Peer, into: memoryview) -> int:
         """Reads one message: its number of bytes, 0 at the end, -1 if there is none yet."""

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from lightning_strategies_ext.shm import collectives
 from lightning_strategies_ext.shm.collectives import Plan
+from lightning_strategies_ext.shm.compiled import CompiledAllReduce
 from lightning_strategies_ext.shm.execution import Execution, ShmWork
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
@@ -38,6 +39,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         timeout: Of each operation.
         execution: What carries operations out.
         rounds: Of the ranks of this host.
+        compiled: What all-reduces faster than rounds do, if there is a compiled library.
         gloo: A group of all ranks, for what is not done here.
         leaders: A gloo group of the first rank of each host, if there are several and this rank is one of them.
     """
@@ -50,6 +52,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         timeout: timedelta,
         execution: Execution,
         rounds: Rounds,
+        compiled: CompiledAllReduce | None,
         gloo: Any,
         leaders: Any,
     ) -> None:
@@ -59,6 +62,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._execution = execution
         self._rounds = rounds
+        self._compiled = compiled
         self._gloo = gloo
         self._leaders = leaders
         self._spans_hosts = rounds.size < size
@@ -93,6 +97,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceCoalescedOptions()
         if self._spans_hosts:
             return self._all_reduce_across_hosts(tensors, opts)
+        if self._compiled is not None and self._compiled.does(tensors, opts.reduceOp):
+            return self._start_compiled(self._compiled, tensors, opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.joined(
@@ -289,8 +295,19 @@ class ShmProcessGroup(dist.ProcessGroup):
         progress = self._rounds.go_through(number, steps, lookahead, deadline)
         if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in zip(flats, tensors, strict=True)):
             progress = _then_copy(progress, flats, tensors, outputs)
-        work = ShmWork(name, progress, list(outputs), deadline, self._execution)
+        work = ShmWork(name, progress, self._rounds, list(outputs), deadline, self._execution)
         with torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else nullcontext():
+            self._execution.start(work, is_asynchronous=opts.asyncOp)
+        return work
+
+    def _start_compiled(self, compiled: CompiledAllReduce, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
+        flats = [tensor if _is_plain(tensor) else _flat(tensor, "all_reduce") for tensor in tensors]
+        deadline = self._deadline(opts)
+        progress = compiled.go_through(flats, opts.reduceOp)
+        if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in zip(flats, tensors, strict=True)):
+            progress = _then_copy(progress, flats, tensors, tensors)
+        work = ShmWork("all_reduce", progress, compiled, list(tensors), deadline, self._execution)
+        with torch.profiler.record_function("shm:all_reduce") if torch.autograd._profiler_enabled() else nullcontext():
             self._execution.start(work, is_asynchronous=opts.asyncOp)
         return work
 
@@ -300,7 +317,9 @@ class ShmProcessGroup(dist.ProcessGroup):
         reductions = [self._reduction(opts, flat) for flat in flats]
         deadline = self._deadline(opts)
         progress = _then_copy(self._up_across_and_down(flats, reductions, deadline), flats, tensors, tensors)
-        work = ShmWork("all_reduce", progress, list(tensors), deadline, self._execution, is_blocking=True)
+        work = ShmWork(
+            "all_reduce", progress, self._rounds, list(tensors), deadline, self._execution, is_blocking=True
+        )
         with torch.profiler.record_function("shm:all_reduce") if torch.autograd._profiler_enabled() else nullcontext():
             self._execution.start(work, is_asynchronous=opts.asyncOp)
         return work
@@ -352,6 +371,10 @@ class _All(dist.Work):
         for work in self._works:
             work.wait() if timeout <= timedelta(0) else work.wait(timeout)
         return True
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
 def _flat(tensor: Tensor, name: str) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from lightning_strategies_ext.shm.links import BROKEN, HEADER, INLINE_NUM_BYTES, LEFT, ROUND, Links, Peer, PeerLostError
+from lightning_strategies_ext.shm.links import BROKEN, HEADER, INLINE_NUM_BYTES, LEFT, MESSAGE_NUM_BYTES, ROUND, Links, Peer
 from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 
 #: Rounds that may be published before the first of them has been read.
@@ -49,18 +49,22 @@ class Rounds:
         peers: The others, by their rank there.
         links: To them.
         segments: Everyone's, in rank order.
+        spin_s: How long its caller shall look for others before it sleeps, in seconds.
     """
 
-    def __init__(self, rank: int, peers: dict[int, Peer], links: Links, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self, rank: int, peers: dict[int, Peer], links: Links, segments: Sequence[Segment], spin_s: float
+    ) -> None:
         self.rank = rank
+        self.spin_s = spin_s
         self.size = len(segments)
         self.slot_num_bytes = min(segment.slot_num_bytes for segment in segments)
         self._peers = peers
         self._links = links
         self._slots = [segment.slots for segment in segments]
-        self._own_message = torch.empty(HEADER.size + INLINE_NUM_BYTES, dtype=torch.uint8)
+        self._own_message = torch.empty(MESSAGE_NUM_BYTES, dtype=torch.uint8)
         self._own_bytes = memoryview(self._own_message.numpy())  # type: ignore[arg-type]
-        self._messages = [torch.empty(HEADER.size + INLINE_NUM_BYTES, dtype=torch.uint8) for _ in segments]
+        self._messages = [torch.empty(MESSAGE_NUM_BYTES, dtype=torch.uint8) for _ in segments]
         self._bytes = [memoryview(message.numpy()) for message in self._messages]  # type: ignore[arg-type]
         self._published = self._read = 0
         self._awaited: list[int] = []
@@ -106,14 +110,6 @@ class Rounds:
         """
         self._links.wait([self._peers[place] for place in self._awaited], deadline)
 
-    def wait_a_moment(self, until: float) -> bool:
-        """Sleeps as :meth:`wait` does; False if nothing came."""
-        try:
-            self._links.wait([self._peers[place] for place in self._awaited], until)
-        except TimeoutError:
-            return False
-        return True
-
     def leave(self) -> None:
         """Leaves the peers."""
         self._links.shut(LEFT)
@@ -142,14 +138,9 @@ class Rounds:
 
     def _receive(self, place: int, operation: int, total: int, step: Step) -> bool:
         peer, into = self._peers[place], self._bytes[place]
-        num_bytes = self._links.receive(peer, into)
-        if not num_bytes:
+        if not self._links.receive(peer, into):
             return False
-        kind, their_operation, number, their_total = HEADER.unpack_from(into)
-        if kind == LEFT:
-            raise PeerLostError(f"{peer} has left the process group, and this rank waits for it")
-        if kind == BROKEN:
-            raise PeerLostError(f"{peer} has failed: {bytes(into[HEADER.size : num_bytes]).decode(errors='replace')}")
+        _, their_operation, number, their_total = HEADER.unpack_from(into)
         if (their_operation, their_total, number) != (operation, total, self._read & 0xFFFFFFFF):
             raise DistBackendError(
                 f"the ranks do not call the same collectives: {peer} is in number {number}, kind {their_operation} with"

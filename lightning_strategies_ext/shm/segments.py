@@ -16,10 +16,14 @@ DIRECTORY: Final = "/dev/shm"
 #: So many pieces of one rank can be under way; see :mod:`.rounds` for why four.
 NUM_SLOTS: Final = 4
 #: Pieces that stay in the caches of the cores that write and read them; larger and smaller ones were slower.
-DEFAULT_NUM_BYTES: Final = NUM_SLOTS * 512 * 1024
+DEFAULT_NUM_BYTES: Final = 2 * 1024 * 1024
 #: Where ranks share cores, each piece costs turns of the scheduler; fewer, larger ones were faster.
 DEFAULT_NUM_BYTES_WHEN_CROWDED: Final = 4 * DEFAULT_NUM_BYTES
-MIN_NUM_BYTES: Final = NUM_SLOTS * 16 * 1024
+MIN_NUM_BYTES: Final = 128 * 1024
+#: Of a segment, a quarter is the compiled library's: this for its board, and the rest for slots of its own.
+BOARD_NUM_BYTES: Final = 4096
+_COMPILED_SHARE: Final = 4
+_UNIT_NUM_BYTES: Final = 64 * 1024
 #: Sets the number of bytes of each rank's segment.
 VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
 
@@ -44,7 +48,7 @@ def chosen_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:
         raise ValueError(f"`{source}={value!r}` must be a whole number of bytes.") from None
     if chosen < MIN_NUM_BYTES:
         raise ValueError(f"`{source}={chosen}` is too small: a segment has {MIN_NUM_BYTES} bytes at least.")
-    return chosen // (NUM_SLOTS * mmap.PAGESIZE) * NUM_SLOTS * mmap.PAGESIZE
+    return chosen // _UNIT_NUM_BYTES * _UNIT_NUM_BYTES
 
 
 def create(num_bytes: int) -> int:
@@ -69,7 +73,8 @@ class Segment:
         fd: Its descriptor, which is closed.
 
     Attributes:
-        slots: One byte tensor per slot.
+        slots: One byte tensor per slot of the rounds.
+        board: The bytes that are the compiled library's.
     """
 
     def __init__(self, fd: int) -> None:
@@ -78,9 +83,15 @@ class Segment:
         finally:
             os.close(fd)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self.slots: tuple[Tensor, ...] = whole.chunk(NUM_SLOTS)
+        self.board, slots = whole.tensor_split([whole.numel() // _COMPILED_SHARE])
+        self.slots: tuple[Tensor, ...] = slots.chunk(NUM_SLOTS)
 
     @property
     def slot_num_bytes(self) -> int:
         """Most bytes that one piece may have."""
         return self.slots[0].numel()
+
+    @property
+    def compiled_slot_num_bytes(self) -> int:
+        """Most bytes that one piece may have in the compiled library."""
+        return (self.board.numel() - BOARD_NUM_BYTES) // NUM_SLOTS // 64 * 64

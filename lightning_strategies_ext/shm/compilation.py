@@ -1,0 +1,112 @@
+"""Compilation: how what is written in C becomes a library, once per machine and version.
+
+The source needs a C compiler and nothing else, neither Python's headers nor torch's. The library is kept in the user's
+cache under a name that says all it depends on, so that it is made by whoever needs it first.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+#: Set to 0, Python does what the compiled library would.
+VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_COMPILED"
+#: Where the cache is, as for Horovod's wheels.
+CACHE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_CACHE"
+SOURCE: Final = Path(__file__).with_name("all_reduce.c")
+_COMPILERS: Final = ("cc", "gcc", "clang")
+# No contraction of operations, and sums that wrap: the bits must be those that torch computes.
+_FLAGS: Final = ("-O3", "-std=c11", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off")
+_TIMEOUT_S: Final = 120.0
+
+
+class NotCompiledError(Exception):
+    """Raised where there is no compiled library; says why."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Loads the library, and compiles it before if need be. A second call costs nothing.
+
+    Raises:
+        NotCompiledError: If the user has turned it off, or there is no compiler, or it fails.
+    """
+    if os.environ.get(VARIABLE, "1") == "0":
+        raise NotCompiledError(f"{VARIABLE}=0")
+    kept = _directory() / f"all_reduce-{_key()}.so"
+    if kept.exists():
+        return _load(kept)
+    compiler = compiler_command()
+    with tempfile.TemporaryDirectory() as directory:
+        made = Path(directory, kept.name)
+        _compile(compiler, made)
+        try:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Complete before it has its name: other ranks compile, or load, at the same time.
+            complete = kept.with_name(f"{kept.name}.{os.getpid()}")
+            shutil.copyfile(made, complete)
+            complete.replace(kept)
+        except OSError:  # a home that cannot be written to: compiled anew each time
+            return _load(made)
+    return _load(kept)
+
+
+def compiler_command() -> str:
+    """The C compiler: that of the environment variable ``CC``, else the first of the usual names.
+
+    Raises:
+        NotCompiledError: If there is none.
+    """
+    named = os.environ.get("CC")
+    found = next((path for name in ([named] if named else _COMPILERS) if (path := shutil.which(name))), None)
+    if found is None:
+        raise NotCompiledError(f"there is no C compiler ({named or ', '.join(_COMPILERS)})")
+    return found
+
+
+def _directory() -> Path:
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser() / "shm"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-strategies-ext" / "shm"
+
+
+def _key() -> str:
+    parts = [SOURCE.read_text(), *_FLAGS, platform.system(), platform.machine(), *platform.libc_ver()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compile(compiler: str, into: Path) -> None:
+    command = [compiler, *_FLAGS, "-o", str(into), str(SOURCE)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotCompiledError(f"{compiler} does not run ({error})") from error
+    if done.returncode:
+        raise NotCompiledError(f"{compiler} fails: {done.stderr.strip()[-300:] or done.returncode}")
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NotCompiledError(f"{path} cannot be loaded ({error})") from error
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    for name, result, arguments in (
+        ("shm_group_bytes", size, []),
+        ("shm_open", None, [pointer, number, number, pointer, size, size, pointer, ctypes.c_char_p]),
+        ("shm_begin", None, [pointer, pointer, size, number, number, size]),
+        ("shm_call", ctypes.c_uint64, [pointer, number]),
+        ("shm_advance", number, [pointer, ctypes.c_uint64]),
+        ("shm_awaits", number, [pointer, number]),
+        ("shm_fall_asleep", number, [pointer]),
+        ("shm_wake_up", None, [pointer]),
+    ):
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded

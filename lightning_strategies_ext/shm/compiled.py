@@ -1,0 +1,141 @@
+"""All-reduces of the ranks of one host, carried out by the compiled library (``all_reduce.c``, which says how).
+
+Rounds do the same, and everything else; the compiled way costs a microsecond where they cost some fifty. Sockets serve
+it for what they are good at: a rank that waits long sleeps on them, is woken through them, and hears of a peer's end.
+"""
+
+import ctypes
+from collections.abc import Generator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed import DistBackendError, ReduceOp
+
+from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, Links, Peer
+from lightning_strategies_ext.shm.segments import BOARD_NUM_BYTES, Segment
+
+#: Ranks of one host that the library has room for.
+MAX_RANKS: Final = 64
+#: Where a rank waits for more than what the library looks for, it sleeps.
+_DONE, _WAITS, _MISMATCH = range(3)
+_TYPES: Final = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
+_IS_AVERAGE: Final = {ReduceOp.SUM: False, ReduceOp.AVG: True}
+_TYPE_NAMES: Final = [str(dtype).removeprefix("torch.") for dtype in _TYPES]
+#: A tensor up to this size, in bytes times the other ranks, is read whole by all of them.
+_WHOLE_NUM_BYTES: Final = 32 * 1024
+
+
+class CompiledAllReduce:
+    """The compiled all-reduces of one rank.
+
+    Args:
+        library: As :func:`.compilation.library` gives it.
+        rank: Of this process, among those of the host.
+        peers: The others, by their rank there.
+        links: To them.
+        segments: Everyone's, in rank order.
+        spin_s: How long the library looks for others before this rank goes to sleep, in seconds.
+
+    Attributes:
+        spin_s: How long its caller shall look for others: not at all.
+    """
+
+    spin_s = 0.0
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        rank: int,
+        peers: dict[int, Peer],
+        links: Links,
+        segments: Sequence[Segment],
+        spin_s: float,
+    ) -> None:
+        self._library = library
+        self._rank = rank
+        self._size = len(segments)
+        self._peers = peers
+        self._links = links
+        self._segments = segments  # mapped as long as the library may write to them
+        self._message = memoryview(bytearray(MESSAGE_NUM_BYTES))
+        self._spin_ns = int(spin_s * 1e9)
+        self._whole_num_bytes = _WHOLE_NUM_BYTES // max(1, self._size - 1)
+        self._group = ctypes.create_string_buffer(library.shm_group_bytes())
+        areas = (ctypes.c_void_p * self._size)(*(segment.board.data_ptr() for segment in segments))
+        fds = [links.fileno(peers[place]) if place in peers else -1 for place in range(self._size)]
+        slot_num_bytes = min(segment.compiled_slot_num_bytes for segment in segments)
+        library.shm_open(
+            self._group,
+            rank,
+            self._size,
+            areas,
+            BOARD_NUM_BYTES,
+            slot_num_bytes,
+            (ctypes.c_int * self._size)(*fds),
+            HEADER.pack(WAKE, 0, 0, 0),
+        )
+
+    @staticmethod
+    def does(tensors: Sequence[Tensor], op: Any) -> bool:
+        """Whether the library can reduce these tensors so; what it cannot do is done in rounds, on all ranks alike."""
+        return getattr(op, "op", op) in _IS_AVERAGE and all(
+            tensor.dtype in _TYPES and tensor.numel() > 0 for tensor in tensors
+        )
+
+    def go_through(self, flats: Sequence[Tensor], op: Any) -> Generator[None, None, None]:
+        """Reduces tensors in place, one after the other; yields where it has to wait for others.
+
+        Args:
+            flats: Contiguous, and such that :meth:`does` says yes.
+            op: SUM, or AVG.
+
+        Raises:
+            DistBackendError: If a rank reduces a tensor of another size or dtype, or with another op.
+        """
+        library, group = self._library, self._group
+        is_average = _IS_AVERAGE[getattr(op, "op", op)]
+        for flat in flats:
+            library.shm_begin(
+                group, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average, self._whole_num_bytes
+            )
+            while (state := library.shm_advance(group, self._spin_ns)) != _DONE:
+                if state != _WAITS:
+                    raise self._mismatch(state - _MISMATCH)
+                yield
+
+    def wait(self, deadline: float) -> None:
+        """Sleeps until a rank that is waited for has laid something out.
+
+        Raises:
+            PeerLostError: If one is gone.
+            TimeoutError: If nothing came before the deadline.
+            DistBackendError: If one is in another collective.
+        """
+        place = self._library.shm_fall_asleep(self._group)
+        if place < 0:
+            return
+        try:
+            first = self._peers[place]
+            others = [peer for other, peer in self._peers.items() if other > place and self._awaits(other)]
+            self._links.wait([first, *others], deadline)
+            has_message = self._links.has_message(first)
+        finally:
+            self._library.shm_wake_up(self._group)
+        # Before any message that a rank sends, all that it has laid out can be seen.
+        if has_message and self._awaits(place):
+            self._links.receive(first, self._message)
+            raise DistBackendError(f"the ranks do not call the same collectives: {first} is not in this all-reduce")
+
+    def _awaits(self, place: int) -> bool:
+        return bool(self._library.shm_awaits(self._group, place))
+
+    def _mismatch(self, place: int) -> DistBackendError:
+        theirs, ours = (self._call(rank) for rank in (place, self._rank))
+        return DistBackendError(
+            f"the ranks do not call the same collectives: {self._peers[place]} all-reduces {theirs}, and this rank {ours}"
+        )
+
+    def _call(self, place: int) -> str:
+        call = self._library.shm_call(self._group, place)
+        return f"{call >> 8} x {_TYPE_NAMES[call >> 1 & 127]} ({'AVG' if call & 1 else 'SUM'})"
