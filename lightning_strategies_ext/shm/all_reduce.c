@@ -56,28 +56,49 @@ typedef struct {
     uint64_t awaited, event_a[SLOTS], event_b[SLOTS];
 } Group;
 
-/* The parts are added in the order of the ranks, so that all get the same bits. `out` may be one of them. */
-#define REDUCE(NAME, TYPE)                                                                                            \
-    static void NAME(void *out, void *copy, const char *const *parts, int num_parts, size_t n, int is_average)        \
-    {                                                                                                                 \
-        TYPE total[BLOCK];                                                                                            \
-        for (size_t start = 0; start < n; start += BLOCK) {                                                           \
-            size_t length = n - start < BLOCK ? n - start : BLOCK;                                                    \
-            const TYPE *a = (const TYPE *)parts[0] + start, *b = (const TYPE *)parts[1] + start;                      \
-            for (size_t i = 0; i < length; i++)                                                                       \
-                total[i] = a[i] + b[i];                                                                               \
-            for (int part = 2; part < num_parts; part++) {                                                            \
-                const TYPE *c = (const TYPE *)parts[part] + start;                                                    \
-                for (size_t i = 0; i < length; i++)                                                                   \
-                    total[i] += c[i];                                                                                 \
-            }                                                                                                         \
-            if (is_average)                                                                                           \
-                for (size_t i = 0; i < length; i++)                                                                   \
-                    total[i] /= (TYPE)num_parts;                                                                      \
-            memcpy((TYPE *)out + start, total, length * sizeof(TYPE));                                                \
-            if (copy)                                                                                                 \
-                memcpy((TYPE *)copy + start, total, length * sizeof(TYPE));                                           \
-        }                                                                                                             \
+/* The parts are added in the order of the ranks, so that all get the same bits. `out` may be one of them, and is then
+ * read before it is written, item by item, which is what tells the compiler that it may take many items at once. */
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+#define REDUCE(NAME, TYPE)                                                                                             \
+    static void NAME##_two(TYPE *out, TYPE *copy, const TYPE *a, const TYPE *b, size_t n)                              \
+    {                                                                                                                  \
+        INDEPENDENT                                                                                                    \
+        for (size_t i = 0; i < n; i++) {                                                                               \
+            TYPE total = a[i] + b[i];                                                                                  \
+            out[i] = total;                                                                                            \
+            copy[i] = total;                                                                                           \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    static void NAME(void *out, void *copy, const char *const *parts, int num_parts, size_t n, int is_average)         \
+    {                                                                                                                  \
+        TYPE total[BLOCK];                                                                                             \
+        if (num_parts == 2 && copy && !is_average) {                                                                   \
+            NAME##_two(out, copy, (const TYPE *)parts[0], (const TYPE *)parts[1], n);                                  \
+            return;                                                                                                    \
+        }                                                                                                              \
+        for (size_t start = 0; start < n; start += BLOCK) {                                                            \
+            size_t length = n - start < BLOCK ? n - start : BLOCK;                                                     \
+            const TYPE *a = (const TYPE *)parts[0] + start, *b = (const TYPE *)parts[1] + start;                       \
+            for (size_t i = 0; i < length; i++)                                                                        \
+                total[i] = a[i] + b[i];                                                                                \
+            for (int part = 2; part < num_parts; part++) {                                                             \
+                const TYPE *c = (const TYPE *)parts[part] + start;                                                     \
+                for (size_t i = 0; i < length; i++)                                                                    \
+                    total[i] += c[i];                                                                                  \
+            }                                                                                                          \
+            if (is_average)                                                                                            \
+                for (size_t i = 0; i < length; i++)                                                                    \
+                    total[i] /= (TYPE)num_parts;                                                                       \
+            memcpy((TYPE *)out + start, total, length * sizeof(TYPE));                                                 \
+            if (copy)                                                                                                  \
+                memcpy((TYPE *)copy + start, total, length * sizeof(TYPE));                                            \
+        }                                                                                                              \
     }
 
 REDUCE(reduce_float, float)
@@ -85,6 +106,7 @@ REDUCE(reduce_double, double)
 REDUCE(reduce_int32, int32_t)
 REDUCE(reduce_int64, int64_t)
 
+/* In the order of the types of the Python side. */
 static const struct {
     Reduce reduce;
     size_t item_bytes;

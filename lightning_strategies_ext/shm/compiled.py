@@ -77,32 +77,43 @@ class CompiledAllReduce:
         )
 
     @staticmethod
-    def does(tensors: Sequence[Tensor], op: Any) -> bool:
-        """Whether the library can reduce these tensors so; what it cannot do is done in rounds, on all ranks alike."""
-        return getattr(op, "op", op) in _IS_AVERAGE and all(
-            tensor.dtype in _TYPES and tensor.numel() > 0 for tensor in tensors
-        )
+    def does(tensor: Tensor, op: Any) -> bool:
+        """Whether the library can reduce such a tensor; what it cannot do is done in rounds, on all ranks alike."""
+        return tensor.dtype in _TYPES and getattr(op, "op", op) in _IS_AVERAGE and tensor.numel() > 0
 
-    def go_through(self, flats: Sequence[Tensor], op: Any) -> Generator[None, None, None]:
-        """Reduces tensors in place, one after the other; yields where it has to wait for others.
+    def begin(self, flat: Tensor, op: Any) -> bool:
+        """Begins to reduce a tensor in place; True if that is done already, else :meth:`go_on` goes on.
 
         Args:
-            flats: Contiguous, and such that :meth:`does` says yes.
+            flat: Contiguous, on the CPU, and such that :meth:`does` says yes.
             op: SUM, or AVG.
+        """
+        self._library.shm_begin(
+            self._group,
+            flat.data_ptr(),
+            flat.numel(),
+            _TYPES[flat.dtype],
+            _IS_AVERAGE[getattr(op, "op", op)],
+            self._whole_num_bytes,
+        )
+        return bool(self._library.shm_advance(self._group, self._spin_ns) == _DONE)
+
+    def go_on(self) -> Generator[None, None, None]:
+        """Goes on where :meth:`begin` had to stop; yields where it has to wait for others.
 
         Raises:
             DistBackendError: If a rank reduces a tensor of another size or dtype, or with another op.
         """
-        library, group = self._library, self._group
-        is_average = _IS_AVERAGE[getattr(op, "op", op)]
+        while (state := self._library.shm_advance(self._group, self._spin_ns)) != _DONE:
+            if state != _WAITS:
+                raise self._mismatch(state - _MISMATCH)
+            yield
+
+    def go_through(self, flats: Sequence[Tensor], op: Any) -> Generator[None, None, None]:
+        """Reduces tensors in place, one after the other; as :meth:`begin` and :meth:`go_on` do."""
         for flat in flats:
-            library.shm_begin(
-                group, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average, self._whole_num_bytes
-            )
-            while (state := library.shm_advance(group, self._spin_ns)) != _DONE:
-                if state != _WAITS:
-                    raise self._mismatch(state - _MISMATCH)
-                yield
+            if not self.begin(flat, op):
+                yield from self.go_on()
 
     def wait(self, deadline: float) -> None:
         """Sleeps until a rank that is waited for has laid something out.

@@ -69,7 +69,8 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= len(local) else 0.0
     rounds = Rounds(place, peers, links, segments, spin_s)
     compiled = None
-    if library is not None and all(said[other]["compiled"] for other in local) and len(local) <= MAX_RANKS:
+    has_library = all(words["compiled"] for words in said)
+    if library is not None and has_library and len(local) == size <= MAX_RANKS:
         compiled = CompiledAllReduce(library, place, peers, links, segments, spin_s)
     leaders = _leaders_of(said)
     between = None

@@ -10,9 +10,9 @@ hosts over gloo, by one rank each; their other collectives go over gloo as a who
 import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from lightning_strategies_ext.shm import collectives
 from lightning_strategies_ext.shm.collectives import Plan
 from lightning_strategies_ext.shm.compiled import CompiledAllReduce
-from lightning_strategies_ext.shm.execution import Execution, ShmWork
+from lightning_strategies_ext.shm.execution import Execution, ShmWork, deadline_of
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
 
 Progress = Generator[None, None, None]
+_NOT_RECORDED: Final[AbstractContextManager[Any]] = nullcontext()
 
 
 class ShmProcessGroup(dist.ProcessGroup):
@@ -88,17 +89,25 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces a tensor over all ranks, in place."""
-        if tensors[0].layout != torch.strided:
-            return self._gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
-        return self.allreduce_coalesced(tensors, opts or dist.AllreduceOptions())
+        opts = opts or dist.AllreduceOptions()
+        tensor = tensors[0]
+        if tensor.layout != torch.strided:
+            return self._gloo.allreduce(list(tensors), opts)
+        compiled, op = self._compiled, opts.reduceOp
+        # The way that nearly all go is kept short: between two large tensors nothing of it is in the core's caches.
+        if compiled is not None and tensor.is_cpu and tensor.is_contiguous() and compiled.does(tensor, op):
+            with _recorded("all_reduce"):
+                return self._execution.all_reduce(compiled, tensor, opts, self._timeout)
+        return self.allreduce_coalesced(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces tensors over all ranks, in place."""
         opts = opts or dist.AllreduceCoalescedOptions()
         if self._spans_hosts:
             return self._all_reduce_across_hosts(tensors, opts)
-        if self._compiled is not None and self._compiled.does(tensors, opts.reduceOp):
-            return self._start_compiled(self._compiled, tensors, opts)
+        compiled = self._compiled
+        if compiled is not None and all(compiled.does(tensor, opts.reduceOp) for tensor in tensors):
+            return self._start_compiled(compiled, tensors, opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.joined(
@@ -291,23 +300,23 @@ class ShmProcessGroup(dist.ProcessGroup):
         with torch.inference_mode():  # nothing here is to be differentiated
             flats = [_flat(tensor, name) for tensor in tensors]
             steps, lookahead = make_plan(flats)
-        deadline = self._deadline(opts)
+        deadline = deadline_of(opts, self._timeout)
         progress = self._rounds.go_through(number, steps, lookahead, deadline)
         if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in zip(flats, tensors, strict=True)):
             progress = _then_copy(progress, flats, tensors, outputs)
         work = ShmWork(name, progress, self._rounds, list(outputs), deadline, self._execution)
-        with torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else nullcontext():
+        with _recorded(name):
             self._execution.start(work, is_asynchronous=opts.asyncOp)
         return work
 
     def _start_compiled(self, compiled: CompiledAllReduce, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
-        flats = [tensor if _is_plain(tensor) else _flat(tensor, "all_reduce") for tensor in tensors]
-        deadline = self._deadline(opts)
+        flats = [_flat(tensor, "all_reduce") for tensor in tensors]
+        deadline = deadline_of(opts, self._timeout)
         progress = compiled.go_through(flats, opts.reduceOp)
         if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in zip(flats, tensors, strict=True)):
             progress = _then_copy(progress, flats, tensors, tensors)
         work = ShmWork("all_reduce", progress, compiled, list(tensors), deadline, self._execution)
-        with torch.profiler.record_function("shm:all_reduce") if torch.autograd._profiler_enabled() else nullcontext():
+        with _recorded("all_reduce"):
             self._execution.start(work, is_asynchronous=opts.asyncOp)
         return work
 
@@ -315,12 +324,10 @@ class ShmProcessGroup(dist.ProcessGroup):
         with torch.inference_mode():
             flats = [_flat(tensor, "all_reduce") for tensor in tensors]
         reductions = [self._reduction(opts, flat) for flat in flats]
-        deadline = self._deadline(opts)
+        deadline = deadline_of(opts, self._timeout)
         progress = _then_copy(self._up_across_and_down(flats, reductions, deadline), flats, tensors, tensors)
-        work = ShmWork(
-            "all_reduce", progress, self._rounds, list(tensors), deadline, self._execution, is_blocking=True
-        )
-        with torch.profiler.record_function("shm:all_reduce") if torch.autograd._profiler_enabled() else nullcontext():
+        work = ShmWork("all_reduce", progress, self._rounds, list(tensors), deadline, self._execution, is_blocking=True)
+        with _recorded("all_reduce"):
             self._execution.start(work, is_asynchronous=opts.asyncOp)
         return work
 
@@ -343,10 +350,6 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         return Reduction(opts.reduceOp, tensor.dtype, self.size())
-
-    def _deadline(self, opts: Any) -> float:
-        seconds = opts.timeout.total_seconds()
-        return time.monotonic() + (seconds if seconds > 0 else self._timeout.total_seconds())
 
     def _check_sizes(self, larger: Sequence[Tensor], smaller: Sequence[Tensor], name: str) -> None:
         for whole, part in zip(larger, smaller, strict=True):
@@ -373,8 +376,8 @@ class _All(dist.Work):
         return True
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.device.type == "cpu"
+def _recorded(name: str) -> AbstractContextManager[Any]:
+    return torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else _NOT_RECORDED
 
 
 def _flat(tensor: Tensor, name: str) -> Tensor:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from lightning_strategies_ext.shm.links import BROKEN, HEADER, INLINE_NUM_BYTES, LEFT, MESSAGE_NUM_BYTES, ROUND, Links, Peer
+from lightning_strategies_ext.shm.links import (
+    BROKEN,
+    HEADER,
+    INLINE_NUM_BYTES,
+    LEFT,
+    MESSAGE_NUM_BYTES,
+    ROUND,
+    Links,
+    Peer,
+)
 from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 
 #: Rounds that may be published before the first of them has been read.
