@@ -20,6 +20,7 @@
  */
 
 #define _GNU_SOURCE /* clock_gettime, MSG_NOSIGNAL */
+#include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -27,7 +28,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-enum { SLOTS = 4, LINE = 64, MAX_RANKS = 64, BLOCK = 1024, WAKE_BYTES = 16 };
+enum { SLOTS = 4, LINE = 64, MAX_RANKS = 64, BLOCK = 1024, WAKE_BYTES = 16, LOOKS = 4 };
 enum { DONE = 0, WAITS = 1, MISMATCH = 2 }; /* MISMATCH + a rank */
 
 /* At the start of each rank's segment; the slots follow at a page's distance. */
@@ -219,17 +220,16 @@ static int look_for_all(Group *g, uint64_t event, uint64_t spin_ns)
     g->awaited = event;
     if (have_all(g))
         return 1;
-    if (!spin_ns)
-        return 0;
     uint64_t end = now_ns() + spin_ns;
     do {
-        for (int i = 0; i < 64; i++) {
+        for (int i = 0; i < LOOKS; i++) {
             if (have_all(g))
                 return 1;
             pause_a_moment();
         }
+        sched_yield(); /* to a rank that has to share this core, or to whatever else there is to do */
     } while (now_ns() < end);
-    return 0;
+    return have_all(g);
 }
 
 /* What the group's memory holds, which its owner provides. */

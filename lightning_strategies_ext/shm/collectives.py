@@ -23,8 +23,6 @@ from torch import Tensor
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import LOOKAHEAD, Rounds, Step
 
-#: Numbers by which ranks see that they are in the same collective.
-ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, BARRIER = range(1, 9)
 #: Shares smaller than this are not worth a second round, in bytes.
 _MIN_SHARE_NUM_BYTES: Final = 16 * 1024
 

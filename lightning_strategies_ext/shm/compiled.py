@@ -13,15 +13,16 @@ from torch import Tensor
 from torch.distributed import DistBackendError, ReduceOp
 
 from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, Links, Peer
+from lightning_strategies_ext.shm.rounds import SPIN_S
 from lightning_strategies_ext.shm.segments import BOARD_NUM_BYTES, Segment
 
 #: Ranks of one host that the library has room for.
 MAX_RANKS: Final = 64
-#: Where a rank waits for more than what the library looks for, it sleeps.
 _DONE, _WAITS, _MISMATCH = range(3)
 _TYPES: Final = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 _IS_AVERAGE: Final = {ReduceOp.SUM: False, ReduceOp.AVG: True}
 _TYPE_NAMES: Final = [str(dtype).removeprefix("torch.") for dtype in _TYPES]
+_SPIN_NS: Final = int(SPIN_S * 1e9)
 #: A tensor up to this size, in bytes times the other ranks, is read whole by all of them.
 _WHOLE_NUM_BYTES: Final = 32 * 1024
 
@@ -35,13 +36,12 @@ class CompiledAllReduce:
         peers: The others, by their rank there.
         links: To them.
         segments: Everyone's, in rank order.
-        spin_s: How long the library looks for others before this rank goes to sleep, in seconds.
 
     Attributes:
-        spin_s: How long its caller shall look for others: not at all.
+        spin_s: How long its caller shall look for others: not at all, the library does.
     """
 
-    spin_s = 0.0
+    spin_s: Final = 0.0
 
     def __init__(
         self,
@@ -50,7 +50,6 @@ class CompiledAllReduce:
         peers: dict[int, Peer],
         links: Links,
         segments: Sequence[Segment],
-        spin_s: float,
     ) -> None:
         self._library = library
         self._rank = rank
@@ -59,7 +58,6 @@ class CompiledAllReduce:
         self._links = links
         self._segments = segments  # mapped as long as the library may write to them
         self._message = memoryview(bytearray(MESSAGE_NUM_BYTES))
-        self._spin_ns = int(spin_s * 1e9)
         self._whole_num_bytes = _WHOLE_NUM_BYTES // max(1, self._size - 1)
         self._group = ctypes.create_string_buffer(library.shm_group_bytes())
         areas = (ctypes.c_void_p * self._size)(*(segment.board.data_ptr() for segment in segments))
@@ -96,7 +94,7 @@ class CompiledAllReduce:
             _IS_AVERAGE[getattr(op, "op", op)],
             self._whole_num_bytes,
         )
-        return bool(self._library.shm_advance(self._group, self._spin_ns) == _DONE)
+        return bool(self._library.shm_advance(self._group, _SPIN_NS) == _DONE)
 
     def go_on(self) -> Generator[None, None, None]:
         """Goes on where :meth:`begin` had to stop; yields where it has to wait for others.
@@ -104,7 +102,7 @@ class CompiledAllReduce:
         Raises:
             DistBackendError: If a rank reduces a tensor of another size or dtype, or with another op.
         """
-        while (state := self._library.shm_advance(self._group, self._spin_ns)) != _DONE:
+        while (state := self._library.shm_advance(self._group, _SPIN_NS)) != _DONE:
             if state != _WAITS:
                 raise self._mismatch(state - _MISMATCH)
             yield
@@ -144,7 +142,8 @@ class CompiledAllReduce:
     def _mismatch(self, place: int) -> DistBackendError:
         theirs, ours = (self._call(rank) for rank in (place, self._rank))
         return DistBackendError(
-            f"the ranks do not call the same collectives: {self._peers[place]} all-reduces {theirs}, and this rank {ours}"
+            f"the ranks do not call the same collectives: {self._peers[place]} all-reduces {theirs},"
+            f" and this rank {ours}"
         )
 
     def _call(self, place: int) -> str:

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,8 +18,7 @@ from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.segments import Segment, chosen_num_bytes, create
 
-#: How long a rank looks for the others before it goes to sleep, in seconds; not at all where ranks share cores.
-SPIN_S: Final = 100e-6
+#: What has been said already, which is not said for each group.
 _said: set[str] = set()
 
 
@@ -66,12 +65,11 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         meeting.close()
     segments = [Segment(fds[peers[place]] if place in peers else own_fd) for place in range(len(local))]
     place = local.index(rank)
-    spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= len(local) else 0.0
-    rounds = Rounds(place, peers, links, segments, spin_s)
+    rounds = Rounds(place, peers, links, segments)
     compiled = None
     has_library = all(words["compiled"] for words in said)
     if library is not None and has_library and len(local) == size <= MAX_RANKS:
-        compiled = CompiledAllReduce(library, place, peers, links, segments, spin_s)
+        compiled = CompiledAllReduce(library, place, peers, links, segments)
     leaders = _leaders_of(said)
     between = None
     if len(leaders) > 1 and rank in leaders:

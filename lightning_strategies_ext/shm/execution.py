@@ -7,6 +7,7 @@ asynchronously is left to a thread of the group, and the caller goes on to compu
 the work.
 """
 
+import os
 import threading
 import time
 import weakref
@@ -299,6 +300,7 @@ class Execution:
             now = time.monotonic()
             spin_until = spin_until or now + work.exchange.spin_s
             if now < spin_until:
+                os.sched_yield()
                 continue
             if may_sleep:
                 work.exchange.wait(work.deadline)

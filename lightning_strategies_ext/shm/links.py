@@ -25,8 +25,8 @@ from typing import Any, Final
 
 from torch.distributed import DistBackendError, Store
 
-#: Kind of message, operation, number of the round, number of bytes of the whole operation.
-HEADER: Final = struct.Struct("<BBxxIQ")
+#: Kind of message, which collective, number of the round, number of bytes of the whole operation.
+HEADER: Final = struct.Struct("<BxHIQ")
 #: Most bytes that travel in the message itself.
 INLINE_NUM_BYTES: Final = 16 * 1024
 MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from lightning_strategies_ext.shm import collectives
+from lightning_strategies_ext.shm.calls import Kind, number_of
 from lightning_strategies_ext.shm.collectives import Plan
 from lightning_strategies_ext.shm.compiled import CompiledAllReduce
 from lightning_strategies_ext.shm.execution import Execution, ShmWork, deadline_of
@@ -114,7 +115,7 @@ class ShmProcessGroup(dist.ProcessGroup):
                 [collectives.all_reduce(self._rounds, flat, self._reduction(opts, flat)) for flat in flats]
             )
 
-        return self._start("all_reduce", collectives.ALL_REDUCE, plan, tensors, tensors, opts)
+        return self._start(Kind.ALL_REDUCE, plan, tensors, tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces a tensor over all ranks into that of the root."""
@@ -126,7 +127,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             return collectives.reduce(self._rounds, flats[0], opts.rootRank, self._reduction(opts, flats[0]))
 
         is_root = self.rank() == opts.rootRank
-        return self._start("reduce", collectives.REDUCE, plan, tensors, tensors if is_root else [], opts)
+        return self._start(Kind.REDUCE, plan, tensors, tensors if is_root else [], opts)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies the root's tensor to all ranks."""
@@ -138,7 +139,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             return collectives.broadcast(self._rounds, flats[0], opts.rootRank)
 
         is_root = self.rank() == opts.rootRank
-        return self._start("broadcast", collectives.BROADCAST, plan, tensors, [] if is_root else tensors, opts)
+        return self._start(Kind.BROADCAST, plan, tensors, [] if is_root else tensors, opts)
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to all ranks."""
@@ -151,7 +152,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             return collectives.all_gather(self._rounds, flats[1:], flats[0])
 
         tensors = [inputs[0], *outputs[0]]
-        return self._start("all_gather", collectives.ALL_GATHER, plan, tensors, outputs[0], opts)
+        return self._start(Kind.ALL_GATHER, plan, tensors, outputs[0], opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Copies each rank's tensor to all ranks, one after the other in one tensor."""
@@ -175,7 +176,7 @@ class ShmProcessGroup(dist.ProcessGroup):
                 ]
             )
 
-        return self._start("all_gather", collectives.ALL_GATHER, plan, [*outputs, *inputs], outputs, opts)
+        return self._start(Kind.ALL_GATHER, plan, [*outputs, *inputs], outputs, opts)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to the root."""
@@ -189,7 +190,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.all_gather(self._rounds, flats[1:], flats[0], readers=[opts.rootRank])
 
-        return self._start("gather", collectives.GATHER, plan, [inputs[0], *into], into, opts)
+        return self._start(Kind.GATHER, plan, [inputs[0], *into], into, opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Copies each of the root's tensors to the rank that has its number."""
@@ -203,7 +204,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.scatter(self._rounds, flats[0], flats[1:], opts.rootRank)
 
-        return self._start("scatter", collectives.SCATTER, plan, [outputs[0], *parts], outputs, opts)
+        return self._start(Kind.SCATTER, plan, [outputs[0], *parts], outputs, opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Reduces each of the tensors over all ranks into that of the rank that has its number."""
@@ -216,7 +217,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             return collectives.reduce_scatter(self._rounds, flats[0], flats[1:], self._reduction(opts, flats[0]))
 
         tensors = [outputs[0], *inputs[0]]
-        return self._start("reduce_scatter", collectives.REDUCE_SCATTER, plan, tensors, outputs, opts)
+        return self._start(Kind.REDUCE_SCATTER, plan, tensors, outputs, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each rank its part."""
@@ -242,14 +243,14 @@ class ShmProcessGroup(dist.ProcessGroup):
                 ]
             )
 
-        return self._start("reduce_scatter", collectives.REDUCE_SCATTER, plan, [*outputs, *inputs], outputs, opts)
+        return self._start(Kind.REDUCE_SCATTER, plan, [*outputs, *inputs], outputs, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Ends on no rank before it has begun on all."""
         opts = opts or dist.BarrierOptions()
         if self._spans_hosts:
             return self._gloo.barrier(opts)
-        return self._start("barrier", collectives.BARRIER, lambda _: collectives.barrier(self._rounds), [], [], opts)
+        return self._start(Kind.BARRIER, lambda _: collectives.barrier(self._rounds), [], [], opts)
 
     # --- what gloo does: torch's way from here to a backend deadlocks on the GIL now and then ---
 
@@ -290,18 +291,18 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _start(
         self,
-        name: str,
-        number: int,
+        kind: Kind,
         make_plan: Callable[[Sequence[Tensor]], Plan],
         tensors: Sequence[Tensor],
         outputs: Sequence[Tensor],
         opts: Any,
     ) -> ShmWork:
+        name = kind.name.lower()
         with torch.inference_mode():  # nothing here is to be differentiated
             flats = [_flat(tensor, name) for tensor in tensors]
             steps, lookahead = make_plan(flats)
         deadline = deadline_of(opts, self._timeout)
-        progress = self._rounds.go_through(number, steps, lookahead, deadline)
+        progress = self._rounds.go_through(number_of(kind, flats), steps, lookahead, deadline)
         if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in zip(flats, tensors, strict=True)):
             progress = _then_copy(progress, flats, tensors, outputs)
         work = ShmWork(name, progress, self._rounds, list(outputs), deadline, self._execution)
@@ -337,7 +338,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         for flat, reduction in zip(flats, reductions, strict=True):
             if self._rounds.size > 1:
                 steps, lookahead = collectives.reduce(self._rounds, flat, 0, reduction.undivided())
-                yield from self._rounds.go_through(collectives.REDUCE, steps, lookahead, deadline)
+                yield from self._rounds.go_through(number_of(Kind.REDUCE, [flat]), steps, lookahead, deadline)
             if self._leaders is not None:
                 between = dist.AllreduceOptions()
                 between.reduceOp = reduction.undivided().op
@@ -345,7 +346,7 @@ class ShmProcessGroup(dist.ProcessGroup):
                 self._leaders.allreduce([flat], between).wait()
             if self._rounds.size > 1:
                 steps, lookahead = collectives.broadcast(self._rounds, flat, 0)
-                yield from self._rounds.go_through(collectives.BROADCAST, steps, lookahead, deadline)
+                yield from self._rounds.go_through(number_of(Kind.BROADCAST, [flat]), steps, lookahead, deadline)
             reduction.divide(flat)
 
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
+from lightning_strategies_ext.shm.calls import described
 from lightning_strategies_ext.shm.links import (
     BROKEN,
     HEADER,
@@ -31,6 +32,8 @@ from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 
 #: Rounds that may be published before the first of them has been read.
 LOOKAHEAD: Final = 2
+#: How long a rank looks for the others before it goes to sleep, in seconds; between two looks it lets others run.
+SPIN_S: Final = 100e-6
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
@@ -58,14 +61,15 @@ class Rounds:
         peers: The others, by their rank there.
         links: To them.
         segments: Everyone's, in rank order.
+
+    Attributes:
         spin_s: How long its caller shall look for others before it sleeps, in seconds.
     """
 
-    def __init__(
-        self, rank: int, peers: dict[int, Peer], links: Links, segments: Sequence[Segment], spin_s: float
-    ) -> None:
+    spin_s: Final = SPIN_S
+
+    def __init__(self, rank: int, peers: dict[int, Peer], links: Links, segments: Sequence[Segment]) -> None:
         self.rank = rank
-        self.spin_s = spin_s
         self.size = len(segments)
         self.slot_num_bytes = min(segment.slot_num_bytes for segment in segments)
         self._peers = peers
@@ -84,7 +88,7 @@ class Rounds:
         """Goes through the rounds of one operation; yields where it has to wait for others.
 
         Args:
-            operation: A number for its kind, which all ranks must agree on.
+            operation: What it is, by :func:`.calls.number_of`; all ranks must agree on it.
             steps: One per round.
             lookahead: How many rounds may be published before the first of them has been read; at most
                 :data:`LOOKAHEAD`.
@@ -151,9 +155,10 @@ class Rounds:
             return False
         _, their_operation, number, their_total = HEADER.unpack_from(into)
         if (their_operation, their_total, number) != (operation, total, self._read & 0xFFFFFFFF):
+            theirs, ours = described(their_operation), described(operation)
             raise DistBackendError(
-                f"the ranks do not call the same collectives: {peer} is in number {number}, kind {their_operation} with"
-                f" {their_total} bytes, and this rank in number {self._read}, kind {operation} with {total} bytes"
+                f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number}, {their_total} bytes,"
+                f" and this rank in {ours}, round {self._read}, {total} bytes"
             )
         return True
 
