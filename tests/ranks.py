@@ -29,6 +29,8 @@ import psutil
 import torch
 
 REPOSITORY = Path(__file__).parent.parent
+#: What each rank finds in its environment besides; tests that set something undo it.
+rank_environment: dict[str, str] = {}
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["lightning.pytorch", "torchmetrics", "lightning_strategies_ext.ddp", "tests.models"])
 
@@ -76,7 +78,8 @@ def outcomes_of_ranks(
         pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             _context.Process(
-                target=_rank_main, args=(function, args, rank, world_size, port, pipes[rank][1], logs[rank])
+                target=_rank_main,
+                args=(function, args, rank, world_size, port, pipes[rank][1], logs[rank], dict(rank_environment)),
             )
             for rank in range(world_size)
         ]
@@ -185,14 +188,26 @@ def _receive(receivers: list[Connection], deadline: float) -> list[tuple[Any, st
 
 
 def _rank_main(
-    function: Callable[..., Any], args: Any, rank: int, world_size: int, port: int, sender: Connection, log: Path
+    function: Callable[..., Any],
+    args: Any,
+    rank: int,
+    world_size: int,
+    port: int,
+    sender: Connection,
+    log: Path,
+    environment: dict[str, str],
 ) -> None:
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(
-        LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        environment,
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
     value, error = None, None

@@ -33,8 +33,9 @@ def start_shm(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
 class Pool:
     """Ranks that live on from program to program; they are started when first needed, and anew after a failure."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, environment: dict[str, str] | None = None) -> None:
         self.world_size = world_size
+        self._environment = environment or {}
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -83,7 +84,8 @@ class Pool:
             receiver, sender = ranks._context.Pipe(duplex=False)
             log = Path(self._directory.name, f"rank{rank}.log")
             process = ranks._context.Process(
-                target=ranks._rank_main, args=(serve, (theirs,), rank, self.world_size, port, sender, log)
+                target=ranks._rank_main,
+                args=(serve, (theirs,), rank, self.world_size, port, sender, log, self._environment),
             )
             process.start()
             theirs.close()

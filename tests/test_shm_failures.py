@@ -10,12 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_strategies_ext.shm.compilation import VARIABLE as COMPILED
 from lightning_strategies_ext.shm.creation import ShmOptions
+from tests import ranks
 from tests.ranks import outcomes_of_ranks, run_ranks, start_script
 from tests.shm_pools import start_shm
 
 MANY = 1_000_000
 VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
+
+
+@pytest.fixture(autouse=True, params=["compiled", "in rounds"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How all-reduces are carried out; all else goes in rounds."""
+    monkeypatch.setitem(ranks.rank_environment, COMPILED, "1" if request.param == "compiled" else "0")
+    return request.param
 
 
 def pids_of_ranks(rank: int) -> list[int]:

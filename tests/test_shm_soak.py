@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_strategies_ext.shm.compilation import VARIABLE
+from tests import ranks
 from tests.ranks import outcomes_of_ranks, run_ranks
 from tests.shm_pools import start_shm
 
@@ -51,7 +53,11 @@ def work_until_somebody_dies(seed: int, num_victims: int) -> tuple[str, float, i
 
 
 @pytest.mark.timeout(60 + 10 * NUM_ROUNDS)
-def test_survivors_of_any_death_end_within_seconds_and_nothing_stays_in_shared_memory():
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_survivors_of_any_death_end_within_seconds_and_nothing_stays_in_shared_memory(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(ranks.rank_environment, VARIABLE, str(int(is_compiled)))
     before, free_before = set(os.listdir("/dev/shm")), free_num_bytes()
     for number in range(NUM_ROUNDS):
         size = 2 + number % 3

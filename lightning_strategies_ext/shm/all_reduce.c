@@ -19,7 +19,6 @@
  * two sees the other.
  */
 
-#define _GNU_SOURCE /* clock_gettime, MSG_NOSIGNAL */
 #include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>

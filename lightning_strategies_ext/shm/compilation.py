@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ CACHE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_CACHE"
 SOURCE: Final = Path(__file__).with_name("all_reduce.c")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 # No contraction of operations, and sums that wrap: the bits must be those that torch computes.
-_FLAGS: Final = ("-O3", "-std=c11", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off")
+_FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off")
 _TIMEOUT_S: Final = 120.0
 
 
@@ -41,7 +42,8 @@ def library() -> ctypes.CDLL:
         raise NotCompiledError(f"{VARIABLE}=0")
     kept = _directory() / f"all_reduce-{_key()}.so"
     if kept.exists():
-        return _load(kept)
+        with suppress(NotCompiledError):  # one that a full disk has cut off is made anew
+            return _load(kept)
     compiler = compiler_command()
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory, kept.name)

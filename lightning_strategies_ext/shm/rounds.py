@@ -157,8 +157,8 @@ class Rounds:
         if (their_operation, their_total, number) != (operation, total, self._read & 0xFFFFFFFF):
             theirs, ours = described(their_operation), described(operation)
             raise DistBackendError(
-                f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number}, {their_total} bytes,"
-                f" and this rank in {ours}, round {self._read}, {total} bytes"
+                f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number},"
+                f" {their_total} bytes, and this rank in {ours}, round {self._read}, {total} bytes"
             )
         return True
 
