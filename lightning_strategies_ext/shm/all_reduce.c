@@ -2,16 +2,19 @@
  *
  * A tensor goes in pieces. Each rank lays its piece out in a slot of its segment ("A"), reduces its share of all ranks'
  * pieces into its tensor and into its slot ("B", in the place of its own share, which nobody else needs), and copies the
- * shares of the others. A small tensor is laid out whole and reduced whole by everyone, without B.
+ * shares of the others. In step k a rank reduces its share of piece k, copies the others' shares of piece k - 2 and lays
+ * out piece k + 2. A small tensor is laid out whole and reduced whole by everyone, without B.
  *
- * Every A and every B is an event. All ranks have the same events in the same order, A0 A1 B0 A2 B1 A3 ..., so one
- * counter per rank tells what a rank has laid out. A counter is stored and loaded as sequentially consistent: what was
- * laid out before an event can be read after it has been seen, on every processor.
+ * One counter per rank tells what it has laid out: pieces 0 and 1 are its event 1, and what it lays out in step k is its
+ * event k + 2. So step k needs event k of all, and ranks may be a step apart without waiting. The counter is stored and
+ * loaded as sequentially consistent: what was laid out before an event can be read after it has been seen, on every
+ * processor.
  *
- * Four slots are enough, and nobody waits for leave to write. Piece k + 2 is laid out when all have been seen to have
- * B(k - 1), and so to have reduced A(k - 2), of the same slot. B(k + 2) is written when all have been seen to have
- * A(k + 2), and so to have copied B(k - 2). Between two tensors the same holds: a rank's first event of the next one
- * tells that it has done with the one before.
+ * Four slots are enough, and nobody waits for leave to write. In step k, A(k + 2) goes where A(k - 2) was, which all have
+ * reduced: I have seen their event k. B(k - 2) lies in that slot too, and others may still have to copy it; but A(k + 2)
+ * goes around it. B(k) goes where B(k - 4) was, which all have copied in step k - 2. Pieces 0 and 1 of the next tensor go
+ * to other slots than the last two pieces of this one, which others may still have to copy; and its event 1 of a rank
+ * tells that the rank has done with this one.
  *
  * A rank that waits looks for a while, then says in its board what it waits for and leaves it to its caller to sleep on
  * its sockets; who lays that out takes the note from the board and sends a message. The note is written before the
@@ -27,7 +30,7 @@
 #include <sys/socket.h>
 #include <time.h>
 
-enum { SLOTS = 4, LINE = 64, MAX_RANKS = 64, BLOCK = 1024, WAKE_BYTES = 16, LOOKS = 4 };
+enum { SLOTS = 4, LINE = 64, MAX_RANKS = 64, BLOCK = 512, WAKE_BYTES = 16, LOOKS = 4 };
 enum { DONE = 0, WAITS = 1, MISMATCH = 2 }; /* MISMATCH + a rank */
 
 /* At the start of each rank's segment; the slots follow at a page's distance. */
@@ -49,11 +52,10 @@ typedef struct {
     uint64_t events, pieces, tensors; /* so far, the same on all ranks between tensors */
     /* the tensor at hand */
     char *tensor;
-    size_t num_bytes, item_bytes, num_pieces, piece_bytes, share_bytes, k;
+    size_t num_bytes, item_bytes, num_pieces, piece_bytes, share_bytes, step;
     int is_average, is_whole, has_compared;
     Reduce reduce;
-    enum { TO_REDUCE, TO_COPY, TO_PUBLISH, TO_COPY_LAST } stage;
-    uint64_t awaited, event_a[SLOTS], event_b[SLOTS];
+    uint64_t first_event, awaited;
 } Group;
 
 /* The parts are added in the order of the ranks, so that all get the same bits. `out` may be one of them, and is then
@@ -135,23 +137,24 @@ static uint64_t now_ns(void)
 
 static size_t up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-static char *slot_of(const Group *g, int rank, size_t piece)
+/* A rank's share of a piece: where it starts in the tensor, in bytes, and how many there are. Shares are at the same place
+ * in each piece of a tensor, since the next piece in a slot is laid out around the share in it. */
+typedef struct {
+    size_t start, bytes;
+} Span;
+
+static Span share_of(const Group *g, size_t piece, int rank)
 {
-    return g->slots[rank] + (g->pieces + piece) % SLOTS * g->slot_bytes;
+    size_t start = piece * g->piece_bytes + (size_t)rank * g->share_bytes;
+    size_t left = start < g->num_bytes ? g->num_bytes - start : 0;
+    return (Span){start, left < g->share_bytes ? left : g->share_bytes};
 }
 
-static size_t length_of(const Group *g, size_t piece)
+/* Where a rank has laid out a span of a piece. */
+static char *slot_of(const Group *g, int rank, size_t piece, Span span)
 {
-    size_t left = g->num_bytes - piece * g->piece_bytes;
-    return left < g->piece_bytes ? left : g->piece_bytes;
-}
-
-/* Where the share of a rank in a piece begins, in bytes: in each piece of a tensor at the same place, since the next
- * piece in a slot is laid out around the share in it, which others may still have to copy. */
-static size_t share_start(const Group *g, size_t bytes, int rank)
-{
-    size_t start = g->share_bytes * (size_t)rank;
-    return start < bytes ? start : bytes;
+    char *slot = g->slots[rank] + (g->pieces + piece) % SLOTS * g->slot_bytes;
+    return slot + (span.start - piece * g->piece_bytes);
 }
 
 static void publish(Group *g)
@@ -169,41 +172,46 @@ static void publish(Group *g)
     }
 }
 
-static void publish_a(Group *g, size_t piece)
+static void lay_out(Group *g, size_t piece)
 {
-    size_t bytes = length_of(g, piece);
-    char *slot = slot_of(g, g->rank, piece);
-    const char *from = g->tensor + piece * g->piece_bytes;
-    size_t start = g->is_whole ? bytes : share_start(g, bytes, g->rank);
-    size_t end = g->is_whole ? bytes : share_start(g, bytes, g->rank + 1);
-    memcpy(slot, from, start);
-    memcpy(slot + end, from + end, bytes - end);
-    publish(g);
-    g->event_a[piece % SLOTS] = g->events;
-}
-
-static void reduce_own(Group *g, size_t piece)
-{
-    size_t bytes = length_of(g, piece);
-    size_t start = g->is_whole ? 0 : share_start(g, bytes, g->rank);
-    size_t end = g->is_whole ? bytes : share_start(g, bytes, g->rank + 1);
-    char *into = g->tensor + piece * g->piece_bytes + start;
-    const char *parts[MAX_RANKS];
-    for (int rank = 0; rank < g->size; rank++)
-        parts[rank] = rank == g->rank ? into : slot_of(g, rank, piece) + start;
-    char *copy = g->is_whole ? NULL : slot_of(g, g->rank, piece) + start;
-    g->reduce(into, copy, parts, g->size, (end - start) / g->item_bytes, g->is_average);
-}
-
-static void copy_others(Group *g, size_t piece)
-{
-    size_t bytes = length_of(g, piece);
-    char *into = g->tensor + piece * g->piece_bytes;
     for (int rank = 0; rank < g->size; rank++) {
-        size_t start = share_start(g, bytes, rank), end = share_start(g, bytes, rank + 1);
-        if (rank != g->rank)
-            memcpy(into + start, slot_of(g, rank, piece) + start, end - start);
+        Span span = share_of(g, piece, rank);
+        if (rank != g->rank && span.bytes)
+            memcpy(slot_of(g, g->rank, piece, span), g->tensor + span.start, span.bytes);
     }
+}
+
+static void copy_results(Group *g, size_t piece)
+{
+    for (int rank = 0; rank < g->size; rank++) {
+        Span span = share_of(g, piece, rank);
+        if (rank != g->rank && span.bytes)
+            memcpy(g->tensor + span.start, slot_of(g, rank, piece, span), span.bytes);
+    }
+}
+
+static void reduce_span(Group *g, size_t piece, Span span)
+{
+    const char *parts[MAX_RANKS];
+    char *into = g->tensor + span.start;
+    if (!span.bytes)
+        return;
+    for (int rank = 0; rank < g->size; rank++)
+        parts[rank] = rank == g->rank ? into : slot_of(g, rank, piece, span);
+    char *copy = g->is_whole ? NULL : slot_of(g, g->rank, piece, span);
+    g->reduce(into, copy, parts, g->size, span.bytes / g->item_bytes, g->is_average);
+}
+
+static void do_step(Group *g, size_t k)
+{
+    if (k < g->num_pieces)
+        reduce_span(g, k, share_of(g, k, g->rank));
+    if (k >= 2)
+        copy_results(g, k - 2);
+    if (k + 2 < g->num_pieces)
+        lay_out(g, k + 2);
+    if (k < g->num_pieces)
+        publish(g);
 }
 
 static int have_all(const Group *g)
@@ -265,13 +273,16 @@ void shm_begin(Group *g, char *tensor, size_t num_items, int type, int is_averag
     g->num_pieces = up(g->num_bytes, g->piece_bytes) / g->piece_bytes;
     g->is_average = is_average;
     g->is_whole = g->num_bytes <= whole_bytes && g->num_pieces == 1;
-    g->k = 0;
+    g->step = 0;
     g->has_compared = 0;
-    g->stage = TO_REDUCE;
+    g->first_event = g->events;
     g->boards[g->rank]->calls[g->tensors % 2] = (uint64_t)num_items << 8 | (uint64_t)type << 1 | (uint64_t)is_average;
-    publish_a(g, 0);
-    if (g->num_pieces > 1)
-        publish_a(g, 1);
+    if (g->is_whole)
+        memcpy(g->slots[g->rank] + g->pieces % SLOTS * g->slot_bytes, tensor, g->num_bytes);
+    else
+        for (size_t piece = 0; piece < 2 && piece < g->num_pieces; piece++)
+            lay_out(g, piece);
+    publish(g);
 }
 
 /* What a rank has begun: number of items, times 256, plus twice the type, plus whether it is an average. */
@@ -280,43 +291,20 @@ uint64_t shm_call(const Group *g, int rank) { return g->boards[rank]->calls[g->t
 /* Goes on until it is done, or must wait for longer than `spin_ns`, or a rank has begun with another kind of tensor. */
 int shm_advance(Group *g, uint64_t spin_ns)
 {
-    for (;;) {
-        size_t k = g->k;
-        switch (g->stage) {
-        case TO_REDUCE:
-            if (!look_for_all(g, g->event_a[k % SLOTS], spin_ns))
-                return WAITS;
-            for (int rank = 0; rank < g->size && !g->has_compared; rank++)
-                if (shm_call(g, rank) != shm_call(g, g->rank))
-                    return MISMATCH + rank;
-            g->has_compared = 1;
-            reduce_own(g, k);
-            if (g->is_whole)
-                goto done;
-            publish(g);
-            g->event_b[k % SLOTS] = g->events;
-            g->stage = k ? TO_COPY : TO_PUBLISH;
+    size_t num_steps = g->is_whole ? 1 : g->num_pieces + 2;
+    for (; g->step < num_steps; g->step++) {
+        if (!look_for_all(g, g->first_event + (g->step ? g->step : 1), spin_ns))
+            return WAITS;
+        for (int rank = 0; rank < g->size && !g->has_compared; rank++)
+            if (shm_call(g, rank) != shm_call(g, g->rank))
+                return MISMATCH + rank;
+        g->has_compared = 1;
+        if (g->is_whole) {
+            reduce_span(g, 0, (Span){0, g->num_bytes});
             break;
-        case TO_COPY:
-            if (!look_for_all(g, g->event_b[(k - 1) % SLOTS], spin_ns))
-                return WAITS;
-            copy_others(g, k - 1);
-            g->stage = TO_PUBLISH;
-            break;
-        case TO_PUBLISH:
-            if (k + 2 < g->num_pieces)
-                publish_a(g, k + 2);
-            g->k = k + 1;
-            g->stage = g->k < g->num_pieces ? TO_REDUCE : TO_COPY_LAST;
-            break;
-        case TO_COPY_LAST:
-            if (!look_for_all(g, g->event_b[(k - 1) % SLOTS], spin_ns))
-                return WAITS;
-            copy_others(g, k - 1);
-            goto done;
         }
+        do_step(g, g->step);
     }
-done:
     g->pieces += g->num_pieces;
     g->tensors++;
     return DONE;
