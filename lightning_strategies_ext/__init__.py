@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.dp import DataParallelStrategy as DataParallelStrategy
     from lightning_strategies_ext.horovod.strategy import HorovodStrategy as HorovodStrategy
+    from lightning_strategies_ext.horovod.uneven import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
     from lightning_strategies_ext.launch.errors import WorkerRaisedError as WorkerRaisedError
     from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
@@ -36,6 +37,7 @@ _EXPORTS = {
     "DataParallelStrategy": "lightning_strategies_ext.dp",
     "HorovodStrategy": "lightning_strategies_ext.horovod.strategy",
     "ShmOptions": "lightning_strategies_ext.shm.options",
+    "UnevenInputsError": "lightning_strategies_ext.horovod.uneven",
     "WorkerDiedError": "lightning_strategies_ext.launch.errors",
     "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
 }

@@ -41,16 +41,20 @@ __all__ = [
     "Launcher",
     "SubprocessScriptLauncher",
     "TunerExitException",
+    "after_setup_data",
     "connectors_of",
+    "data_fetcher_of",
     "data_of",
     "intercept_sigterm",
     "is_bound_to_stage",
     "layer_sync",
     "load_data_aside",
+    "logged_per_epoch",
     "loops_of",
     "move_optimizers",
     "note_sigterm",
     "release_sigterm",
+    "set_data_fetcher",
     "set_device",
     "set_layer_sync",
     "skip_needless_moves",
@@ -222,6 +226,56 @@ def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:
     metrics = trainer._logger_connector
     others = [value for value in vars(trainer).values() if ".trainer.connectors." in type(value).__module__]
     return metrics, [connector for connector in others if connector is not metrics]
+
+
+def after_setup_data(trainer: Any, then: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``then`` whenever ``fit`` has made its training loaders.
+
+    ``FitLoop.setup_data`` makes them, before the first epoch and where they are to be reloaded (2.5 to 2.6).
+
+    Returns:
+        A function that undoes it.
+    """
+    fit_loop = trainer.fit_loop
+    setup_data = fit_loop.setup_data
+
+    def setup_data_and_then() -> None:
+        setup_data()
+        then()
+
+    fit_loop.setup_data = setup_data_and_then
+
+    def undo() -> None:
+        if vars(fit_loop).get("setup_data") is setup_data_and_then:
+            del fit_loop.setup_data
+
+    return undo
+
+
+def data_fetcher_of(trainer: Any) -> Any:
+    """What ``fit`` takes its batches from, ``FitLoop._data_fetcher``; None before there is one (2.5 to 2.6)."""
+    return trainer.fit_loop._data_fetcher
+
+
+def set_data_fetcher(trainer: Any, fetcher: Any, num_batches: float) -> None:
+    """Lets ``fit`` take its batches from something else, so many per epoch.
+
+    ``FitLoop._data_fetcher`` is iterated over, and asked for ``done``, ``fetched`` and what Lightning's own has.
+    ``FitLoop.max_batches`` and ``Trainer.val_check_batch`` are what ``setup_data`` makes of its length (2.5 to 2.6).
+    """
+    fit_loop = trainer.fit_loop
+    fit_loop._data_fetcher = fetcher
+    fit_loop.max_batches = num_batches if num_batches == float("inf") else int(num_batches)
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):
+        is_counted = fit_loop.max_batches < float("inf")
+        trainer.val_check_batch = (
+            max(1, int(fit_loop.max_batches * trainer.val_check_interval)) if is_counted else float("inf")
+        )
+
+
+def logged_per_epoch(trainer: Any) -> list[Any]:
+    """The metrics in which ``fit`` adds up what is logged with ``on_epoch=True``, ``_results`` (2.5 to 2.6)."""
+    return [metric for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
 
 
 def load_data_aside(trainer: Any) -> None:

@@ -422,6 +422,7 @@ def count_exchanges(make_model: Any, kwargs: dict[str, Any], path: Path) -> int:
         time.sleep(0.02)
     events = json.loads(path.read_text())
     names = {event["pid"]: event["args"].get("name", "") for event in events if event.get("name") == "process_name"}
+    assert not any("uneven_inputs" in name for name in names.values())  # nothing travels where batches are counted
     counts = Counter(names.get(event["pid"], "") for event in events if event.get("name") == "ALLREDUCE")
     gradients = {name: count for name, count in counts.items() if ".gradient." in name}
     assert len(gradients) == 4

@@ -118,7 +118,7 @@ class Collectives(ABC):
         """
         if not isinstance(tensor, Tensor):
             return tensor
-        op = self._parse(reduce_op)
+        op = self.op_named(reduce_op)
         if self.rank(group) is None:
             return tensor
         if tensor.dtype in self.native and tensor.is_contiguous() and (tensor.is_floating_point() or op != "mean"):
@@ -198,7 +198,8 @@ class Collectives(ABC):
         named_tensors = [*module.named_parameters(), *module.named_buffers()]
         self._broadcast([tensor.detach() for name, tensor in named_tensors if name not in excluded], src)
 
-    def _parse(self, reduce_op: Any) -> str:
+    def op_named(self, reduce_op: Any) -> str:
+        """The name of a reduction by which an engine knows it; see :meth:`reduce` for what can be given."""
         if reduce_op is None:
             return "mean"
         name = str(getattr(reduce_op, "name", reduce_op)).lower()

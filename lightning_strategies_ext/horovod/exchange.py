@@ -108,7 +108,10 @@ class GradientExchange:
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._names = {parameter: f"gradient.{name}" for name, parameter in module.named_parameters()}
         self._groups = _groups(list(self._names), options.num_groups)
-        self._is_held_back = False
+        #: How many ranks have computed gradients that count; None for all.
+        self.num_contributors: int | None = None
+        self.is_held_back = False
+        self._kept: dict[Parameter, Tensor | None] | None = None
         self._ready: set[Parameter] = set()
         self._pending: dict[Parameter, Pending] = {}
         self._pending_sparse: dict[Parameter, Callable[[], Tensor]] = {}
@@ -118,11 +121,17 @@ class GradientExchange:
     @contextmanager
     def held_back(self) -> Generator[None, None, None]:
         """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
-        before, self._is_held_back = self._is_held_back, True
+        before, self.is_held_back = self.is_held_back, True
         try:
             yield
         finally:
-            self._is_held_back = before
+            self.is_held_back = before
+
+    def keep_gradients(self) -> None:
+        """Lets the next backward pass, up to :meth:`finish`, add nothing to the gradients of this rank."""
+        self._kept = {
+            parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in self._names
+        }
 
     def finish(self) -> None:
         """Waits until all gradients of the backward pass that has ended are those of all ranks.
@@ -130,7 +139,8 @@ class GradientExchange:
         Raises:
             RuntimeError: If another rank has failed or shut Horovod down.
         """
-        if self._is_held_back or not self._process_set.included():
+        self._kept = None
+        if self.is_held_back or not self._process_set.included():
             return
         zeros: dict[Parameter, Tensor] = {}
         for parameter in self._names:
@@ -165,8 +175,20 @@ class GradientExchange:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter)
-        if not self._is_held_back and self._process_set.included():
+        if self._kept is not None:
+            self._restore(parameter, self._kept[parameter])
+        if not self.is_held_back and self._process_set.included():
             self._start(parameter)
+
+    @staticmethod
+    def _restore(parameter: Parameter, kept: Tensor | None) -> None:
+        assert parameter.grad is not None
+        if kept is None:
+            parameter.grad.zero_()
+        elif kept.layout == parameter.grad.layout == torch.strided:
+            parameter.grad.copy_(kept)
+        else:
+            parameter.grad = kept
 
     def _start(self, parameter: Parameter) -> None:
         if parameter in self._ready:
@@ -178,9 +200,11 @@ class GradientExchange:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse and not self._options.sparse_as_dense:
-            self._pending_sparse[parameter] = self._hvd.sparse_allreduce_async(
-                gradient.coalesce(), self._names[parameter], self._op, self._process_set
+            op, divisor = self._op
+            summed = self._hvd.sparse_allreduce_async(
+                gradient.coalesce(), self._names[parameter], op, self._process_set
             )
+            self._pending_sparse[parameter] = summed if divisor == 1 else lambda: summed() / divisor
         elif gradient.is_sparse:
             parameter.grad = gradient.to_dense()
         group = self._groups[parameter]
@@ -194,8 +218,9 @@ class GradientExchange:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         wires = [self._on_the_wire(gradient) for gradient in gradients]
         factor = self._options.gradient_predivide_factor
-        scales = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
-        common = {"op": self._op, "process_set": self._process_set, **scales}
+        op, divisor = self._op
+        scales = {"prescale_factor": 1.0 / factor, "postscale_factor": factor / divisor}
+        common = {"op": op, "process_set": self._process_set, **scales}
         name = self._names[parameters[0]]
         if len(wires) == 1:
             handle = self._hvd.allreduce_async_(wires[0], name=name, **common)
@@ -212,8 +237,14 @@ class GradientExchange:
         return gradient.contiguous()
 
     @property
-    def _op(self) -> Any:
-        return {"average": self._hvd.Average, "sum": self._hvd.Sum}[self._options.op]
+    def _op(self) -> tuple[Any, int]:
+        """Horovod's reduction, and what is to be divided by besides."""
+        if self._options.op == "sum":
+            return self._hvd.Sum, 1
+        if self.num_contributors in (None, self._process_set.size()):
+            return self._hvd.Average, 1
+        assert self.num_contributors is not None
+        return self._hvd.Sum, self.num_contributors
 
 
 class DeltaExchange:

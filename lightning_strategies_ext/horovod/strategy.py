@@ -37,6 +37,7 @@ from lightning_strategies_ext.horovod.exchange import (
 )
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
+from lightning_strategies_ext.horovod.uneven import WAYS, UnevenInputs, UnevenInputsControl
 from lightning_strategies_ext.parallel import ParallelStrategy
 
 
@@ -57,6 +58,8 @@ class HorovodStrategy(ParallelStrategy):
             number of ranks after.
         scale_learning_rate: Whether learning rates are multiplied by the number of ranks, as Lightning 1 did.
         process_set: The ranks that exchange gradients; None for all.
+        uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
+            with the first that runs out, or "join": the others train to their end, see :mod:`.horovod.uneven`.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
@@ -84,12 +87,21 @@ class HorovodStrategy(ParallelStrategy):
         gradient_predivide_factor: float = 1.0,
         scale_learning_rate: bool = False,
         process_set: Any = None,
+        uneven_inputs: UnevenInputs = "error",
     ) -> None:
         self._options = ExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
         )
         if not isinstance(scale_learning_rate, bool):
             raise TypeError(f"`scale_learning_rate` must be True or False, got {scale_learning_rate!r}.")
+        if uneven_inputs not in WAYS:
+            raise ValueError(f"`uneven_inputs={uneven_inputs!r}` is unknown. Use one of {', '.join(WAYS)}.")
+        if uneven_inputs == "join" and (op == "adasum" or process_set is not None):
+            reason = "`op='adasum'`" if op == "adasum" else "a `process_set`"
+            raise ValueError(
+                f"`uneven_inputs='join'` averages gradients over the ranks that have data, which {reason} does not."
+                " Leave one of them out, or use `uneven_inputs='stop'`."
+            )
         runtime.check_installed()
         launch = runtime.Launch.find()
         environment: ClusterEnvironment | None = None
@@ -104,6 +116,8 @@ class HorovodStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._scale_learning_rate = scale_learning_rate
+        self._uneven_inputs: UnevenInputs = uneven_inputs
+        self._inputs: UnevenInputsControl | None = None
         self._exchange: GradientExchange | None = None
         self._deltas: DeltaExchange | None = None
         self._metrics: MetricSync | None = None
@@ -243,6 +257,10 @@ class HorovodStrategy(ParallelStrategy):
                 self._deltas = DeltaExchange(self._options)
             else:
                 self._exchange = GradientExchange(module, self._options)
+            if self.world_size > 1:
+                self._inputs = UnevenInputsControl(
+                    self._uneven_inputs, trainer, self.collectives, self._exchange, self.global_rank, self.world_size
+                )
         self._metrics = MetricSync(module, self.collectives)
         _lightning.skip_needless_moves(trainer)
         must_stop = self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
@@ -263,9 +281,27 @@ class HorovodStrategy(ParallelStrategy):
         with nullcontext() if self._exchange is None else self._exchange.held_back():
             yield
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one training step."""
+        if self._inputs is None:
+            return super().training_step(*args, **kwargs)
+        with self._inputs.around_training_step():
+            return super().training_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Prepares the exchange of gradients."""
+        if self._inputs is not None:
+            self._inputs.before_backward()
+
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Waits until the gradients are those of all ranks, so that they can be clipped and used."""
-        if self._exchange is not None:
+        """Waits until the gradients are those of all ranks, so that they can be clipped and used.
+
+        Raises:
+            UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.
+        """
+        if self._inputs is not None:
+            self._inputs.after_backward()
+        elif self._exchange is not None:
             self._exchange.finish()
 
     def optimizer_step(
@@ -288,6 +324,15 @@ class HorovodStrategy(ParallelStrategy):
 
     # --- collectives ---
 
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over ranks, see :meth:`.ParallelStrategy.reduce`.
+
+        In a training step, ranks that have run out of batches count for nothing (``uneven_inputs="join"``).
+        """
+        if self._inputs is not None and not self._has_failed and self._inputs.does_reduce(tensor, group):
+            return self._inputs.reduce(tensor, self.collectives.op_named(reduce_op))
+        return super().reduce(tensor, group, reduce_op)
+
     def all_gather(self, result: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank, whose first dimensions may differ; see :meth:`.HorovodCollectives.all_gather`.
 
@@ -305,13 +350,15 @@ class HorovodStrategy(ParallelStrategy):
 
         Horovod stays initialised for the next stage, and is shut down when the interpreter ends.
         """
+        if self._inputs is not None:
+            self._inputs.close()
         if self._exchange is not None:
             self._exchange.close()
         if self._metrics is not None:
             self._metrics.close()
         if self._batch_norm is not None:
             self._batch_norm.revert()
-        self._exchange = self._deltas = self._metrics = self._batch_norm = None
+        self._exchange = self._deltas = self._metrics = self._batch_norm = self._inputs = None
         super().teardown()
 
     @classmethod
@@ -330,7 +377,7 @@ class HorovodStrategy(ParallelStrategy):
                 config.scheduler.base_lrs = [lr * self.world_size for lr in config.scheduler.base_lrs]
 
     def __getstate__(self) -> dict[str, Any]:
-        private = ("_exchange", "_deltas", "_metrics", "_batch_norm", "_collectives", "_store")
+        private = ("_exchange", "_deltas", "_metrics", "_batch_norm", "_inputs", "_collectives", "_store")
         return {**super().__getstate__(), **dict.fromkeys(private)}
 
 

@@ -1,0 +1,444 @@
+"""Uneven inputs: what happens when a rank runs out of training batches before the others.
+
+Horovod's ranks must all take part in every exchange; a rank that is done while others go on would leave them waiting
+for ever. There are three ways out:
+
+- "error": all ranks end with an error that says who has how many batches;
+- "stop": all ranks end the epoch together with the first that runs out;
+- "join": a rank that has run out *shadows* the steps of the others. It goes through them with its last batch again, so
+  that whatever they do together (metrics, validation, checkpoints, callbacks, layers that synchronise) it does too, and
+  what it has computed counts for nothing: its gradients, the values it logs and the state of its metrics and buffers.
+  Gradients are averaged over the ranks that have data.
+
+Where all ranks know how many batches they have, they tell each other once, when the loaders are made. Where one does
+not (an ``IterableDataset``), each rank draws one batch ahead, and a few bytes travel beside the gradients of each
+optimizer step: whether there is another batch. They are started before the gradients are waited for, so they cost no
+round trip of their own. With "stop" and "join" the end of an epoch is then known at an optimizer step only: a rank that
+runs out within a window of accumulation shadows to its end. With "error" the bytes travel after each batch, and are
+waited for when the next one begins.
+"""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from torchmetrics import Metric
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.horovod.exchange import GradientExchange
+
+UnevenInputs = Literal["error", "stop", "join"]
+WAYS = ("error", "stop", "join")
+_ADVICE = (
+    "Give all ranks the same number of batches, or say `HorovodStrategy(uneven_inputs='stop')` to end the epoch with"
+    " the first that runs out, or 'join' to let the others train to their end."
+)
+
+
+class UnevenInputsError(RuntimeError):
+    """Raised on all ranks where they have different numbers of training batches and nobody said what to do then."""
+
+
+@dataclass
+class Batch:
+    """The training batch that a rank is at.
+
+    Attributes:
+        number: Batches of this epoch so far, with this one.
+        is_shadow: Whether it is the last one again, and counts for nothing.
+        has_next: Whether this rank has another one after it; None if all ranks know that without being told.
+    """
+
+    number: int = 0
+    is_shadow: bool = False
+    has_next: bool | None = None
+
+
+class UnevenInputsControl:
+    """Keeps the training loops of all ranks in step, for the time of one ``fit``.
+
+    Args:
+        way: What happens to ranks that run out.
+        trainer: The Trainer, whose training loaders are not made yet.
+        collectives: Horovod's.
+        exchange: Of gradients; None with Adasum.
+        rank: Of this process.
+        world_size: Number of ranks.
+    """
+
+    def __init__(
+        self,
+        way: UnevenInputs,
+        trainer: "pl.Trainer",
+        collectives: Collectives,
+        exchange: GradientExchange | None,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._way = way
+        self._trainer = trainer
+        self._collectives = collectives
+        self._exchange = exchange
+        self._rank = rank
+        self._world_size = world_size
+        self._lengths: list[float] = []
+        self._fetcher: EvenFetcher | None = None
+        self._even_one: Any = None  # Lightning's, where nothing is uneven
+        self._batch = Batch()
+        self._hear_others: Callable[[], Tensor] | None = None
+        self._is_in_step = False
+        self._undo = _lightning.after_setup_data(trainer, self._arrange)
+
+    def close(self) -> None:
+        """Leaves the Trainer as it was."""
+        self._undo()
+        if self._exchange is not None:
+            self._exchange.num_contributors = None
+
+    # --- around a training step ---
+
+    @contextmanager
+    def around_training_step(self) -> Generator[None, None, None]:
+        """Lets a shadowing rank's training step inside it leave no trace."""
+        keeper = _Keeper(self._trainer) if self._batch.is_shadow else None
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+            if keeper is not None:
+                keeper.restore()
+
+    def before_backward(self) -> None:
+        """Lets the backward pass of a shadowing rank add nothing to its gradients."""
+        if self._batch.is_shadow and self._exchange is not None:
+            self._exchange.keep_gradients()
+
+    def after_backward(self) -> None:
+        """Waits for the gradients of all ranks; where batches are not counted, for who has another one, too.
+
+        Raises:
+            UnevenInputsError: If ranks run out at different batches, and nobody said what to do then.
+        """
+        exchange, batch = self._exchange, self._batch
+        is_exchanged = exchange is None or not exchange.is_held_back
+        if batch.has_next is not None and (is_exchanged or self._way == "error"):
+            self._hear_others = self._start_telling(batch)
+            if self._way == "error" and not batch.has_next:
+                self._hear()  # others, who go on, do not exchange gradients now
+            batch.has_next = None  # said once, however many losses the batch has
+        if exchange is not None:
+            exchange.finish()
+        if is_exchanged:
+            self._hear()
+
+    def does_reduce(self, tensor: Any, group: Any) -> bool:
+        """Whether a reduction is one of a training step in which some ranks may be shadowing; the same on all ranks."""
+        if self._way != "join" or not self._is_in_step or group is not None or not isinstance(tensor, Tensor):
+            return False
+        return inf in self._lengths or self._batch.number > min(self._lengths, default=inf)
+
+    def reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """Reduces a tensor over the ranks that do not shadow.
+
+        Args:
+            tensor: Any shape and dtype, the same on all ranks.
+            op: "mean", "sum", "min", "max" or "product".
+        """
+        is_shadow = self._batch.is_shadow
+        tensor = tensor.detach()
+        if op != "mean":
+            part = torch.full_like(tensor, _neutral(op, tensor.dtype)) if is_shadow else tensor.clone()
+            reduced: Tensor = self._collectives.reduce(part, None, op)
+            return reduced
+        values = tensor.to(tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype())
+        weight = values.new_ones(1)
+        parts = torch.cat([values.reshape(-1), weight])
+        total: Tensor = self._collectives.reduce(torch.zeros_like(parts) if is_shadow else parts, None, "sum")
+        return (total[:-1] / total[-1]).view(tensor.shape)
+
+    # --- how many batches there are ---
+
+    def begin(self, batch: Batch) -> None:
+        """Called by the fetcher when this rank gets a batch.
+
+        Raises:
+            UnevenInputsError: As :meth:`after_backward`.
+        """
+        self._hear()
+        self._batch = batch
+        if self._exchange is None:
+            return
+        if batch.has_next is not None:
+            if batch.number == 1:
+                self._exchange.num_contributors = None
+        else:
+            window = self._trainer.accumulate_grad_batches
+            first = (batch.number - 1) // window * window
+            self._exchange.num_contributors = sum(length > first for length in self._lengths)
+
+    def _arrange(self) -> None:
+        fetcher = _lightning.data_fetcher_of(self._trainer)
+        if fetcher is None or fetcher in (self._fetcher, self._even_one):
+            return  # it was made for an earlier epoch
+        fit_loop = self._trainer.fit_loop
+        loaders = fetcher.combined_loader.flattened
+        is_counted = fit_loop.max_batches < inf and not any(
+            isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders
+        )
+        own = torch.tensor([fit_loop.max_batches, float(is_counted)], dtype=torch.float64)
+        told = self._collectives.all_gather(own).view(self._world_size, 2)
+        self._lengths = told[:, 0].tolist()
+        if told[:, 1].all():
+            if len(set(self._lengths)) == 1:
+                self._even_one = fetcher
+                return
+            self._even_out(fetcher)
+        else:
+            self._lengths = [inf] * self._world_size
+            self._look_ahead(fetcher, told[:, 0])
+
+    def _even_out(self, fetcher: Any) -> None:
+        if self._way == "error":
+            raise UnevenInputsError(f"Ranks have different numbers of training batches: {self._listed()}. {_ADVICE}")
+        agreed = min(self._lengths) if self._way == "stop" else max(self._lengths)
+        rank_zero_info(
+            f"`uneven_inputs={self._way!r}`: ranks have different numbers of training batches ({self._listed()});"
+            f" each epoch has {agreed:.0f}."
+        )
+        self._use(EvenFetcher(fetcher, self.begin, int(self._lengths[self._rank]), agreed), agreed)
+
+    def _look_ahead(self, fetcher: Any, lengths: Tensor) -> None:
+        if not hasattr(fetcher, "batches"):
+            raise UnevenInputsError(
+                "`training_step(self, dataloader_iter)` with an IterableDataset: ranks cannot tell each other when one"
+                " runs out, since the step draws the batches itself. Take the batch as an argument."
+            )
+        if self._way == "error":
+            agreed = self._trainer.fit_loop.max_batches
+        else:
+            agreed = float(lengths.min() if self._way == "stop" else lengths.max())
+        self._use(EvenFetcher(fetcher, self.begin, None, agreed, ends_with_own=self._way == "error"), agreed)
+
+    def _use(self, fetcher: "EvenFetcher", agreed: float) -> None:
+        self._fetcher = fetcher
+        _lightning.set_data_fetcher(self._trainer, fetcher, agreed)
+
+    def _listed(self) -> str:
+        return ", ".join(f"rank {rank}: {length:.0f}" for rank, length in enumerate(self._lengths))
+
+    # --- telling each other ---
+
+    def _start_telling(self, batch: Batch) -> Callable[[], Tensor]:
+        import horovod.torch as hvd
+
+        words = torch.zeros(self._world_size, 2, dtype=torch.int64)
+        words[self._rank, 0], words[self._rank, 1] = batch.number, int(bool(batch.has_next))
+        handle = hvd.allreduce_async_(words, name="lightning_strategies_ext.uneven_inputs", op=hvd.Sum)
+
+        def hear() -> Tensor:
+            hvd.synchronize(handle)
+            return words
+
+        return hear
+
+    def _hear(self) -> None:
+        """Waits for what others have said of their last batch, if anything, and does what follows from it."""
+        if self._hear_others is None:
+            return
+        assert self._fetcher is not None
+        words, self._hear_others = self._hear_others(), None
+        numbers, has_next = words[:, 0].tolist(), words[:, 1].tolist()
+        short = [rank for rank in range(self._world_size) if not has_next[rank]]
+        if self._way == "error":
+            if len(set(numbers)) > 1 or 0 < len(short) < self._world_size:
+                who = ", ".join(f"rank {rank} after {numbers[rank]}" for rank in short)
+                raise UnevenInputsError(
+                    f"Ranks have run out of training batches while others have more: {who}. {_ADVICE}"
+                )
+            return
+        self._fetcher.note_short(short, numbers[0])
+        if (short and self._way == "stop") or len(short) == self._world_size:
+            self._fetcher.end()
+            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+            self._say_who_was_short(numbers[0])
+        elif self._exchange is not None:
+            self._exchange.num_contributors = self._world_size - len(short)
+
+    def _say_who_was_short(self, number: int) -> None:
+        assert self._fetcher is not None
+        first_missed = self._fetcher.first_missed
+        missed = {rank: number - last for rank, last in first_missed.items() if number > last}
+        if self._way == "join" and missed:
+            listed = ", ".join(f"rank {rank} ran out {count} batches before" for rank, count in missed.items())
+            rank_zero_info(
+                f"`uneven_inputs='join'`: epoch {self._trainer.current_epoch} had {number} batches; {listed}."
+            )
+        elif self._way == "stop" and len(first_missed) < self._world_size:
+            listed = ", ".join(str(rank) for rank in first_missed)
+            rank_zero_info(
+                f"`uneven_inputs='stop'`: epoch {self._trainer.current_epoch} ended after {number} batches, with rank"
+                f" {listed}, while others had more."
+            )
+
+
+class EvenFetcher:
+    """Gives a rank's training loop its batches, and as many as it is told.
+
+    It stands in for Lightning's fetcher, to which everything else goes that is asked of it.
+
+    Args:
+        inner: Lightning's.
+        begin: Told of each batch.
+        num_own: How many there are on this rank; None if that is not known.
+        agreed: How many each epoch has on all ranks; infinity if that is not known.
+        ends_with_own: Whether the epoch ends where this rank's own batches do.
+    """
+
+    _OWN = (
+        "inner",
+        "begin",
+        "num_own",
+        "agreed",
+        "ends_with_own",
+        "fetched",
+        "done",
+        "first_missed",
+        "_last",
+        "_ahead",
+    )
+
+    fetched: int
+    done: bool
+    first_missed: dict[int, int]
+    _last: Any
+    _ahead: Any
+
+    def __init__(
+        self,
+        inner: Any,
+        begin: Callable[[Batch], None],
+        num_own: int | None,
+        agreed: float,
+        *,
+        ends_with_own: bool = False,
+    ) -> None:
+        self.inner = inner
+        self.begin = begin
+        self.num_own = num_own
+        self.agreed = agreed
+        self.ends_with_own = ends_with_own
+        self._reset()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    def __iter__(self) -> "EvenFetcher":
+        iter(self.inner)
+        self._reset()
+        return self
+
+    def __next__(self) -> Any:
+        if self.done:
+            raise StopIteration
+        number = self.fetched + 1
+        if self.num_own is None:
+            item, batch = self._next_of_unknown(number)
+        else:
+            is_shadow = number > self.num_own
+            item, batch = self._last if is_shadow else next(self.inner), Batch(number, is_shadow)
+        self._last = item
+        self.fetched = number
+        self.done = number >= self.agreed or (self.ends_with_own and batch.has_next is False)
+        self.begin(batch)
+        return item
+
+    def end(self) -> None:
+        """Ends the epoch."""
+        self.done = True
+
+    def note_short(self, short: list[int], number: int) -> None:
+        """Keeps which ranks had no batch left after this one, when they are first heard of."""
+        for rank in short:
+            self.first_missed.setdefault(rank, number)
+
+    def _next_of_unknown(self, number: int) -> tuple[Any, Batch]:
+        item = self._draw() if self._ahead is _NOT_DRAWN else self._ahead
+        is_shadow = item is None
+        if is_shadow and self._last is None:
+            raise UnevenInputsError(f"This rank has no training batch at all. {_ADVICE.partition(',')[0]}.")
+        self._ahead = None if is_shadow else self._draw()
+        return self._last if is_shadow else item, Batch(number, is_shadow, self._ahead is not None)
+
+    def _draw(self) -> Any:
+        return next(self.inner, None)
+
+    def _reset(self) -> None:
+        self.fetched = 0
+        self.done = False
+        self.first_missed = {}
+        self._last = None
+        self._ahead = _NOT_DRAWN
+
+
+_NOT_DRAWN = object()
+
+
+class _Keeper:
+    """What a training step may change and a shadowing rank must not: metrics, what is logged per epoch, buffers."""
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        module = trainer.lightning_module
+        self._trainer = trainer
+        # By identity: the hash of a metric is that of its state.
+        self._metrics = {id(metric): (metric, _states_of(metric)) for metric in self._metrics_now()}
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def restore(self) -> None:
+        for metric in self._metrics_now():
+            if id(metric) not in self._metrics:
+                metric.reset()
+        for metric, states in self._metrics.values():
+            for name, state in states.items():
+                setattr(metric, name, state)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+    def _metrics_now(self) -> Iterator[Metric]:
+        yield from _lightning.logged_per_epoch(self._trainer)
+        for module in self._trainer.lightning_module.modules():
+            if isinstance(module, Metric):
+                yield module
+
+
+def _states_of(metric: Metric) -> dict[str, Any]:
+    return {
+        name: list(state) if isinstance(state, list) else state.clone() for name, state in metric.metric_state.items()
+    }
+
+
+def _neutral(op: str, dtype: torch.dtype) -> Any:
+    """What changes nothing in a reduction."""
+    if op in ("sum", "product"):
+        return 0 if op == "sum" else 1
+    if dtype == torch.bool:
+        return op == "min"
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    if dtype.is_floating_point:
+        return inf if op == "min" else -inf
+    return limits.max if op == "min" else limits.min

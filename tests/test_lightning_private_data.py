@@ -1,0 +1,95 @@
+"""What :mod:`lightning_strategies_ext._lightning` needs of Lightning's training data, by behaviour."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_strategies_ext import _lightning
+from tests.models import MLP, loader, make_trainer
+
+
+def test_what_is_to_be_done_after_loaders_are_made_is_done_then_and_can_be_undone() -> None:
+    trainer = make_trainer("auto", devices=1, max_epochs=1)
+    seen: list[tuple[int, Any]] = []
+    undo = _lightning.after_setup_data(
+        trainer, lambda: seen.append((len(trainer.train_dataloader), _lightning.data_fetcher_of(trainer)))
+    )
+    assert _lightning.data_fetcher_of(trainer) is None
+    trainer.fit(MLP(), loader(num_samples=64, batch_size=4))
+    assert [length for length, _ in seen] == [16] * len(seen)
+    assert seen
+    assert seen[0][1].combined_loader.flattened == [trainer.train_dataloader]
+    undo()
+    undo()
+    assert "setup_data" not in vars(trainer.fit_loop)
+
+
+class Halved:
+    """Gives every second batch of a fetcher."""
+
+    def __init__(self, inner: Any) -> None:
+        object.__setattr__(self, "inner", inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+    def __iter__(self) -> "Halved":
+        iter(self.inner)
+        return self
+
+    def __next__(self) -> Any:
+        next(self.inner)
+        return next(self.inner)
+
+
+class Batches(Callback):
+    def __init__(self) -> None:
+        self.first: list[torch.Tensor] = []
+        self.num_validations = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.first.append(batch[0][0])
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.num_validations += 1
+
+
+@pytest.mark.parametrize(("interval", "num_validations"), [(1.0, 2), (0.5, 4)])
+def test_fit_takes_its_batches_from_what_stands_in_for_its_fetcher(interval: float, num_validations: int) -> None:
+    batches = Batches()
+    trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[batches], val_check_interval=interval)
+    data = loader(num_samples=64, batch_size=4)
+
+    def halve() -> None:
+        fetcher = _lightning.data_fetcher_of(trainer)
+        if not isinstance(fetcher, Halved):
+            _lightning.set_data_fetcher(trainer, Halved(fetcher), 8)
+
+    _lightning.after_setup_data(trainer, halve)
+    trainer.fit(MLP(), data, loader(num_samples=4))
+    expected = [features[0] for features, _ in list(data)[1::2]]
+    assert torch.equal(torch.stack(batches.first), torch.stack(expected * 2))
+    assert trainer.num_training_batches == 8
+    assert batches.num_validations == num_validations
+
+
+class LogsBothWays(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("per_step", 1.0, on_step=True, on_epoch=False)
+        self.log("per_epoch", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        (metric,) = _lightning.logged_per_epoch(self.trainer)
+        self.states = {name: state.clone() for name, state in metric.metric_state.items()}
+
+
+def test_what_is_logged_per_epoch_is_added_up_in_states_of_metrics() -> None:
+    model = LogsBothWays()
+    make_trainer("auto", devices=1, max_epochs=1).fit(model, loader(num_samples=16, batch_size=4))
+    assert model.states["value"].item() == 0 + 1 + 2 + 3
