@@ -61,7 +61,7 @@ def stress(source: Path, directory: Path, *arguments: object) -> subprocess.Comp
     """Runs ranks as threads under the thread sanitizer."""
     program = directory / "stress"
     flags = ["-g", "-O2", "-std=gnu11", "-fsanitize=thread", f"-I{source.parent}"]
-    subprocess.run([compilation.compiler_command(), *flags, "-o", program, STRESS, "-lpthread"], check=True)
+    subprocess.run([*compilation.compiler_command(), *flags, "-o", program, STRESS, "-lpthread"], check=True)
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=100)
 
 
@@ -159,7 +159,7 @@ def reduce_in_two_groups() -> tuple[float, bool]:
     [
         ({VARIABLE: "0"}, f"{VARIABLE}=0"),
         ({"CC": "no-such-compiler"}, "there is no C compiler (no-such-compiler)"),
-        ({"CC": "false"}, "false fails"),
+        ({"CC": "false -v"}, "false fails"),
     ],
 )
 def test_without_a_compiled_library_all_goes_in_rounds_and_one_line_says_why(
@@ -228,5 +228,5 @@ def test_a_compiler_that_fails_is_quoted(kept: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_source_compiles_without_a_warning(tmp_path: Path):
-    command = [compilation.compiler_command(), *compilation._FLAGS, "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    command = [*compilation.compiler_command(), *compilation._FLAGS, "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
     subprocess.run([*command, "-o", tmp_path / "library.so", SOURCE], check=True)

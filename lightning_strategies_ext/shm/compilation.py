@@ -8,9 +8,11 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,17 +61,17 @@ def library() -> ctypes.CDLL:
     return _load(kept)
 
 
-def compiler_command() -> str:
-    """The C compiler: that of the environment variable ``CC``, else the first of the usual names.
+def compiler_command() -> list[str]:
+    """What calls the C compiler: the environment variable ``CC``, else the first of the usual names that is there.
 
     Raises:
         NotCompiledError: If there is none.
     """
-    named = os.environ.get("CC")
-    found = next((path for name in ([named] if named else _COMPILERS) if (path := shutil.which(name))), None)
-    if found is None:
-        raise NotCompiledError(f"there is no C compiler ({named or ', '.join(_COMPILERS)})")
-    return found
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [[name] for name in _COMPILERS]:
+        if shutil.which(command[0]):
+            return command
+    raise NotCompiledError(f"there is no C compiler ({' '.join(named) or ', '.join(_COMPILERS)})")
 
 
 def _directory() -> Path:
@@ -83,14 +85,14 @@ def _key() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, into: Path) -> None:
-    command = [compiler, *_FLAGS, "-o", str(into), str(SOURCE)]
+def _compile(compiler: Sequence[str], into: Path) -> None:
+    command = [*compiler, *_FLAGS, "-o", str(into), str(SOURCE)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiledError(f"{compiler} does not run ({error})") from error
+        raise NotCompiledError(f"{compiler[0]} does not run ({error})") from error
     if done.returncode:
-        raise NotCompiledError(f"{compiler} fails: {done.stderr.strip()[-300:] or done.returncode}")
+        raise NotCompiledError(f"{compiler[0]} fails: {done.stderr.strip()[-300:] or done.returncode}")
 
 
 def _load(path: Path) -> ctypes.CDLL:
