@@ -80,7 +80,7 @@ def test_nothing_is_read_that_the_rules_of_c11_do_not_promise(
     [
         ("published, ++g->events)", "published, ++g->events, memory_order_relaxed)", "data race"),
         ("SLOTS = 4", "SLOTS = 2", "data race"),
-        ("note >> 8 <= g->events", "note >> 8 < g->events", "it was not woken"),
+        ("(note & 255) == (uint64_t)g->rank + 1", "(note & 255) == (uint64_t)g->rank + 2", "it was not woken"),
     ],
 )
 def test_the_stress_finds_what_it_looks_for(tmp_path: Path, right: str, wrong: str, complaint: str):
@@ -202,12 +202,11 @@ def test_the_library_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatc
     assert list(kept.iterdir()) == [made]
 
 
-def test_a_library_that_was_cut_off_is_made_anew(kept: Path):
+def test_what_is_no_library_is_made_anew(kept: Path):
     library()
     (made,) = kept.iterdir()
-    whole = made.read_bytes()
     made.unlink()  # this process has it mapped
-    made.write_bytes(whole[:1000])
+    made.write_text("a file that a full disk has left empty, say")
     load = "from lightning_strategies_ext.shm.compilation import library; print(library().shm_group_bytes() > 0)"
     assert run_script("-c", load).stdout == "True\n"
     assert made.stat().st_size > 1000

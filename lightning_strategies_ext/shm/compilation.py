@@ -44,7 +44,7 @@ def library() -> ctypes.CDLL:
         raise NotCompiledError(f"{VARIABLE}=0")
     kept = _directory() / f"all_reduce-{_key()}.so"
     if kept.exists():
-        with suppress(NotCompiledError):  # one that a full disk has cut off is made anew
+        with suppress(NotCompiledError):  # what is no library is made anew
             return _load(kept)
     compiler = compiler_command()
     with tempfile.TemporaryDirectory() as directory:
