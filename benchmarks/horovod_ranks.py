@@ -63,7 +63,7 @@ def run_ranks_under(launcher: str, function: Callable[..., Any], *args: Any, num
         results = [Path(directory, f"rank{rank}") for rank in range(num_ranks)]
         for file in results:
             file.touch()
-        start = [str(part).format(n=num_ranks) for part in LAUNCHERS[launcher]]
+        start = [str(part).format(n=num_ranks, directory="/dev/shm") for part in LAUNCHERS[launcher]]
         path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
         ended = subprocess.run(
             [*start, sys.executable, "-m", __name__, directory],

@@ -43,8 +43,22 @@ def doctor(console: Console) -> int:
         verdict = "yes" if finding.problem is None else f"no: {finding.problem}"
         table.add_row(finding.name, ", ".join(finding.front_ends), finding.engine, escape(verdict))
     console.print(table)
+    console.print(f"shm, among CPU ranks of one host: {_shm_verdict()}")
     console.print("  ".join(f"{name} {version(name)}" for name in ("lightning-strategies-ext", "lightning", "torch")))
     return 1 if problems else 0
+
+
+def _shm_verdict() -> str:
+    from lightning_strategies_ext import shm
+    from lightning_strategies_ext.shm import compilation
+
+    if not shm.is_available():
+        return "no, it needs Linux; gloo takes its place"
+    try:
+        compilation.library()
+    except compilation.NotCompiledError as error:
+        return f"yes, but slower than it could be: all-reduces are not compiled, since {error}"
+    return "yes, all-reduces are compiled"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ LAUNCHERS = {
     "horovodrun": [BIN / "horovodrun", "-np", "{n}", "--gloo", "--network-interfaces", "lo"],
     "mpirun": [
         *(BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "{n}", "--bind-to", "none"),
-        *("--mca", "btl", "self,sm", "--mca", "pml", "ob1"),
+        *("--mca", "btl", "self,sm", "--mca", "pml", "ob1", "--mca", "btl_sm_backing_directory", "{directory}"),
     ],
     "python": [],
 }
@@ -51,7 +51,8 @@ def try_horovod(
     """Returns the output, and what each rank that got so far has returned, or the :class:`Failed` of what it raised."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "arguments").write_bytes(pickle.dumps(args))
-        start = [str(part).format(n=num_ranks) for part in LAUNCHERS[launcher]]
+        # Ranks that are killed leave the files there that Open MPI shares memory through.
+        start = [str(part).format(n=num_ranks, directory=directory) for part in LAUNCHERS[launcher]]
         name = f"{function.__module__}:{function.__qualname__}"
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}

@@ -426,6 +426,7 @@ def test_the_command_line_shows_every_strategy_its_engine_and_that_it_can_run(wh
             assert "python -m lightning_strategies_ext install-horovod" in verdict
         else:
             assert verdict == "yes"
+    assert "all-reduces are compiled" in result.stdout  # their source is in the wheel
 
 
 def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
