@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_strategies_ext import HorovodStrategy
+from lightning_strategies_ext import HorovodStrategy, UnevenInputsError
 from tests.horovod_ranks import run_horovod, try_horovod
 
 BATCH_SIZE = 4
@@ -310,6 +310,35 @@ def test_three_ranks_that_run_out_one_after_the_other():
         for kind, weights in zip(KINDS, rank, strict=True):
             for key, value in reference("join", (4, 1, 2), kind).items():
                 torch.testing.assert_close(weights[key], value, rtol=1e-5, atol=1e-6)
+
+
+class Draws(Model):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        (features, labels), _, _ = next(dataloader_iter)
+        return functional.cross_entropy(self.net(features), labels)
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+def train_drawing() -> list[Any]:
+    steps = [train("error", (3, 3), kind, Draws, {})["global_step"] for kind in KINDS]
+    refused = []
+    for way, kind in (("stop", "counted"), ("join", "streamed")):
+        try:
+            train(way, (3, 2), kind, Draws, {})
+        except UnevenInputsError as error:
+            refused.append(str(error))
+    return [steps, refused]
+
+
+def test_steps_that_draw_their_batches_themselves_train_and_cannot_be_evened_out():
+    for steps, refused in run_horovod("horovodrun", train_drawing):
+        assert steps == [3 * NUM_EPOCHS] * 2
+        assert [name in text for name, text in zip(("'stop'", "'join'"), refused, strict=True)] == [True, True]
+        assert all("dataloader_iter" in text for text in refused)
 
 
 def train_without_data() -> None:

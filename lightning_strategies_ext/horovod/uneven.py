@@ -209,6 +209,11 @@ class UnevenInputsControl:
     def _even_out(self, fetcher: Any) -> None:
         if self._way == "error":
             raise UnevenInputsError(f"Ranks have different numbers of training batches: {self._listed()}. {_ADVICE}")
+        self._check_batches_are_drawn_for_the_step(fetcher)
+        if self._way == "join" and not min(self._lengths):
+            raise UnevenInputsError(
+                f"`uneven_inputs='join'`: a rank without any training batch has none to go on with: {self._listed()}."
+            )
         agreed = min(self._lengths) if self._way == "stop" else max(self._lengths)
         rank_zero_info(
             f"`uneven_inputs={self._way!r}`: ranks have different numbers of training batches ({self._listed()});"
@@ -217,16 +222,21 @@ class UnevenInputsControl:
         self._use(EvenFetcher(fetcher, self.begin, int(self._lengths[self._rank]), agreed), agreed)
 
     def _look_ahead(self, fetcher: Any, lengths: Tensor) -> None:
-        if not hasattr(fetcher, "batches"):
-            raise UnevenInputsError(
-                "`training_step(self, dataloader_iter)` with an IterableDataset: ranks cannot tell each other when one"
-                " runs out, since the step draws the batches itself. Take the batch as an argument."
-            )
         if self._way == "error":
+            if not _draws_for_the_step(fetcher):
+                return  # ranks that run out would hang; that they do cannot be seen from here
             agreed = self._trainer.fit_loop.max_batches
         else:
+            self._check_batches_are_drawn_for_the_step(fetcher)
             agreed = float(lengths.min() if self._way == "stop" else lengths.max())
         self._use(EvenFetcher(fetcher, self.begin, None, agreed, ends_with_own=self._way == "error"), agreed)
+
+    def _check_batches_are_drawn_for_the_step(self, fetcher: Any) -> None:
+        if not _draws_for_the_step(fetcher):
+            raise UnevenInputsError(
+                f"`uneven_inputs={self._way!r}` with `training_step(self, dataloader_iter)`: the step draws the batches"
+                " itself, so that nobody else can say when they end. Take the batch as an argument."
+            )
 
     def _use(self, fetcher: "EvenFetcher", agreed: float) -> None:
         self._fetcher = fetcher
@@ -288,6 +298,11 @@ class UnevenInputsControl:
                 f"`uneven_inputs='stop'`: epoch {self._trainer.current_epoch} ended after {number} batches, with rank"
                 f" {listed}, while others had more."
             )
+
+
+def _draws_for_the_step(fetcher: Any) -> bool:
+    """Whether it is a fetcher that gives batches, and not an iterator over them (``dataloader_iter``)."""
+    return hasattr(fetcher, "batches")
 
 
 class EvenFetcher:
