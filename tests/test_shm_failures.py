@@ -93,6 +93,38 @@ def test_a_rank_that_died_is_missed_though_its_child_lives():
     assert seconds < 5
 
 
+def reduce_in_a_child() -> tuple[int, float]:
+    rank = start_shm()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    child = os.fork() if rank == 1 else 0
+    if rank == 1 and child == 0:
+        try:
+            dist.all_reduce(tensor)
+        except dist.DistBackendError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 7
+    dist.all_reduce(tensor)
+    return exit_code, tensor.item()
+
+
+def test_a_forked_child_cannot_take_its_parents_part():
+    assert run_ranks(reduce_in_a_child, timeout_s=30) == [(7, 4.0)] * 2
+
+
+def reduce_after_the_end() -> str:
+    start_shm()
+    group = dist.group.WORLD
+    group.allreduce([torch.ones(1)]).wait()
+    dist.destroy_process_group()
+    return error_of(group.allreduce([torch.ones(1)]).wait)[0]
+
+
+def test_a_group_that_was_shut_down_says_so():
+    assert all("it was shut down" in said for said in run_ranks(reduce_after_the_end, timeout_s=30))
+
+
 def leave_while_another_waits(reason: str) -> tuple[str, float]:
     rank = start_shm()
     dist.barrier()

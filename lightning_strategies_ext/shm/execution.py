@@ -246,6 +246,7 @@ class Execution:
     def close(self) -> None:
         """Leaves the other ranks. What is under way fails. A second call does nothing."""
         self._is_closed = True
+        self._broken = self._broken or "it was shut down"
         self._rounds.leave()
         self._todo.release()
         # Who waits for a peer finds the connection shut; the descriptor must not become another file's under its hands.
@@ -345,6 +346,15 @@ def _slept(exchange: Exchange, until: float) -> bool:
 
 
 _open: "weakref.WeakSet[Execution]" = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for execution in _open:
+        execution._broken = "it is of the process that this one was forked from"
+
+
+# A forked child has the shared memory too: what it would write there, the others would take for its parent's.
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def close_all() -> None:
