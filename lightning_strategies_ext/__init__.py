@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.dp import DataParallelStrategy as DataParallelStrategy
+    from lightning_strategies_ext.horovod.elastic.fit import WorldTooSmallError as WorldTooSmallError
+    from lightning_strategies_ext.horovod.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
+    from lightning_strategies_ext.horovod.elastic.policy import ScaleLearningRate as ScaleLearningRate
+    from lightning_strategies_ext.horovod.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.horovod.strategy import HorovodStrategy as HorovodStrategy
     from lightning_strategies_ext.horovod.uneven import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
@@ -36,10 +40,14 @@ _EXPORTS = {
     "DDPSpawnPlugin": "lightning_strategies_ext.ddp_spawn",
     "DataParallelStrategy": "lightning_strategies_ext.dp",
     "HorovodStrategy": "lightning_strategies_ext.horovod.strategy",
+    "KeepGlobalBatch": "lightning_strategies_ext.horovod.elastic.policy",
+    "ScaleLearningRate": "lightning_strategies_ext.horovod.elastic.policy",
     "ShmOptions": "lightning_strategies_ext.shm.options",
     "UnevenInputsError": "lightning_strategies_ext.horovod.uneven",
     "WorkerDiedError": "lightning_strategies_ext.launch.errors",
     "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
+    "WorldSizePolicy": "lightning_strategies_ext.horovod.elastic.policy",
+    "WorldTooSmallError": "lightning_strategies_ext.horovod.elastic.fit",
 }
 
 __all__ = [*_EXPORTS, "__version__"]

@@ -20,6 +20,10 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+
+# The states of all generators of random numbers, which torch, numpy and Python have no common name for (2.5 to 2.6).
+from lightning.fabric.utilities.seed import _collect_rng_states as random_states
+from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import (
@@ -45,19 +49,30 @@ __all__ = [
     "connectors_of",
     "data_fetcher_of",
     "data_of",
+    "dump_checkpoint",
+    "end_restart",
+    "forget_data",
+    "forget_training_data",
     "intercept_sigterm",
     "is_bound_to_stage",
     "layer_sync",
+    "leave_evaluation",
     "load_data_aside",
     "logged_per_epoch",
     "loops_of",
     "move_optimizers",
     "note_sigterm",
+    "position_of_logging",
+    "random_states",
     "release_sigterm",
+    "restore_checkpoint",
     "set_data_fetcher",
     "set_device",
     "set_layer_sync",
+    "set_position_of_logging",
+    "set_random_states",
     "skip_needless_moves",
+    "surround_fit",
     "take_redirection",
     "tear_down",
     "trainer_of",
@@ -276,6 +291,106 @@ def set_data_fetcher(trainer: Any, fetcher: Any, num_batches: float) -> None:
 def logged_per_epoch(trainer: Any) -> list[Any]:
     """The metrics in which ``fit`` adds up what is logged with ``on_epoch=True``, ``_results`` (2.5 to 2.6)."""
     return [metric for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
+
+
+def position_of_logging(trainer: Any) -> tuple[Any, Any]:
+    """Where in the epoch ``self.log`` is: it begins an epoch's sums anew at the first batch (2.5 to 2.6)."""
+    connector = trainer._logger_connector
+    return connector._first_loop_iter, connector._current_fx
+
+
+def set_position_of_logging(trainer: Any, position: tuple[Any, Any]) -> None:
+    """Sets what :func:`position_of_logging` reads."""
+    connector = trainer._logger_connector
+    connector._first_loop_iter, connector._current_fx = position
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """The checkpoint that ``trainer.save_checkpoint`` would write; there is no public way to have it (2.5 to 2.6)."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
+def restore_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """What ``fit(ckpt_path=...)`` does with a checkpoint, in the middle of a ``fit``.
+
+    The connector reads from ``_loaded_checkpoint``, and otherwise only files (2.5 to 2.6).
+    """
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+
+
+def leave_evaluation(trainer: Any) -> None:
+    """Makes a Trainer that an exception has taken out of a validation within ``fit`` as it is outside of one.
+
+    What the validation has logged so far is in ``val_loop._results`` (2.5 to 2.6).
+    """
+    trainer.fit_loop.epoch_loop.val_loop._results.reset()
+    trainer.training = True
+
+
+def forget_training_data(trainer: Any) -> None:
+    """Lets ``fit`` make its training loaders anew, of ``_combined_loader`` and ``_data_fetcher`` (2.5 to 2.6)."""
+    fit_loop = trainer.fit_loop
+    if fit_loop._data_fetcher is not None:
+        fit_loop._data_fetcher.teardown()
+    fit_loop._combined_loader = fit_loop._data_fetcher = None
+
+
+def forget_data(trainer: Any) -> None:
+    """Lets ``fit`` make its loaders anew, those of validation too, as :func:`forget_training_data`."""
+    forget_training_data(trainer)
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    if val_loop._data_fetcher is not None:
+        val_loop._data_fetcher.teardown()
+    val_loop._combined_loader = val_loop._data_fetcher = None
+
+
+def surround_fit(
+    trainer: Any, run: Callable[[Callable[[], None]], None], before_epoch: Callable[[], None]
+) -> Callable[[], None]:
+    """Lets ``run`` decide how often ``fit`` runs its loop.
+
+    ``FitLoop.run`` goes on from the progress that its loops have, and ``FitLoop.on_advance_start`` begins an epoch (2.5
+    to 2.6).
+
+    Args:
+        trainer: The Trainer.
+        run: Called with ``FitLoop.run``, in its place.
+        before_epoch: Called before each epoch.
+
+    Returns:
+        A function that undoes it.
+    """
+    fit_loop = trainer.fit_loop
+    on_advance_start = fit_loop.on_advance_start
+
+    def on_advance_start_after() -> None:
+        before_epoch()
+        on_advance_start()
+
+    fit_loop.run = partial(run, fit_loop.run)
+    fit_loop.on_advance_start = on_advance_start_after
+
+    def undo() -> None:
+        for name in ("run", "on_advance_start"):
+            vars(fit_loop).pop(name, None)
+
+    return undo
+
+
+def end_restart(trainer: Any) -> None:
+    """Says that all that came before the next training step was done, a validation that was due included.
+
+    ``_TrainingEpochLoop.advance`` looks at the first step after a restart whether a validation is to be made up for
+    (2.5 to 2.6), which a checkpoint does not say that was taken right before a step.
+    """
+    trainer.fit_loop.epoch_loop._restarting = False
 
 
 def load_data_aside(trainer: Any) -> None:

@@ -240,14 +240,15 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if self._termination is not None:
             self._termination.close()
         self._termination = agreement
+        self._confirm_sigterm = _lightning.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
 
-        def stop_before_train_step_if_agreed() -> None:
-            if agreement.must_stop_before_train_step():
-                self._stop()
+    def _on_sigterm(self) -> None:
+        if self._termination is not None:
+            self._termination.request()
 
-        self._confirm_sigterm = _lightning.intercept_sigterm(
-            trainer, agreement.request, stop_before_train_step_if_agreed
-        )
+    def _before_train_step(self) -> None:
+        if self._termination is not None and self._termination.must_stop_before_train_step():
+            self._stop()
 
     def _stop_before_evaluation_step_if_agreed(self) -> None:
         if self._termination is not None and self._termination.must_stop_before_evaluation_step():

@@ -76,6 +76,13 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
     NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP, one process, a replica of the module on each device"),
     NamedStrategy("horovod_ext", _HOROVOD_CLASS, "Horovod", "DDP over Horovod, under horovodrun, mpirun or by itself"),
     NamedStrategy(
+        "horovod_elastic_ext",
+        {PYTORCH: _HOROVOD_CLASS[PYTORCH]},
+        "Horovod",
+        "the same, of ranks that come and go, under horovodrun with a discovery script",
+        {"elastic": True},
+    ),
+    NamedStrategy(
         "dp", {PYTORCH: "lightning_strategies_ext.dp:legacy_dp"}, "threads", "what Lightning 1 called so: `dp_ext`"
     ),
     NamedStrategy(

@@ -198,6 +198,11 @@ class Collectives(ABC):
         named_tensors = [*module.named_parameters(), *module.named_buffers()]
         self._broadcast([tensor.detach() for name, tensor in named_tensors if name not in excluded], src)
 
+    def broadcast_tensors(self, tensors: Iterable[Tensor], src: int) -> None:
+        """Overwrites tensors, of the same shapes and dtypes on all ranks, with those of rank ``src``."""
+        if self.rank() is not None:
+            self._broadcast(tensors, src)
+
     def op_named(self, reduce_op: Any) -> str:
         """The name of a reduction by which an engine knows it; see :meth:`reduce` for what can be given."""
         if reduce_op is None:

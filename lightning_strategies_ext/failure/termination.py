@@ -53,6 +53,7 @@ class TerminationAgreement:
         world_size: Number of ranks.
         poll_interval_s: Seconds between two looks into the store. None chooses by the world size.
         is_requested: Whether the ranks know already that they have to stop, before the first step; the same on all.
+        name: Tells it from other agreements in the same store; the same on all ranks. None numbers those of a process.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class TerminationAgreement:
         world_size: int = 1,
         poll_interval_s: float | None = None,
         is_requested: bool = False,
+        name: str | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
@@ -79,7 +81,8 @@ class TerminationAgreement:
             self._decided.set()
         if store is not None:
             # Every stage has keys of its own: an agreement that one stage has reached must not end the next.
-            self._store = PrefixStore(f"lightning_strategies_ext/termination/{next(_run_numbers)}", store)
+            name = str(next(_run_numbers)) if name is None else name
+            self._store = PrefixStore(f"lightning_strategies_ext/termination/{name}", store)
         if store is not None and not is_requested:
             self._thread = threading.Thread(target=self._watch, name="termination-agreement", daemon=True)
             self._thread.start()
@@ -114,6 +117,11 @@ class TerminationAgreement:
         self._thread.join()
         if is_first_call and self._rank == 0 and self._last_step is not None:
             self._wait_for_readers(self._store)
+
+    def abandon(self) -> None:
+        """Ends this rank's part without a word to the others, who may be gone with the store."""
+        self._closed.set()
+        self._decided.set()
 
     def _must_stop_before(self, step: Step) -> bool:
         self._has_stopped = self._is_after_last(step)

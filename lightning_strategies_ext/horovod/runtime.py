@@ -74,15 +74,13 @@ class HorovodEnvironment(ClusterEnvironment):
 
     Args:
         launch: What the launcher says.
+
+    Attributes:
+        launch: The same; in elastic training the place of this rank changes.
     """
 
     def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-
-    @property
-    def launch(self) -> Launch:
-        """What the launcher says."""
-        return self._launch
+        self.launch = launch
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -106,25 +104,25 @@ class HorovodEnvironment(ClusterEnvironment):
 
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._launch.size
+        return self.launch.size
 
     def set_world_size(self, size: int) -> None:
         """Does nothing: the launcher has decided."""
 
     def global_rank(self) -> int:
         """Rank among all."""
-        return self._launch.rank
+        return self.launch.rank
 
     def set_global_rank(self, rank: int) -> None:
         """Does nothing: the launcher has decided."""
 
     def local_rank(self) -> int:
         """Rank on this host."""
-        return self._launch.local_rank
+        return self.launch.local_rank
 
     def node_rank(self) -> int:
         """Number of this host."""
-        return int(os.environ.get("HOROVOD_CROSS_RANK", self._launch.rank // self._launch.local_size))
+        return int(os.environ.get("HOROVOD_CROSS_RANK", self.launch.rank // self.launch.local_size))
 
 
 def check_installed() -> None:

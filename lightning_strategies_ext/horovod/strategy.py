@@ -7,7 +7,7 @@ of metrics all go through it. No collective waits for a ``join``: all ranks take
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,12 +22,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, registry
-from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.reconciliation import Reconciliation
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.gradient_sync import check_has_trainable_parameters
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
+from lightning_strategies_ext.horovod.elastic import world
+from lightning_strategies_ext.horovod.elastic.fit import ElasticFit
+from lightning_strategies_ext.horovod.elastic.options import commit_interval
+from lightning_strategies_ext.horovod.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.horovod.exchange import (
     Compression,
     DeltaExchange,
@@ -39,6 +42,9 @@ from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.horovod.uneven import WAYS, UnevenInputs, UnevenInputsControl
 from lightning_strategies_ext.parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.collectives.horovod import HorovodCollectives
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -60,9 +66,14 @@ class HorovodStrategy(ParallelStrategy):
         process_set: The ranks that exchange gradients; None for all.
         uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
             with the first that runs out, or "join": the others train to their end, see :mod:`.horovod.uneven`.
+        elastic: Whether ranks may die, leave and join during ``fit``, see :mod:`.horovod.elastic`. Needs ``horovodrun``
+            with a discovery script. The ends of epochs are made even as by ``uneven_inputs="join"`` then.
+        commit_every_n_steps: With ``elastic``, the number of optimizer steps between copies of the state, to which
+            ranks go back when one of them dies. 100 by default.
 
     Raises:
-        RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
+        RuntimeError: If Horovod is not installed, or not for this torch; the message names the command. If ``elastic``
+            and no driver has started this process that could change the ranks.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value or a combination cannot work.
 
@@ -88,6 +99,8 @@ class HorovodStrategy(ParallelStrategy):
         scale_learning_rate: bool = False,
         process_set: Any = None,
         uneven_inputs: UnevenInputs = "error",
+        elastic: bool = False,
+        commit_every_n_steps: int | None = None,
     ) -> None:
         self._options = ExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
@@ -103,6 +116,7 @@ class HorovodStrategy(ParallelStrategy):
                 " Leave one of them out, or use `uneven_inputs='stop'`."
             )
         runtime.check_installed()
+        self._commit_every_n_steps = commit_interval(elastic, commit_every_n_steps, self._options)
         launch = runtime.Launch.find()
         environment: ClusterEnvironment | None = None
         if launch is not None:
@@ -116,17 +130,18 @@ class HorovodStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._scale_learning_rate = scale_learning_rate
-        self._uneven_inputs: UnevenInputs = uneven_inputs
+        self._uneven_inputs: UnevenInputs = "join" if elastic and uneven_inputs == "error" else uneven_inputs
+        self._elastic: ElasticFit | None = None
         self._inputs: UnevenInputsControl | None = None
         self._exchange: GradientExchange | None = None
         self._deltas: DeltaExchange | None = None
         self._metrics: MetricSync | None = None
         self._batch_norm: SynchronizedBatchNorm | None = None
-        self._collectives: Collectives | None = None
+        self._collectives: HorovodCollectives | None = None
         self._store: Any = None
 
     @property
-    def collectives(self) -> Collectives:
+    def collectives(self) -> "HorovodCollectives":
         """Horovod's, on this rank's device."""
         if self._collectives is None:
             from lightning_strategies_ext.collectives.horovod import HorovodCollectives
@@ -174,6 +189,11 @@ class HorovodStrategy(ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
+    def is_shadowing(self) -> bool:
+        """Whether this rank has run out of batches and goes through the last one again, which counts for nothing."""
+        return self._inputs is not None and self._inputs.is_shadowing
+
+    @property
     def handles_gradient_accumulation(self) -> bool:
         """False: the Trainer counts, and gradients add up locally until it says so."""
         return False
@@ -215,9 +235,12 @@ class HorovodStrategy(ParallelStrategy):
         self.accelerator.setup_device(self.root_device)
         self._has_failed = False
         reset_seed()
+        if self._commit_every_n_steps is not None:
+            assert isinstance(self.cluster_environment, runtime.HorovodEnvironment)
+            self.collectives.is_alone = not world.join(self.cluster_environment).is_entered
         runtime.start(self.cluster_environment, self.num_processes, self.root_device, self._options.process_set)
         runtime.say_rank(self.global_rank)
-        if self.world_size > 1:
+        if self.world_size > 1 and self._commit_every_n_steps is None:
             if self._reconciliation is None or self._store is not runtime.store():
                 self._store = runtime.store()
                 self._reconciliation = Reconciliation(
@@ -249,24 +272,76 @@ class HorovodStrategy(ParallelStrategy):
             check_has_trainable_parameters(module)
             self.setup_optimizers(trainer)
             if self._scale_learning_rate:
-                self._multiply_learning_rates()
+                scale_learning_rates(trainer, self.world_size)
         self.setup_precision_plugin()
         if is_fitting:
             _lightning.move_optimizers(self.optimizers, self.root_device)
-            if self._options.op == "adasum":
-                self._deltas = DeltaExchange(self._options)
-            else:
-                self._exchange = GradientExchange(module, self._options)
-            if self.world_size > 1:
-                self._inputs = UnevenInputsControl(
-                    self._uneven_inputs, trainer, self.collectives, self._exchange, self.global_rank, self.world_size
-                )
         self._metrics = MetricSync(module, self.collectives)
         _lightning.skip_needless_moves(trainer)
+        if not is_fitting or self._commit_every_n_steps is None:
+            self.enter_world(trainer)
+            return
+        self._elastic = ElasticFit(
+            self, trainer, world.current(), self._commit_every_n_steps, self._scale_learning_rate
+        )
+        if self._was_asked_to_stop:
+            self._elastic.leave()
+        self._agree_on_sigterm(trainer, TerminationAgreement(None))  # with nobody, before the training loop
+
+    def enter_world(self, trainer: "pl.Trainer") -> None:
+        """Begins what the ranks do together in a stage; in elastic training once for each world."""
+        assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING and self._options.op == "adasum":
+            self._deltas = DeltaExchange(self._options)
+        elif trainer.state.fn == TrainerFn.FITTING:
+            self._exchange = GradientExchange(self.lightning_module, self._options)
+        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
+            self._inputs = UnevenInputsControl(
+                self._uneven_inputs, trainer, self.collectives, self._exchange, self.global_rank, self.world_size
+            )
+        is_alone = self.world_size == 1 or self.collectives.is_alone
+        if self._commit_every_n_steps is not None:
+            self._store = None if is_alone else runtime.make_store()
         must_stop = self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
-        store = self._store if self.world_size > 1 else None
-        agreement = TerminationAgreement(store, self.global_rank, self.world_size, is_requested=must_stop)
+        agreement = TerminationAgreement(
+            None if is_alone else self._store,
+            self.global_rank,
+            self.world_size,
+            is_requested=must_stop and self._elastic is None,
+            # Processes of an elastic run are not of the same age, and each world has a store of its own.
+            name=None if self._commit_every_n_steps is None else "world",
+        )
         self._agree_on_sigterm(trainer, agreement)
+
+    def leave_world(self, *, agreed: bool) -> None:
+        """Ends what the ranks do together, in elastic training.
+
+        Args:
+            agreed: Whether all ranks leave before the same step; otherwise some may be gone.
+        """
+        if self._termination is not None:
+            self._termination.close() if agreed else self._termination.abandon()
+        self._end_exchange()
+        self._termination = self._store = None
+        runtime.shut_down()
+
+    def take_place(self, launch: runtime.Launch) -> None:
+        """Makes this process another rank, in elastic training."""
+        assert isinstance(self.cluster_environment, runtime.HorovodEnvironment)
+        self.cluster_environment.launch = launch
+        runtime.say_rank(launch.rank)
+
+    def fall_silent(self) -> None:
+        """Lets this rank end without the others, who go on in elastic training: its collectives return its input."""
+        self._has_failed = True
+        runtime.shut_down()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """In elastic training, gives a training loader this rank's share of what is left of the epoch."""
+        assert self.lightning_module is not None
+        if self._elastic is not None and self.lightning_module.trainer.training:
+            self._elastic.share_out(dataloader)
+        return dataloader
 
     def model_to_device(self) -> None:
         """Moves the model to the device of this rank."""
@@ -350,34 +425,51 @@ class HorovodStrategy(ParallelStrategy):
 
         Horovod stays initialised for the next stage, and is shut down when the interpreter ends.
         """
-        if self._inputs is not None:
-            self._inputs.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._elastic is not None:
+            self._elastic.close()
+        self._end_exchange()
         if self._metrics is not None:
             self._metrics.close()
         if self._batch_norm is not None:
             self._batch_norm.revert()
-        self._exchange = self._deltas = self._metrics = self._batch_norm = self._inputs = None
+        self._deltas = self._metrics = self._batch_norm = self._elastic = None
         super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Ends the other ranks if this one failed; in elastic training they go on without it."""
+        if self._commit_every_n_steps is not None and isinstance(exception, Exception):
+            self.fall_silent()
+        super().on_exception(exception)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.PYTORCH, cls)
 
-    def _multiply_learning_rates(self) -> None:
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] *= self.world_size
-                if "initial_lr" in group:
-                    group["initial_lr"] *= self.world_size
-        for config in self.lr_scheduler_configs:
-            if hasattr(config.scheduler, "base_lrs"):
-                config.scheduler.base_lrs = [lr * self.world_size for lr in config.scheduler.base_lrs]
+    def _end_exchange(self) -> None:
+        if self._inputs is not None:
+            self._inputs.close()
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = self._inputs = None
+
+    def _on_sigterm(self) -> None:
+        super()._on_sigterm() if self._elastic is None else self._elastic.leave()
+
+    def _before_train_step(self) -> None:
+        if self._elastic is None:
+            super()._before_train_step()
+        else:
+            self._elastic.before_train_step(self._termination)
+
+    def _stop_before_evaluation_step_if_agreed(self) -> None:
+        if self._elastic is None:
+            super()._stop_before_evaluation_step_if_agreed()
+        else:
+            self._elastic.before_evaluation_step(self._termination)
 
     def __getstate__(self) -> dict[str, Any]:
-        private = ("_exchange", "_deltas", "_metrics", "_batch_norm", "_inputs", "_collectives", "_store")
+        private = ("_elastic", "_exchange", "_deltas", "_metrics", "_batch_norm", "_inputs", "_collectives", "_store")
         return {**super().__getstate__(), **dict.fromkeys(private)}
 
 

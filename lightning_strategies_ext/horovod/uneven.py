@@ -18,7 +18,7 @@ runs out within a window of accumulation shadows to its end. With "error" the by
 waited for when the next one begins.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -29,11 +29,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import IterableDataset
-from torchmetrics import Metric
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.horovod.exchange import GradientExchange
+from lightning_strategies_ext.horovod.step_state import StepState
 
 UnevenInputs = Literal["error", "stop", "join"]
 WAYS = ("error", "stop", "join")
@@ -103,19 +103,24 @@ class UnevenInputsControl:
         if self._exchange is not None:
             self._exchange.num_contributors = None
 
+    @property
+    def is_shadowing(self) -> bool:
+        """Whether this rank goes through its last batch again, which counts for nothing."""
+        return self._batch.is_shadow
+
     # --- around a training step ---
 
     @contextmanager
     def around_training_step(self) -> Generator[None, None, None]:
         """Lets a shadowing rank's training step inside it leave no trace."""
-        keeper = _Keeper(self._trainer) if self._batch.is_shadow else None
+        before = StepState(self._trainer) if self._batch.is_shadow else None
         self._is_in_step = True
         try:
             yield
         finally:
             self._is_in_step = False
-            if keeper is not None:
-                keeper.restore()
+            if before is not None:
+                before.restore()
 
     def before_backward(self) -> None:
         """Lets the backward pass of a shadowing rank add nothing to its gradients."""
@@ -375,7 +380,8 @@ class EvenFetcher:
             item, batch = self._next_of_unknown(number)
         else:
             is_shadow = number > self.num_own
-            item, batch = self._last if is_shadow else next(self.inner), Batch(number, is_shadow)
+            is_again = is_shadow and self._last is not _NOT_DRAWN
+            item, batch = self._last if is_again else next(self.inner), Batch(number, is_shadow)
         self._last = item
         self.fetched = number
         self.done = number >= self.agreed or (self.ends_with_own and batch.has_next is False)
@@ -394,7 +400,7 @@ class EvenFetcher:
     def _next_of_unknown(self, number: int) -> tuple[Any, Batch]:
         item = self._draw() if self._ahead is _NOT_DRAWN else self._ahead
         is_shadow = item is None
-        if is_shadow and self._last is None:
+        if is_shadow and self._last is _NOT_DRAWN:
             raise UnevenInputsError(f"This rank has no training batch at all. {_ADVICE.partition(',')[0]}.")
         self._ahead = None if is_shadow else self._draw()
         return self._last if is_shadow else item, Batch(number, is_shadow, self._ahead is not None)
@@ -406,45 +412,10 @@ class EvenFetcher:
         self.fetched = 0
         self.done = False
         self.first_missed = {}
-        self._last = None
-        self._ahead = _NOT_DRAWN
+        self._last = self._ahead = _NOT_DRAWN
 
 
 _NOT_DRAWN = object()
-
-
-class _Keeper:
-    """What a training step may change and a shadowing rank must not: metrics, what is logged per epoch, buffers."""
-
-    def __init__(self, trainer: "pl.Trainer") -> None:
-        module = trainer.lightning_module
-        self._trainer = trainer
-        # By identity: the hash of a metric is that of its state.
-        self._metrics = {id(metric): (metric, _states_of(metric)) for metric in self._metrics_now()}
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-
-    def restore(self) -> None:
-        for metric in self._metrics_now():
-            if id(metric) not in self._metrics:
-                metric.reset()
-        for metric, states in self._metrics.values():
-            for name, state in states.items():
-                setattr(metric, name, state)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
-
-    def _metrics_now(self) -> Iterator[Metric]:
-        yield from _lightning.logged_per_epoch(self._trainer)
-        for module in self._trainer.lightning_module.modules():
-            if isinstance(module, Metric):
-                yield module
-
-
-def _states_of(metric: Metric) -> dict[str, Any]:
-    return {
-        name: list(state) if isinstance(state, list) else state.clone() for name, state in metric.metric_state.items()
-    }
 
 
 def _neutral(op: str, dtype: torch.dtype) -> Any:

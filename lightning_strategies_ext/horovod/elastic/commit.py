@@ -1,0 +1,147 @@
+"""A commit: the state of a run, copied into the memory of each rank.
+
+What a checkpoint of Lightning's has is the same on all ranks: weights, optimizers, schedulers, precision, loops with
+the position in the data, callbacks. What is each rank's own stays with it: random numbers, metrics, buffers.
+
+Tensors are copied into those of the commit before, so that commits after the first allocate nothing.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.horovod.step_state import StepState
+from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in a structure."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass
+class Shared:
+    """The part of a commit that is the same on all ranks, without its tensors.
+
+    Attributes:
+        step: Optimizer steps done.
+        world_size: Number of ranks.
+        first_world_size: Number of ranks when ``fit`` began.
+        checkpoint: Lightning's, with a slot for each tensor.
+        modes: ``training`` of each submodule by name.
+        slots: Those slots.
+    """
+
+    step: int
+    world_size: int
+    first_world_size: int
+    checkpoint: Any
+    modes: dict[str, bool]
+    slots: list[_Slot]
+
+
+class Commit:
+    """The newest state that a rank can go back to.
+
+    Attributes:
+        shared: What all ranks have; None before the first commit.
+    """
+
+    def __init__(self) -> None:
+        self.shared: Shared | None = None
+        self._tensors: list[Tensor] = []
+        self._own: StepState | None = None
+        self._random: Any = None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done; -1 without a commit."""
+        return -1 if self.shared is None else self.shared.step
+
+    def take(self, trainer: "pl.Trainer", first_world_size: int) -> None:
+        """Copies the state, between two optimizer steps.
+
+        Args:
+            trainer: The Trainer.
+            first_world_size: Number of ranks when ``fit`` began.
+        """
+        # Users' hooks are called here, which may wait for other ranks. From then on nothing does.
+        checkpoint = _lightning.dump_checkpoint(trainer)
+        found: list[Tensor] = []
+        slots: list[_Slot] = []
+        packed = _packed(checkpoint, found, slots)
+        del self._tensors[len(found) :]
+        for index, tensor in enumerate(found):
+            old = self._tensors[index] if index < len(self._tensors) else None
+            if old is not None and (old.shape, old.dtype, old.layout) == (tensor.shape, tensor.dtype, tensor.layout):
+                old.copy_(tensor)
+            else:
+                self._tensors[index : index + 1] = [tensor.detach().to("cpu", copy=True)]
+        modes = {name: module.training for name, module in trainer.lightning_module.named_modules()}
+        self.shared = Shared(trainer.global_step, trainer.world_size, first_world_size, packed, modes, slots)
+        self._own = StepState(trainer)
+        self._random = _lightning.random_states()
+
+    def receive(self, collectives: Collectives, src: int, shared: Shared | None, is_behind: bool) -> None:
+        """Takes the commit of another rank; called by all ranks, of which some may have it already.
+
+        Args:
+            collectives: What carries it.
+            src: The rank that has it.
+            shared: As that rank has it.
+            is_behind: Whether this rank does not.
+        """
+        assert shared is not None
+        if is_behind:
+            self._tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in shared.slots]
+            self.shared, self._own, self._random = shared, None, None
+        collectives.broadcast_tensors(self._tensors, src)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """The checkpoint of Lightning's, with tensors of its own."""
+        assert self.shared is not None
+        filled: dict[str, Any] = _filled(self.shared.checkpoint, self._tensors)
+        return filled
+
+    def restore(self, trainer: "pl.Trainer") -> None:
+        """Makes a Trainer's state that of the commit."""
+        assert self.shared is not None
+        module = trainer.lightning_module
+        _lightning.leave_evaluation(trainer)
+        trainer.should_stop = False
+        for name, submodule in module.named_modules():
+            submodule.training = self.shared.modes.get(name, submodule.training)
+        module.zero_grad(set_to_none=True)
+        _lightning.restore_checkpoint(trainer, self.checkpoint())
+        if self._own is not None:
+            self._own.restore()
+        if self._random is not None:
+            _lightning.set_random_states(self._random)
+
+
+def _packed(value: Any, tensors: list[Tensor], slots: list[_Slot]) -> Any:
+    if isinstance(value, Tensor):
+        slots.append(_Slot(len(tensors), value.shape, value.dtype))
+        tensors.append(value)
+        return slots[-1]
+    if is_collection(value):
+        return rebuilt(value, [_packed(part, tensors, slots) for part in parts_of(value)])
+    return copy.deepcopy(value)
+
+
+def _filled(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value.index].clone()
+    if is_collection(value):
+        return rebuilt(value, [_filled(part, tensors) for part in parts_of(value)])
+    return copy.deepcopy(value)

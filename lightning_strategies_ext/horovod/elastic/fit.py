@@ -1,0 +1,320 @@
+"""A ``fit`` whose ranks may change.
+
+Lightning's training loop runs in one *world* after another, in the same process::
+
+    enter a world -> train -> a rank dies, or hosts have come or gone -> leave it -> enter the next -> ...
+
+- **Commit**: every n optimizer steps, where a window of accumulation begins, each rank copies its state
+  (:mod:`.commit`).
+- **A rank dies**: whatever the others wait for fails within milliseconds, and all leave the world.
+- **Hosts have come or gone, or a rank gets a SIGTERM**: all ranks agree on a step, as they do on a SIGTERM elsewhere
+  (:mod:`...failure.termination`; no step waits for it), commit before it, and leave the world. Nothing is repeated.
+- **Entering a world**: ranks get their places from the driver and meet (:mod:`.driver`); all restore the newest commit
+  that any of them has. Those that lack it, because they are new or were a step behind, receive it. Loaders are made
+  anew, and share out what is left of the epoch (:mod:`.sampler`).
+
+A rank that joins runs its script from the beginning. All that comes before the training loop, it does alone: its
+collectives return its own values until it has entered the world.
+
+What it does not promise: that a rank may die before the first training step, or while Horovod connects the ranks of a
+new world (some 0.1 s); the job then ends. Epoch means that ``self.log`` adds up lack what a lost rank has seen.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.failure.reconciliation import Peer
+from lightning_strategies_ext.failure.termination import TerminationAgreement
+from lightning_strategies_ext.horovod.elastic import driver
+from lightning_strategies_ext.horovod.elastic.commit import Commit
+from lightning_strategies_ext.horovod.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
+from lightning_strategies_ext.horovod.elastic.sampler import share_out
+from lightning_strategies_ext.horovod.elastic.world import World
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.horovod.strategy import HorovodStrategy
+
+log = logging.getLogger(__name__)
+
+#: How long the driver may take to give survivors a place before they save a checkpoint, in seconds. It has one for them
+#: at once if there are enough slots.
+SAVE_AFTER_S = 5.0
+#: The exit code of a rank that leaves after a SIGTERM. The driver takes 0 for the end of the whole job.
+_LEFT = 128 + 15
+_fit_numbers: Iterator[int] = count(1)
+
+
+class WorldTooSmallError(RuntimeError):
+    """There are fewer ranks than ``horovodrun --min-np`` asks for; the message says where the state is."""
+
+
+class _WorldChange(Exception):  # noqa: N818
+    """All ranks have committed and leave the world."""
+
+
+class ElasticFit:
+    """One rank's part in a ``fit`` whose ranks may change.
+
+    Args:
+        strategy: The strategy.
+        trainer: The Trainer, in ``fit``.
+        world: The world that this process is in.
+        commit_every_n_steps: Optimizer steps between commits.
+        scales_learning_rate: Whether learning rates follow the number of ranks if no callback says so.
+    """
+
+    def __init__(
+        self,
+        strategy: "HorovodStrategy",
+        trainer: "pl.Trainer",
+        world: World,
+        commit_every_n_steps: int,
+        scales_learning_rate: bool,
+    ) -> None:
+        self._strategy = strategy
+        self._trainer = trainer
+        self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._world = world
+        self._commit_every_n_steps = commit_every_n_steps
+        self._policy = policy_of(trainer, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
+        self._number = next(_fit_numbers)
+        self._first_world_size = len(world.members)
+        self._commit = Commit()
+        self._notices = driver.HostNotices()
+        self._is_leaving = False
+        self._is_first_step = self._is_restored = False
+        self._num_epochs_begun = 0
+        self._saved: Path | None = None
+        self._undo = _lightning.surround_fit(trainer, self._run, self._before_epoch)
+
+    def close(self) -> None:
+        """Leaves the Trainer as it was."""
+        self._undo()
+        self._notices.close()
+
+    def leave(self) -> None:
+        """Lets this rank leave, and the others go on; for a signal handler."""
+        self._is_leaving = True
+
+    # --- one world after another ---
+
+    def _run(self, train: Callable[[], None]) -> None:
+        while True:
+            try:
+                self._enter()
+                train()
+            except _WorldChange:
+                self._strategy.leave_world(agreed=True)
+            except Exception as error:
+                if not _is_lost_rank(error):
+                    raise
+                log.info("Rank %d of %d: %s", self._strategy.global_rank, len(self._world.members), error)
+                self._strategy.leave_world(agreed=False)
+            else:
+                return
+            if self._is_leaving:
+                self._end_after_sigterm()
+            self._find_next_world()
+
+    def _enter(self) -> None:
+        """Takes on the state that the ranks of this world agree on."""
+        members = self._world.members
+        fits = {member.fit for member in members if not member.is_new}
+        if fits - {self._number}:
+            raise RuntimeError(
+                f"The other ranks are in their {max(fits)}. `fit`, and this one is in its {self._number}.: a rank that"
+                " joins runs its script from the beginning. Start no second `fit` in a script whose ranks may grow."
+            )
+        self._world.is_entered = True
+        self._strategy.collectives.is_alone = False
+        newest = max(members, key=lambda member: (member.step, -members.index(member)))
+        if fits and newest.step < 0:
+            raise RuntimeError("A rank was lost before the first training step: there is no commit to go back to.")
+        if fits:
+            self._share_commit(newest)
+            self._restore(newest)
+        self._strategy.enter_world(self._trainer)
+
+    def _share_commit(self, newest: driver.Member) -> None:
+        are_behind = [member.step != newest.step for member in self._world.members]
+        if not any(are_behind):
+            return
+        src, collectives = self._world.members.index(newest), self._strategy.collectives
+        shared, settings = collectives.broadcast((self._commit.shared, _settings_of(self._callbacks)), src)
+        rank = self._strategy.global_rank
+        if self._world.members[rank].is_new:
+            _apply_settings(self._callbacks, settings)
+        self._commit.receive(collectives, src, shared, are_behind[rank])
+
+    def _restore(self, newest: driver.Member) -> None:
+        trainer, shared = self._trainer, self._commit.shared
+        assert shared is not None
+        _lightning.forget_data(trainer)
+        self._commit.restore(trainer)
+        self._first_world_size = shared.first_world_size
+        self._is_first_step = self._is_restored = True
+        self._num_epochs_begun = 0
+        repeated = max(member.done for member in self._world.members) - newest.step
+        num_new = sum(member.is_new for member in self._world.members)
+        rank_zero_info(
+            f"Elastic training goes on with {len(self._world.members)} ranks, {num_new} of them new, from the commit at"
+            f" step {newest.step}; {repeated} steps are repeated."
+        )
+        if shared.world_size != len(self._world.members):
+            module = trainer.lightning_module
+            self._policy.on_world_size_change(trainer, module, shared.world_size, len(self._world.members))
+
+    def _before_epoch(self) -> None:
+        # The loaders of a world that began within an epoch have the length of what was left of it.
+        self._num_epochs_begun += 1
+        if self._num_epochs_begun == 2 and self._is_restored:
+            _lightning.forget_training_data(self._trainer)
+
+    # --- between two training steps ---
+
+    def before_train_step(self, agreement: TerminationAgreement | None) -> None:
+        """Commits if it is time, and leaves the world if the ranks have agreed to.
+
+        Args:
+            agreement: Of the ranks of this world; None where there is one.
+        """
+        trainer = self._trainer
+        if self._is_first_step:
+            _lightning.end_restart(trainer)
+            self._is_first_step = False
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        accumulates = trainer.lightning_module.automatic_optimization
+        if accumulates and progress.current.ready % trainer.accumulate_grad_batches:
+            return  # gradients of a part of a window are in no commit
+        must_change = self._is_leaving or self._notices.has_come
+        if agreement is not None:
+            if must_change:
+                agreement.request()
+            must_change = agreement.must_stop_before_train_step()
+        if must_change or self._is_due():
+            self._commit.take(trainer, self._first_world_size)
+        if must_change:
+            raise _WorldChange
+
+    def _is_due(self) -> bool:
+        return self._commit.step < 0 or self._trainer.global_step - self._commit.step >= self._commit_every_n_steps
+
+    def before_evaluation_step(self, agreement: TerminationAgreement | None) -> None:
+        """Lets this rank leave within a validation; the others go back to their commit when they miss it."""
+        if agreement is not None and self._is_leaving:
+            agreement.request()
+        must_stop = agreement is None or agreement.must_stop_before_evaluation_step()
+        if must_stop and self._is_leaving:
+            self._strategy.leave_world(agreed=False)
+            self._end_after_sigterm()
+
+    # --- loaders ---
+
+    def share_out(self, loader: Any) -> None:
+        """Gives a training loader this rank's share of what is left of the epoch."""
+        world_size = self._strategy.world_size
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        share_out(
+            loader,
+            self._strategy.global_rank,
+            world_size,
+            lambda given: self._policy.per_rank_batch_size(given, self._first_world_size, world_size),
+            lambda: progress.current.ready,
+        )
+
+    # --- from one world to the next ---
+
+    def _find_next_world(self) -> None:
+        done = self._trainer.global_step
+        while True:
+            self._notices.has_come = False  # a notice that comes from here on is of hosts that may not be counted yet
+            try:
+                launch = driver.next_place(self._while_waiting_for_place)
+                if launch is None:
+                    self._strategy.fall_silent()
+                    log.warning("This host is no longer among those of the discovery script: this rank ends.")
+                    raise SystemExit(0)
+                member = driver.Member(Peer.this_process(launch.rank), self._number, self._commit.step, done)
+                members = driver.meet(launch, member, self._while_waiting_for_others)
+            except driver.DriverGoneError as error:
+                raise WorldTooSmallError(f"{error}. {self._where_saved()}") from error
+            if members is not None:
+                break
+            log.warning("Rank %d: a new rank did not come; asking for another world.", launch.rank)
+        driver.initialise()
+        self._world.members = members
+        self._saved = None
+        self._strategy.take_place(launch)
+
+    def _while_waiting_for_place(self, waited_s: float) -> None:
+        if waited_s > SAVE_AFTER_S and self._saved is None:
+            self._saved = self._save()
+            log.warning(
+                "There is no place for this rank in a new world: `horovodrun` waits for more hosts, up to its"
+                " `--elastic-timeout`, if fewer than `--min-np` ranks are left. %s",
+                self._where_saved(),
+            )
+        if self._is_leaving:
+            raise WorldTooSmallError(
+                f"There was no place for this rank in a new world for {waited_s:.0f} s, and it got a SIGTERM: so"
+                f" horovodrun ends the job if there are too few ranks. {self._where_saved()}"
+            )
+
+    def _while_waiting_for_others(self, waited_s: float) -> None:
+        if self._is_leaving:
+            self._end_after_sigterm()
+
+    def _where_saved(self) -> str:
+        self._saved = self._saved or self._save()
+        return (
+            f"The state at step {self._commit.step} is in {self._saved}: `trainer.fit(..., ckpt_path='{self._saved}')`"
+            " goes on from there."
+        )
+
+    def _save(self) -> Path:
+        """Writes the commit as a checkpoint of Lightning's; one rank of each host does, and tells where in any case."""
+        path = Path(self._trainer.default_root_dir, f"elastic-step={self._commit.step}.ckpt").absolute()
+        peers, here = [member.peer for member in self._world.members], Peer.this_process(0).host
+        if next(peer.pid for peer in peers if peer.host == here and peer.is_running()) == os.getpid():
+            self._strategy.checkpoint_io.save_checkpoint(self._commit.checkpoint(), path)
+        return path
+
+    def _end_after_sigterm(self) -> None:
+        self._strategy.fall_silent()
+        log.warning("This rank leaves after a SIGTERM.")
+        raise SIGTERMException(_LEFT)
+
+
+def _is_lost_rank(error: BaseException | None) -> bool:
+    """Whether an exception comes from Horovod's telling that another rank is gone."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    while error is not None:
+        if isinstance(error, HorovodInternalError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _settings_of(callbacks: list[Any]) -> list[dict[str, Any]]:
+    """What callbacks have found out in ``setup``, such as the directory of checkpoints."""
+    return [
+        {name: value for name, value in vars(callback).items() if isinstance(value, (str, int, float, type(None)))}
+        for callback in callbacks
+    ]
+
+
+def _apply_settings(callbacks: list[Any], settings: list[dict[str, Any]]) -> None:
+    for callback, found in zip(callbacks, settings, strict=True):
+        if not isinstance(callback, ProgressBar):
+            vars(callback).update(found)

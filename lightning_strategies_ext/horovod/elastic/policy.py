@@ -1,0 +1,103 @@
+"""What becomes of the batch size and the learning rate when the number of ranks changes: a callback says so.
+
+Goyal et al. (2017, "Accurate, Large Minibatch SGD") scale the learning rate linearly with the batch of all ranks;
+Krizhevsky (2014, "One weird trick") by the square root. Which of them is right, or neither, depends on the model, so by
+default nothing is scaled.
+"""
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+
+class WorldSizePolicy(pl.Callback):
+    """Keeps the batch size of each rank and the learning rate, and says so. Subclass it to do otherwise.
+
+    Without a policy among the Trainer's callbacks, this one is used.
+
+    Example::
+
+        class Mine(WorldSizePolicy):
+            def on_world_size_change(self, trainer, pl_module, old, new):
+                scale_learning_rates(trainer, 1.0 if new > 8 else 0.5)
+    """
+
+    def per_rank_batch_size(self, batch_size: int, first_world_size: int, world_size: int) -> int:
+        """Samples per batch and rank of a training loader; the same on all ranks.
+
+        Args:
+            batch_size: As the loader was given it.
+            first_world_size: Number of ranks when ``fit`` began.
+            world_size: Number of ranks now.
+        """
+        return batch_size
+
+    def on_world_size_change(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", old: int, new: int) -> None:
+        """Called on all ranks, with the state of the commit restored and loaders not made yet.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: The module.
+            old: Number of ranks at the commit.
+            new: Number of ranks now.
+        """
+        rank_zero_info(
+            f"{old} -> {new} ranks: each keeps its batch size, so that a step sees {new / old:g} times as many samples;"
+            " the learning rate stays as it is. A `WorldSizePolicy` among the callbacks can do otherwise."
+        )
+
+
+class KeepGlobalBatch(WorldSizePolicy):
+    """Divides the batch of all ranks among those that there are, so that the learning rate need not change.
+
+    Where it cannot be divided, ranks take one sample more each.
+    """
+
+    def per_rank_batch_size(self, batch_size: int, first_world_size: int, world_size: int) -> int:
+        """See :meth:`WorldSizePolicy.per_rank_batch_size`."""
+        return -(-batch_size * first_world_size // world_size)
+
+    def on_world_size_change(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", old: int, new: int) -> None:
+        """Says what is done."""
+        rank_zero_info(f"{old} -> {new} ranks: the batch of all ranks keeps its size, and is divided by {new}.")
+
+
+class ScaleLearningRate(WorldSizePolicy):
+    """Keeps the batch size of each rank, and scales learning rates with the number of ranks.
+
+    Args:
+        by: "linear", or "sqrt" for the square root.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+
+    def __init__(self, by: Literal["linear", "sqrt"] = "linear") -> None:
+        if by not in ("linear", "sqrt"):
+            raise ValueError(f"`by={by!r}` is unknown. Use 'linear' or 'sqrt'.")
+        self._exponent = 1.0 if by == "linear" else 0.5
+
+    def on_world_size_change(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", old: int, new: int) -> None:
+        """Scales learning rates."""
+        factor = (new / old) ** self._exponent
+        scale_learning_rates(trainer, factor)
+        rank_zero_info(f"{old} -> {new} ranks: each keeps its batch size, and learning rates are times {factor:g}.")
+
+
+def policy_of(trainer: "pl.Trainer", default: WorldSizePolicy) -> WorldSizePolicy:
+    """The policy among the Trainer's callbacks, or the default."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((callback for callback in callbacks if isinstance(callback, WorldSizePolicy)), default)
+
+
+def scale_learning_rates(trainer: "pl.Trainer", factor: float) -> None:
+    """Multiplies the learning rates of all optimizers, and those that schedulers go back to."""
+    for optimizer in trainer.strategy.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+            if "initial_lr" in group:
+                group["initial_lr"] *= factor
+    for config in trainer.lr_scheduler_configs:
+        if hasattr(config.scheduler, "base_lrs"):
+            config.scheduler.base_lrs = [lr * factor for lr in config.scheduler.base_lrs]
