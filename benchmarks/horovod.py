@@ -3,6 +3,7 @@
     python -m benchmarks.horovod
     python -m benchmarks.horovod --hidden 32 --rounds 30
     python -m benchmarks.horovod --quick
+    python -m benchmarks.horovod --elastic             # commits, and the loss of a rank: see benchmarks/elastic.py
 
 Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in memory;
 once with ranks of `horovodrun`, which talk over Horovod's gloo, and once with ranks of `mpirun`, which talk over MPI.
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Case, Length
+from benchmarks.elastic import measure_elastic
 from benchmarks.horovod_ranks import BY_HAND, OURS, PEER, measure_others, measure_ours, run_ranks_under
 from benchmarks.report import (
     DEFAULT_OUTPUT,
@@ -178,9 +180,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
     parser.add_argument("--quick", action="store_true", help="one turn of two rounds of 20 steps: to see that it runs")
+    parser.add_argument("--elastic", action="store_true", help="the cost of elastic training instead")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="in millions, with --elastic")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.turns, arguments.rounds, arguments.steps = 1, 2, 20
+        arguments.turns, arguments.rounds, arguments.steps, arguments.parameters = 1, 2, 20, [1]
     if min(arguments.turns, arguments.rounds, arguments.steps) < 1:
         parser.error("--turns, --rounds and --steps must be positive")
     return arguments
@@ -190,6 +194,9 @@ def main() -> None:
     """Measures, then prints, writes and draws."""
     arguments = parse_arguments()
     check_installed()
+    if arguments.elastic:
+        measure_elastic(arguments.turns, arguments.parameters, arguments.output)
+        return
     # A multiple of the accumulation, so that the timed batches hold whole optimizer steps.
     length = Length(warmup=2 * ACCUMULATE, steps=-(-arguments.steps // ACCUMULATE) * ACCUMULATE)
     cases = [case for hidden in arguments.hidden for case in (Case(hidden), Case(hidden, accumulate=ACCUMULATE))]

@@ -57,6 +57,7 @@ __all__ = [
     "is_bound_to_stage",
     "layer_sync",
     "leave_evaluation",
+    "loader_states",
     "load_data_aside",
     "logged_per_epoch",
     "loops_of",
@@ -332,6 +333,15 @@ def leave_evaluation(trainer: Any) -> None:
     """
     trainer.fit_loop.epoch_loop.val_loop._results.reset()
     trainer.training = True
+
+
+def loader_states(trainer: Any) -> list[dict[str, Any]]:
+    """The states that ``fit`` is about to give to the training loaders that it makes.
+
+    It does so, from ``_combined_loader_states_to_load``, when it has asked them for their length (2.5 to 2.6).
+    """
+    states: list[dict[str, Any]] = trainer.fit_loop._combined_loader_states_to_load
+    return states if trainer.fit_loop.restarting else []
 
 
 def forget_training_data(trainer: Any) -> None:

@@ -3,8 +3,8 @@
     python -m tests.elastic_training DIRECTORY PLAN
 
 PLAN is JSON: ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
-``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train" | "commit" | "validation", "step": N, "rank": R}``, each of
-which happens once. DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
+``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train" | "commit" | "validation", "step": N, "rank": R}``, of
+which each happens once. DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
 import json
@@ -45,12 +45,13 @@ class Digits(Dataset):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, directory: Path, events: list[dict[str, Any]], pause_s: float, is_manual: bool) -> None:
+    def __init__(self, directory: Path, plan: dict[str, Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
-        self.directory, self.events, self.pause_s = directory, events, pause_s
-        self.automatic_optimization = not is_manual
+        self.directory, self.events = directory, plan.get("events", [])
+        self.pause_s, self.validation_pause_s = plan.get("pause_s", 0.0), plan.get("validation_pause_s", 0.0)
+        self.automatic_optimization = not plan.get("is_manual", False)
 
     def happen(self, at: str) -> None:
         for number, event in enumerate(self.events):
@@ -97,8 +98,9 @@ class Net(pl.LightningModule):
         self.write(epoch=self.current_epoch, seen=float(self.trainer.callback_metrics["seen"]))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        if not self.trainer.sanity_checking and batch_idx == 1:
-            self.happen("validation")
+        if not self.trainer.sanity_checking:
+            time.sleep(self.validation_pause_s)
+            self.happen("validation") if batch_idx == 1 else None
         right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
         self.log("right", right, sync_dist=True)
 
@@ -118,13 +120,19 @@ def main() -> None:
     ]
     for name, arguments in plan.get("policy", {}).items():
         callbacks.append(getattr(ext, name)(**arguments))
-    net = Net(directory, plan.get("events", []), plan.get("pause_s", 0.0), plan.get("is_manual", False))
+    net = Net(directory, plan)
     strategy = ext.HorovodStrategy(elastic=True, **plan.get("strategy", {}))
     trainer = pl.Trainer(
         strategy=strategy,
         **{
-            **{"max_epochs": 12, "accelerator": "cpu", "devices": 1, "logger": False, "callbacks": callbacks},
-            **{"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": directory},
+            "max_epochs": 12,
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "callbacks": callbacks,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": directory,
             **plan.get("trainer", {}),
         },
     )
@@ -136,7 +144,9 @@ def main() -> None:
         accuracy = (net.net(held_out.images).argmax(1) == held_out.labels).float().mean().item()
     weights = [parameter.flatten()[:3].tolist() for parameter in net.parameters()]
     net.trainer = trainer
-    net.write(accuracy=accuracy, steps=trainer.global_step, weights=weights, lr=trainer.optimizers[0].param_groups[0]["lr"])
+    net.write(
+        accuracy=accuracy, steps=trainer.global_step, weights=weights, lr=trainer.optimizers[0].param_groups[0]["lr"]
+    )
 
 
 if __name__ == "__main__":

@@ -92,8 +92,9 @@ class ElasticFit:
         self._commit = Commit()
         self._notices = driver.HostNotices()
         self._is_leaving = False
-        self._is_first_step = self._is_restored = False
-        self._num_epochs_begun = 0
+        self._is_first_step = False
+        self._num_shared_out = 0
+        self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
         self._saved: Path | None = None
         self._undo = _lightning.surround_fit(trainer, self._run, self._before_epoch)
 
@@ -162,8 +163,8 @@ class ElasticFit:
         _lightning.forget_data(trainer)
         self._commit.restore(trainer)
         self._first_world_size = shared.first_world_size
-        self._is_first_step = self._is_restored = True
-        self._num_epochs_begun = 0
+        self._is_first_step = True
+        self._num_shared_out = 0
         repeated = max(member.done for member in self._world.members) - newest.step
         num_new = sum(member.is_new for member in self._world.members)
         rank_zero_info(
@@ -175,10 +176,11 @@ class ElasticFit:
             self._policy.on_world_size_change(trainer, module, shared.world_size, len(self._world.members))
 
     def _before_epoch(self) -> None:
-        # The loaders of a world that began within an epoch have the length of what was left of it.
-        self._num_epochs_begun += 1
-        if self._num_epochs_begun == 2 and self._is_restored:
+        # Loaders that began within an epoch have the length of what was left of it.
+        epoch = self._trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        if self._epoch_of_loaders not in (None, epoch):
             _lightning.forget_training_data(self._trainer)
+            self._epoch_of_loaders = None
 
     # --- between two training steps ---
 
@@ -231,6 +233,11 @@ class ElasticFit:
             lambda given: self._policy.per_rank_batch_size(given, self._first_world_size, world_size),
             lambda: progress.current.ready,
         )
+        states = _lightning.loader_states(self._trainer)
+        if self._num_shared_out < len(states):  # now, since the Trainer asks for the length next
+            loader.load_state_dict(states[self._num_shared_out])
+            self._epoch_of_loaders = states[self._num_shared_out]["epoch"]
+        self._num_shared_out += 1
 
     # --- from one world to the next ---
 

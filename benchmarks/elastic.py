@@ -1,0 +1,105 @@
+"""What elastic training costs, for ``python -m benchmarks.horovod --elastic``: each commit, and the loss of a rank.
+
+Each round starts two CPU ranks under an elastic `horovodrun`, one torch thread each, which train a net of linear
+layers with Adam, 32 samples per rank and batch. Every few steps they commit; at a given step rank 1 kills itself.
+
+- **Commit over step**: the time between the end of one batch and the beginning of the next, where a commit lies
+  between, less what it is elsewhere, over the time of a batch. Both are medians of a round, of rank 0, after the second
+  commit (the first allocates). Divide by `commit_every_n_steps` for the share of training that goes into commits.
+- **Kill to next step**: from just before the SIGKILL to the moment at which the survivor, which has restored the commit
+  and made its loaders anew, begins the next step; and to the end of that step.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import Spread, print_table, write_json
+from tests.elastic_runs import FIRST, SECOND, horovodrun
+
+COMMIT_EVERY = 5
+NUM_COMMITS = 6
+
+
+def measure_round(num_parameters: int) -> dict[str, float]:
+    """Trains once.
+
+    Returns:
+        ``step_ms``, ``commit_ms``, ``next_step_s`` and ``step_done_s``.
+
+    Raises:
+        RuntimeError: If the run fails.
+    """
+    kill_at = COMMIT_EVERY * NUM_COMMITS + 2
+    with tempfile.TemporaryDirectory() as directory:
+        command = horovodrun(Path(directory), (FIRST, SECOND), 1)
+        numbers = [num_parameters, kill_at + 5, COMMIT_EVERY, kill_at]
+        script = [sys.executable, "-m", "benchmarks.elastic_ranks", directory, *map(str, numbers)]
+        result = subprocess.run([*command, *script], capture_output=True, text=True, timeout=600)
+        if result.returncode:
+            raise RuntimeError(result.stdout + result.stderr)
+        lines = [json.loads(line) for path in Path(directory).glob("process*") for line in path.open()]
+    lines.sort(key=lambda line: line["at"])
+    killed_at = next(line["at"] for line in lines if line["what"] == "kill")
+    after = [line for line in lines if line["at"] > killed_at and line["world"] == 1]
+    first = {what: next(line["at"] for line in after if line["what"] == what) for what in ("start", "end")}
+    own = [line for line in lines if line["rank"] == 0 and line["world"] == 2]
+    steps = [
+        (start["step"], end["at"] - start["at"], start["at"] - before["at"])
+        for before, start, end in zip(own[1::2], own[2::2], own[3::2], strict=False)
+        if start["step"] > 2 * COMMIT_EVERY - 1
+    ]
+    with_commit = median(gap for step, _, gap in steps if step % COMMIT_EVERY == 0)
+    without = median(gap for step, _, gap in steps if step % COMMIT_EVERY)
+    return {
+        "step_ms": 1e3 * median(duration for _, duration, _ in steps),
+        "commit_ms": 1e3 * (with_commit - without),
+        "next_step_s": first["start"] - killed_at,
+        "step_done_s": first["end"] - killed_at,
+    }
+
+
+def measure_elastic(rounds: int, sizes: list[int], output: Path) -> None:
+    """Measures, prints and writes.
+
+    Args:
+        rounds: Runs per size.
+        sizes: Numbers of parameters, in millions.
+        output: Directory of the JSON.
+    """
+    measured: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
+    for number in range(rounds):
+        for size in sizes:
+            measured[size].append(measure_round(size * 10**6))
+            print(f"{size} M parameters: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    rows, results = [], []
+    for size, found in measured.items():
+        spreads = {name: Spread.of([one[name] for one in found]) for name in found[0]}
+        share = Spread.of([one["commit_ms"] / one["step_ms"] for one in found])
+        names: tuple[Any, ...] = ("step_ms", "commit_ms")
+        rows.append(
+            [
+                f"{size} M",
+                *(spreads[name].text() for name in names),
+                share.text(),
+                *(spreads[name].text() for name in ("next_step_s", "step_done_s")),
+            ]
+        )
+        results.append(
+            {
+                "million_parameters": size,
+                **{name: vars(spread) for name, spread in spreads.items()},
+                "commit_over_step": vars(share),
+            }
+        )
+    print_table(
+        "Elastic training, 2 CPU ranks, Adam: median [quartiles]",
+        ["parameters", "step, ms", "commit, ms", "commit/step", "kill to next step, s", "to its end, s"],
+        rows,
+        caption="commit/step is what one commit costs; there is one every `commit_every_n_steps` (100 by default).",
+    )
+    write_json(output, "horovod_elastic", {"settings": {"rounds": rounds}, "results": results})

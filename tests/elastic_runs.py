@@ -1,0 +1,122 @@
+"""Starts :mod:`tests.elastic_training` with ``horovodrun`` and a discovery script, and reads what it has left.
+
+This machine has several names, as hosts of which each has one slot: when a rank dies, the driver wants no more ranks on
+the host of that name.
+"""
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.horovod_ranks import BIN
+from tests.ranks import run_command
+
+FIRST, SECOND, THIRD = "localhost", "127.0.0.1", "127.1"
+
+
+@dataclass
+class Run:
+    """What a run has left.
+
+    Attributes:
+        output: Of all ranks.
+        code: Exit code of ``horovodrun``.
+        lines: Of all processes, in the order of time; ``pid`` says whose.
+        checkpoints: Paths of checkpoints in the run's own directory, to what is in them.
+        num_kept: Checkpoints that the callback of the script has kept.
+    """
+
+    output: str
+    code: int
+    lines: list[dict[str, Any]]
+    checkpoints: dict[str, Any]
+    num_kept: int
+
+    def having(self, key: str) -> list[dict[str, Any]]:
+        """The lines with a key."""
+        return [line for line in self.lines if key in line]
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """What the ranks that came to the end say, in the order of ranks."""
+        return sorted(self.having("accuracy"), key=lambda line: line["rank"])
+
+    @property
+    def worlds(self) -> list[tuple[int, int]]:
+        """(ranks, step at which they began) of each world."""
+        found = []
+        for line in self.having("world"):
+            if line["rank"] == 0:
+                found.append((line["world"], line["step"]))
+        return found
+
+    def counts_per_epoch(self) -> list[Counter]:
+        """How often each sample counts, by epoch: batches that a later world has begun before are undone."""
+        kept: list[dict[str, Any]] = []
+        for line in self.lines:
+            if "world" in line and line["rank"] == 0:
+                begin = line["epoch"], line["batch"]
+                kept = [other for other in kept if (other["epoch"], other["batch"]) < begin]
+            elif "samples" in line:
+                kept.append(line)
+        counts = [Counter() for _ in range(1 + max(line["epoch"] for line in kept))]
+        for line in kept:
+            counts[line["epoch"]].update(line["samples"])
+        return counts
+
+
+def horovodrun(directory: Path, hosts: tuple[str, ...], min_ranks: int, *arguments: str) -> list[str]:
+    """The command, up to the script, that starts a rank on each host which the file ``hosts`` in a directory names."""
+    discovery = directory / "discover.sh"
+    discovery.write_text(f"#!/bin/sh\ncat {directory}/hosts\n")
+    discovery.chmod(0o755)
+    (directory / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
+    numbers = ["-np", str(len(hosts)), "--min-np", str(min_ranks), "--max-np", "4"]
+    discover = ["--host-discovery-script", str(discovery), "--network-interfaces", "lo", "--gloo"]
+    return [str(BIN / "horovodrun"), *numbers, *discover, *arguments]
+
+
+def run_elastic(
+    hosts: tuple[str, ...] = (FIRST, SECOND),
+    min_ranks: int = 1,
+    arguments: tuple[str, ...] = (),
+    timeout_s: float = 150,
+    keep: Path | None = None,
+    **plan: Any,
+) -> Run:
+    """Runs the script.
+
+    Args:
+        hosts: At the start, with one rank each.
+        min_ranks: ``--min-np``.
+        arguments: Further ones of ``horovodrun``.
+        timeout_s: Seconds until the run is given up.
+        keep: Its directory; a temporary one if None.
+        plan: Of the script.
+    """
+    import torch
+
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = temporary if keep is None else str(keep)
+        result = run_command(
+            *horovodrun(Path(directory), hosts, min_ranks, *arguments),
+            *(sys.executable, "-m", "tests.elastic_training", directory, json.dumps(plan)),
+            env={"OMP_NUM_THREADS": "1"},
+            timeout_s=timeout_s,
+        )
+        lines = [
+            {**json.loads(line), "pid": path.name}
+            for path in Path(directory).glob("process*")
+            for line in path.read_text().splitlines()
+        ]
+        return Run(
+            result.stdout,
+            result.returncode,
+            sorted(lines, key=lambda line: line["time"]),
+            {str(path): torch.load(path, weights_only=False) for path in Path(directory).glob("*.ckpt")},
+            len(list(Path(directory, "checkpoints").glob("*.ckpt"))),
+        )
