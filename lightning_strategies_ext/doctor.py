@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_strategies_ext.discovery import GROUPS
-from lightning_strategies_ext.registry import STRATEGIES, EngineNotInstalledError, LazyStrategy
+from lightning_strategies_ext.registry import STRATEGIES, LazyStrategy, UnavailableHereError
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Finding:
         front_ends: Where it is registered: "Trainer", "Fabric".
         engine: What carries its collectives.
         problem: Why it cannot run here, or None.
-        is_fault: Whether something is wrong; that an engine is not installed is not.
+        is_fault: Whether something is wrong; that something is not here which not everybody needs is not.
     """
 
     name: str
@@ -40,7 +40,7 @@ def examine() -> Iterator[Finding]:
     for name, entries in registered.items():
         problem = next((found for entry in entries.values() if (found := _problem(entry))), None)
         owner = next(iter(entries.values()))["strategy"].owner
-        is_fault = problem is not None and not isinstance(problem, EngineNotInstalledError)
+        is_fault = problem is not None and not isinstance(problem, UnavailableHereError)
         message = None if problem is None else str(problem)
         yield Finding(name, tuple(entries), engines.get(name, f"(package {owner})"), message, is_fault)
     for name in sorted(engines.keys() - registered.keys()):

@@ -10,8 +10,12 @@ from importlib import import_module
 from typing import Any
 
 
-class EngineNotInstalledError(RuntimeError):
-    """What carries a strategy's collectives is not installed, which is no fault: not everybody needs it."""
+class UnavailableHereError(RuntimeError):
+    """What a strategy needs is not here, which is no fault: not everybody needs it."""
+
+
+class EngineNotInstalledError(UnavailableHereError):
+    """What carries a strategy's collectives is not installed."""
 
 
 PYTORCH = "pytorch"

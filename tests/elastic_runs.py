@@ -55,9 +55,11 @@ class Run:
         return found
 
     def counts_per_epoch(self) -> list[Counter]:
-        """How often each sample counts, by epoch: batches that a later world has begun before are undone."""
+        """How often each sample counts, by epoch of the first `fit`: what a later world has begun before is undone."""
         kept: list[dict[str, Any]] = []
         for line in self.lines:
+            if "validated" in line:
+                break
             if "world" in line and line["rank"] == 0:
                 begin = line["epoch"], line["batch"]
                 kept = [other for other in kept if (other["epoch"], other["batch"]) < begin]

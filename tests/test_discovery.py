@@ -423,7 +423,8 @@ def test_the_command_line_shows_every_strategy_its_engine_and_that_it_can_run(wh
         assert shown[strategy.name][:2] == [front_ends, strategy.engine]
         verdict = shown[strategy.name][2]
         if strategy.engine == "Horovod" and verdict != "yes":  # which is no fault
-            assert "python -m lightning_strategies_ext install-horovod" in verdict
+            command = "install-horovod" if "not installed" in verdict else "--host-discovery-script"
+            assert command in verdict
         else:
             assert verdict == "yes"
     assert "all-reduces are compiled" in result.stdout  # their source is in the wheel
@@ -436,7 +437,7 @@ def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Enviro
     assert shown["raising_one"].startswith("no: ")
     assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]
     assert shown["good_one"] == "yes"
-    assert all(shown[strategy.name] == "yes" for strategy in STRATEGIES)
+    assert all(shown[strategy.name] == "yes" for strategy in STRATEGIES if "elastic" not in strategy.name)
 
 
 def test_the_console_command_is_the_same_program() -> None:

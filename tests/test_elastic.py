@@ -35,9 +35,9 @@ def test_an_undisturbed_run():
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():
-    run = run_elastic(strategy=STRATEGY, events=[{"do": "kill", "step": 70, "rank": 1}])
+    run = run_elastic(strategy=STRATEGY, events=[{"do": "kill", "step": 70, "rank": 1}], again=True)
     check_is_as_good_as_undisturbed(run)
-    assert run.worlds == [(2, 0), (1, 60)]
+    assert run.worlds == [(2, 0), (1, 60), (1, 0)]  # the last of another `fit`
     assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
     assert "2 -> 1 ranks: each keeps its batch size" in run.output
     assert len({line["pid"] for line in run.lines}) == 2  # the survivor is the process it was
@@ -70,9 +70,9 @@ def test_a_rank_that_is_added():
 def test_a_rank_that_is_added_and_one_that_is_killed():
     events = [
         {"do": "hosts", "step": 60, "hosts": [FIRST, SECOND, THIRD]},
-        {"do": "kill", "step": 330, "rank": 0},
+        {"do": "kill", "step": 260, "rank": 0},
     ]
-    run = run_elastic(strategy=STRATEGY, pause_s=0.01, events=events, policy={"KeepGlobalBatch": {}})
+    run = run_elastic(strategy=STRATEGY, pause_s=0.005, events=events, policy={"KeepGlobalBatch": {}})
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 3, 2]
     assert "2 -> 3 ranks: the batch of all ranks keeps its size, and is divided by 3" in run.output
@@ -126,7 +126,7 @@ def test_a_host_that_is_taken_away():
 @pytest.mark.parametrize(("at", "num_repeated"), [("train", 0), ("validation", 10)])
 def test_a_rank_that_gets_a_sigterm_leaves(at, num_repeated):
     event = {"do": "signal", "signal": "SIGTERM", "at": at, "step": 70, "rank": 1}
-    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=0.15)
+    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=0.15 if at == "validation" else 0.0)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "This rank leaves after a SIGTERM." in run.output

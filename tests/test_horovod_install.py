@@ -21,9 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.__main__ import main
 from lightning_strategies_ext.horovod_build import command, installed
-from lightning_strategies_ext.horovod_build.cache import WheelCache, default_directory
+from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes, fixes
 from lightning_strategies_ext.horovod_build.installed import COMMAND, MARKER, horovod_problem, marker, torch_version
 from lightning_strategies_ext.horovod_build.key import BuildKey
@@ -223,9 +224,9 @@ def test_what_is_wrong_with_the_installed_horovod_is_said_without_importing_it(
 def test_wheels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_directory() == tmp_path / "lightning-strategies-ext" / "horovod"
+    assert user_cache.directory("horovod") == tmp_path / "lightning-strategies-ext" / "horovod"
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", str(tmp_path / "mine"))
-    assert default_directory() == tmp_path / "mine" / "horovod"
+    assert user_cache.directory("horovod") == tmp_path / "mine" / "horovod"
 
 
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -7,14 +7,21 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_strategies_ext import HorovodStrategy
+from lightning_strategies_ext import HorovodStrategy, ScaleLearningRate
 from lightning_strategies_ext.fabric.horovod import HorovodStrategy as FabricHorovodStrategy
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
+from lightning_strategies_ext.horovod.elastic.sampler import share_out
 from lightning_strategies_ext.horovod_build import installed
 from tests.horovod_ranks import run_horovod
 from tests.horovod_training import assert_close
-from tests.models import MLP, WithBatchNorm, loader, make_trainer, state_of
+from tests.models import MLP, WithBatchNorm, dataset, loader, make_trainer, state_of
+
+
+class Streamed(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(dataset())
 
 
 def contradict() -> Any:
@@ -71,6 +78,46 @@ def test_without_horovod_there_is_one_error_that_names_the_command(strategy_clas
 def test_wrong_arguments_are_refused_at_construction(strategy_class, arguments, error, message):
     with pytest.raises(error, match=message):
         strategy_class(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {},
+            RuntimeError,
+            "`elastic=True`: this process was not started for a changing number of ranks. Use `horovodrun",
+        ),
+        ({"elastic": "yes"}, TypeError, "`elastic` must be True or False, got 'yes'"),
+        ({"commit_every_n_steps": 0}, ValueError, "`commit_every_n_steps=0` must be 1 or more"),
+        ({"commit_every_n_steps": 2.5}, TypeError, "must be a whole number, got 2.5"),
+        ({"elastic": False, "commit_every_n_steps": 5}, ValueError, "`commit_every_n_steps=5` is for `elastic=True`"),
+        ({"op": "adasum"}, ValueError, "`op='adasum'` needs MPI or NCCL"),
+        ({"process_set": object()}, ValueError, "the ranks of a process set cannot be kept"),
+    ],
+)
+def test_elastic_training_that_cannot_work_is_refused_at_construction(arguments, error, message):
+    with pytest.raises(error, match=message):
+        HorovodStrategy(**{"elastic": True, **arguments})
+
+
+def test_a_policy_that_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="`by='square'` is unknown"):
+        ScaleLearningRate("square")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader(dataset(), batch_size=4), "a DataLoader with the sampler SequentialSampler and the batch sampler"),
+        (DataLoader(Streamed(), batch_size=4), "the IterableDataset Streamed"),
+        (DataLoader(dataset(), batch_size=None, sampler=DistributedSampler(dataset(), 2, 0)), "a DataLoader with the"),
+        ([1, 2], "a list"),
+    ],
+)
+def test_elastic_training_refuses_data_that_it_cannot_share_out(data, message):
+    with pytest.raises(ValueError, match=rf"which cannot be done for {message}.*use_distributed_sampler=True"):
+        share_out(data, 0, 2, lambda given: given, lambda: 0)
 
 
 def test_adasum_is_refused_under_fabric_and_batchnorm_on_cpus():

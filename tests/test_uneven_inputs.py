@@ -121,7 +121,14 @@ class Manual(Model):
         self.lr_schedulers().step()
 
 
-def train(way: str, lengths: tuple[int, ...], kind: str, make_model: Callable[[], Model], options: dict) -> Any:
+class LaterEven(Model):
+    """Has as many batches on all ranks in its second epoch."""
+
+    def train_dataloader(self) -> Any:
+        return loader(self.global_rank, 4 if self.current_epoch else (5, 3)[self.global_rank], "counted")
+
+
+def train(way: str, lengths: tuple[int, ...] | None, kind: str, make_model: Callable[[], Model], options: dict) -> Any:
     import horovod.torch as hvd
 
     strategy = HorovodStrategy(uneven_inputs=way)
@@ -141,7 +148,7 @@ def train(way: str, lengths: tuple[int, ...], kind: str, make_model: Callable[[]
     )
     model = make_model()
     validation = DataLoader(Counted(9, 2), batch_size=BATCH_SIZE)
-    trainer.fit(model, loader(rank, lengths[rank], kind), validation)
+    trainer.fit(model, None if lengths is None else loader(rank, lengths[rank], kind), validation)
     return {
         "weights": {name: value.clone() for name, value in model.net.state_dict().items()},
         "num_seen": model.num_seen.item(),
@@ -176,6 +183,7 @@ def train_all(directory: str) -> dict[Any, Any]:
         saving = ModelCheckpoint(directory, f"{kind}-{{step}}", every_n_train_steps=2, save_top_k=-1)
         options = {"enable_checkpointing": True, "callbacks": [saving], "val_check_interval": 2, "max_epochs": 1}
         results["checkpoints", kind] = train("join", (6, 3), kind, Model, options)
+    results["later even"] = train("join", None, "counted", LaterEven, {"reload_dataloaders_every_n_epochs": 1})
     results["half epochs"] = train("join", (6, 3), "counted", Model, {"val_check_interval": 0.5, "max_epochs": 1})
     return results
 
@@ -185,14 +193,17 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return run_horovod(request.param, train_all, str(tmp_path_factory.mktemp("checkpoints")), timeout_s=200)
 
 
-def reference(way: str, lengths: tuple[int, ...], kind: str, accumulate: int = 1) -> dict[str, Tensor]:
-    """Weights of one process that goes through the batches of all ranks."""
+def reference(
+    way: str, lengths: tuple[int, ...], kind: str, accumulate: int = 1, later: tuple[int, ...] | None = None
+) -> dict[str, Tensor]:
+    """Weights of one process that goes through the batches of all ranks, of which there may be others later."""
     model = Model()
     (optimizer,), (scheduler,) = model.configure_optimizers()
-    num_batches = min(lengths) if way == "stop" else max(lengths)
-    if kind == "streamed":  # the end of an epoch is known at optimizer steps
-        num_batches = -(-num_batches // accumulate) * accumulate
-    for _ in range(NUM_EPOCHS):
+    for epoch in range(NUM_EPOCHS):
+        lengths = lengths if epoch == 0 or later is None else later
+        num_batches = min(lengths) if way == "stop" else max(lengths)
+        if kind == "streamed":  # the end of an epoch is known at optimizer steps
+            num_batches = -(-num_batches // accumulate) * accumulate
         for start in range(0, num_batches, accumulate):
             gradients: list[list[Tensor]] = []
             for rank, length in enumerate(lengths):
@@ -248,6 +259,13 @@ def test_what_is_logged_and_counted_is_of_each_batch_once(ranks, case):
             assert mean == pytest.approx(sum(present) / len(present), abs=1e-5)
             assert total == len(present)
             assert least == pytest.approx(min(present), abs=1e-5)
+
+
+def test_an_epoch_in_which_ranks_are_even_again(ranks):
+    for rank, result in enumerate(ranks):
+        assert result["later even"]["num_seen"] == ((5, 3)[rank] + 4) * BATCH_SIZE
+        for key, value in reference("join", (5, 3), "counted", later=(4, 4)).items():
+            torch.testing.assert_close(result["later even"]["weights"][key], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

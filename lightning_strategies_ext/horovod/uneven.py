@@ -91,7 +91,7 @@ class UnevenInputsControl:
         self._world_size = world_size
         self._lengths: list[float] = []
         self._fetcher: EvenFetcher | None = None
-        self._even_one: Any = None  # Lightning's, where nothing is uneven
+        self._arranged: Any = None  # the fetcher that was looked at last, or what took its place
         self._batch = Batch()
         self._hear_others: Callable[[], Tensor] | None = None
         self._is_in_step = False
@@ -192,8 +192,12 @@ class UnevenInputsControl:
 
     def _arrange(self) -> None:
         fetcher = _lightning.data_fetcher_of(self._trainer)
-        if fetcher is None or fetcher in (self._fetcher, self._even_one):
+        if fetcher is None or fetcher is self._arranged:
             return  # it was made for an earlier epoch
+        self._arranged = fetcher
+        self._batch = Batch()
+        if self._exchange is not None:
+            self._exchange.num_contributors = None
         fit_loop = self._trainer.fit_loop
         loaders = fetcher.combined_loader.flattened
         is_counted = fit_loop.max_batches < inf and not any(
@@ -203,10 +207,8 @@ class UnevenInputsControl:
         told = self._collectives.all_gather(own).view(self._world_size, 2)
         self._lengths = told[:, 0].tolist()
         if told[:, 1].all():
-            if len(set(self._lengths)) == 1:
-                self._even_one = fetcher
-                return
-            self._even_out(fetcher)
+            if len(set(self._lengths)) > 1:
+                self._even_out(fetcher)
         else:
             self._lengths = [inf] * self._world_size
             self._look_ahead(fetcher, told[:, 0])
@@ -218,6 +220,7 @@ class UnevenInputsControl:
         if self._way == "join" and not min(self._lengths):
             raise UnevenInputsError(
                 f"`uneven_inputs='join'`: a rank without any training batch has none to go on with: {self._listed()}."
+                " Give each rank one batch at least."
             )
         agreed = min(self._lengths) if self._way == "stop" else max(self._lengths)
         rank_zero_info(
@@ -244,7 +247,7 @@ class UnevenInputsControl:
             )
 
     def _use(self, fetcher: "EvenFetcher", agreed: float) -> None:
-        self._fetcher = fetcher
+        self._fetcher = self._arranged = fetcher
         _lightning.set_data_fetcher(self._trainer, fetcher, agreed)
 
     def _listed(self) -> str:
@@ -421,10 +424,9 @@ _NOT_DRAWN = object()
 def _neutral(op: str, dtype: torch.dtype) -> Any:
     """What changes nothing in a reduction."""
     if op in ("sum", "product"):
-        return 0 if op == "sum" else 1
-    if dtype == torch.bool:
-        return op == "min"
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        return int(op == "product")
     if dtype.is_floating_point:
         return inf if op == "min" else -inf
-    return limits.max if op == "min" else limits.min
+    if dtype == torch.bool:
+        return op == "min"
+    return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min

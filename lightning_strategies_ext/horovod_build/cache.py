@@ -7,7 +7,6 @@ build that made it or to others that ran at the same time.
 import base64
 import fcntl
 import hashlib
-import os
 import shutil
 import tempfile
 import zipfile
@@ -18,16 +17,7 @@ from pathlib import Path
 from lightning_strategies_ext.horovod_build.installed import MARKER
 from lightning_strategies_ext.horovod_build.key import BuildKey
 
-CACHE_VARIABLE = "LIGHTNING_STRATEGIES_EXT_CACHE"
 _PARTIAL = ".partial-"
-
-
-def default_directory() -> Path:
-    """Where wheels are kept unless the user names a place."""
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser() / "horovod"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "lightning-strategies-ext" / "horovod"
 
 
 class WheelCache:
@@ -35,7 +25,7 @@ class WheelCache:
 
     Example::
 
-        cache = WheelCache(default_directory())
+        cache = WheelCache(user_cache.directory("horovod"))
         with cache.lock(key, waiting=lambda: print("another build is running")):
             wheel = cache.find(key) or cache.store(key, build())
     """

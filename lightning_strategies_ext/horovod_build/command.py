@@ -12,7 +12,8 @@ from types import FrameType
 
 from rich.console import Console
 
-from lightning_strategies_ext.horovod_build.cache import WheelCache, default_directory
+from lightning_strategies_ext import user_cache
+from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes
 from lightning_strategies_ext.horovod_build.installed import COMMAND, horovod_problem, marker, torch_version
 from lightning_strategies_ext.horovod_build.key import BuildKey
@@ -44,7 +45,7 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
         0 if Horovod works, 1 if a step failed, 2 if something is missing that a build needs.
     """
     toolchain, missing = find_toolchain(arguments.mpi, arguments.nccl)
-    cache = WheelCache((arguments.wheel_dir or default_directory()).expanduser().absolute())
+    cache = WheelCache((arguments.wheel_dir or user_cache.directory("horovod")).expanduser().absolute())
     key = BuildKey.here(torch_version() or "", toolchain.mpi, toolchain.cuda)
     if not arguments.rebuild and (_is_installed(key) or cache.find(key) is not None):
         missing = [item for item in missing if not item.for_build]

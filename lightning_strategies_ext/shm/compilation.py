@@ -18,10 +18,10 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from lightning_strategies_ext import user_cache
+
 #: Set to 0, Python does what the compiled library would.
 VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_COMPILED"
-#: Where the cache is, as for Horovod's wheels.
-CACHE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_CACHE"
 SOURCE: Final = Path(__file__).with_name("all_reduce.c")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 # No contraction of operations, and sums that wrap: the bits must be those that torch computes.
@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL:
     """
     if os.environ.get(VARIABLE, "1") == "0":
         raise NotCompiledError(f"{VARIABLE}=0")
-    kept = _directory() / f"all_reduce-{_key()}.so"
+    kept = user_cache.directory("shm") / f"all_reduce-{_key()}.so"
     if kept.exists():
         with suppress(NotCompiledError):  # what is no library is made anew
             return _load(kept)
@@ -72,12 +72,6 @@ def compiler_command() -> list[str]:
         if shutil.which(command[0]):
             return command
     raise NotCompiledError(f"there is no C compiler ({' '.join(named) or ', '.join(_COMPILERS)})")
-
-
-def _directory() -> Path:
-    if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named).expanduser() / "shm"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-strategies-ext" / "shm"
 
 
 def _key() -> str:

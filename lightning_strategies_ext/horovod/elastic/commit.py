@@ -102,10 +102,12 @@ class Commit:
             is_behind: Whether this rank does not.
         """
         assert shared is not None
+        tensors = self._tensors
         if is_behind:
-            self._tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in shared.slots]
-            self.shared, self._own, self._random = shared, None, None
-        collectives.broadcast_tensors(self._tensors, src)
+            tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in shared.slots]
+        collectives.broadcast_tensors(tensors, src)
+        if is_behind:  # from here on, when all of it is there
+            self.shared, self._tensors, self._own, self._random = shared, tensors, None, None
 
     def checkpoint(self) -> dict[str, Any]:
         """The checkpoint of Lightning's, with tensors of its own."""

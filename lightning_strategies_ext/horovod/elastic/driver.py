@@ -32,6 +32,8 @@ _SCOPE = "lightning_strategies_ext"
 #: How long ranks wait for a new one to come as far as ``fit``, in seconds. It may have died, which nobody tells them.
 JOIN_TIMEOUT_S = 120.0
 _POLL_INTERVAL_S = 0.02
+#: How many requests all ranks together may send to the driver, which is one Python process.
+REQUESTS_PER_S = 500
 _has_been_initialised = False
 
 
@@ -141,7 +143,7 @@ def meet(launch: Launch, member: Member, while_waiting: Callable[[float], None])
         if waited > JOIN_TIMEOUT_S:
             return None
         while_waiting(waited)
-        time.sleep(_POLL_INTERVAL_S)
+        time.sleep(max(_POLL_INTERVAL_S, launch.size / REQUESTS_PER_S))
     return members
 
 

@@ -96,6 +96,7 @@ class ElasticFit:
         self._num_shared_out = 0
         self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
         self._saved: Path | None = None
+        self._has_begun = not world.is_entered  # on the other ranks
         self._undo = _lightning.surround_fit(trainer, self._run, self._before_epoch)
 
     def close(self) -> None:
@@ -129,22 +130,27 @@ class ElasticFit:
 
     def _enter(self) -> None:
         """Takes on the state that the ranks of this world agree on."""
-        members = self._world.members
-        fits = {member.fit for member in members if not member.is_new}
-        if fits - {self._number}:
-            raise RuntimeError(
-                f"The other ranks are in their {max(fits)}. `fit`, and this one is in its {self._number}.: a rank that"
-                " joins runs its script from the beginning. Start no second `fit` in a script whose ranks may grow."
-            )
+        if self._has_begun:
+            self._check_is_same_fit()
         self._world.is_entered = True
         self._strategy.collectives.is_alone = False
-        newest = max(members, key=lambda member: (member.step, -members.index(member)))
-        if fits and newest.step < 0:
-            raise RuntimeError("A rank was lost before the first training step: there is no commit to go back to.")
-        if fits:
+        if self._has_begun:
+            newest = max(self._world.members, key=lambda member: member.step)  # the first of several
+            if newest.step < 0:
+                raise RuntimeError("A rank was lost before the first training step: there is no commit to go back to.")
             self._share_commit(newest)
             self._restore(newest)
+        self._has_begun = True
         self._strategy.enter_world(self._trainer)
+
+    def _check_is_same_fit(self) -> None:
+        number = max(member.fit for member in self._world.members)
+        if number != self._number:
+            raise RuntimeError(
+                f"The other ranks are in `fit` number {number} of their script, and this one is in number"
+                f" {self._number}: a rank that joins runs the script from the beginning. Start no second `fit` in a"
+                " script whose ranks may grow."
+            )
 
     def _share_commit(self, newest: driver.Member) -> None:
         are_behind = [member.step != newest.step for member in self._world.members]

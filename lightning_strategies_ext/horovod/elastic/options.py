@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning_strategies_ext.horovod.elastic import driver
 from lightning_strategies_ext.horovod.exchange import ExchangeOptions
+from lightning_strategies_ext.registry import UnavailableHereError
 
 #: Optimizer steps between two commits, by default.
 COMMIT_EVERY_N_STEPS = 100
@@ -18,7 +19,7 @@ def commit_interval(elastic: Any, commit_every_n_steps: Any, options: ExchangeOp
         options: How gradients are exchanged.
 
     Raises:
-        RuntimeError: If no elastic driver has started this process.
+        UnavailableHereError: If no elastic driver has started this process.
         TypeError: If a value is of the wrong kind.
         ValueError: If a value or a combination cannot work.
     """
@@ -43,7 +44,7 @@ def commit_interval(elastic: Any, commit_every_n_steps: Any, options: ExchangeOp
             " ranks change. Leave one of them out."
         )
     if not driver.is_there():
-        raise RuntimeError(
+        raise UnavailableHereError(
             "`elastic=True`: this process was not started for a changing number of ranks. Use `horovodrun -np 2"
             " --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python train.py`, or `elastic=False`."
         )
