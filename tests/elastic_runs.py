@@ -98,7 +98,7 @@ def run_elastic(
         arguments: Further ones of ``horovodrun``.
         timeout_s: Seconds until the run is given up.
         keep: Its directory; a temporary one if None.
-        plan: Of the script.
+        plan: Of the script. Its pauses end when the ranks change.
     """
     import torch
 
@@ -106,7 +106,7 @@ def run_elastic(
         directory = temporary if keep is None else str(keep)
         result = run_command(
             *horovodrun(Path(directory), hosts, min_ranks, *arguments),
-            *(sys.executable, "-m", "tests.elastic_training", directory, json.dumps(plan)),
+            *(sys.executable, "-m", "tests.elastic_training", directory, json.dumps({"num_hosts": len(hosts), **plan})),
             env={"OMP_NUM_THREADS": "1"},
             timeout_s=timeout_s,
         )

@@ -28,10 +28,12 @@ def check_is_as_good_as_undisturbed(run: Run, num_epochs: int = NUM_EPOCHS) -> N
 
 
 def test_an_undisturbed_run():
-    run = run_elastic(strategy=STRATEGY)
+    run = run_elastic(strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run)
-    assert run.worlds == [(2, 0)]
-    assert [line["seen"] for line in run.having("seen")] == [NUM_TRAINED] * NUM_EPOCHS * 2
+    assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
+    assert [line["seen"] for line in run.having("seen")] == [NUM_TRAINED] * (NUM_EPOCHS + 1) * 2
+    first, second = run.having("validated")
+    assert first["validated"] == second["validated"]
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():

@@ -203,6 +203,11 @@ class HorovodStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices and environment are known, in one process still.
         assert self.cluster_environment is not None
+        if self._commit_every_n_steps is not None and len(self.parallel_devices or []) != 1:
+            raise ValueError(
+                f"`devices={len(self.parallel_devices or [])}`: with `elastic=True` the number of ranks on a host may"
+                " change. Use `devices=1`; on GPUs, each rank gets that of its number on the host."
+            )
         runtime.configure(self.parallel_devices or [], self.cluster_environment)
         self._launcher = HorovodLauncher(self)
 

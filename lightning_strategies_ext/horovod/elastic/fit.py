@@ -232,7 +232,7 @@ class ElasticFit:
         """Gives a training loader this rank's share of what is left of the epoch."""
         world_size = self._strategy.world_size
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        share_out(
+        sampler = share_out(
             loader,
             self._strategy.global_rank,
             world_size,
@@ -241,7 +241,7 @@ class ElasticFit:
         )
         states = _lightning.loader_states(self._trainer)
         if self._num_shared_out < len(states):  # now, since the Trainer asks for the length next
-            loader.load_state_dict(states[self._num_shared_out])
+            sampler.load_state_dict(states[self._num_shared_out])
             self._epoch_of_loaders = states[self._num_shared_out]["epoch"]
         self._num_shared_out += 1
 
