@@ -121,6 +121,14 @@ class Manual(Model):
         self.lr_schedulers().step()
 
 
+class Normalized(Model):
+    """Its backward pass wants the buffers of the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
 class LaterEven(Model):
     """Has as many batches on all ranks in its second epoch."""
 
@@ -183,6 +191,7 @@ def train_all(directory: str) -> dict[Any, Any]:
         saving = ModelCheckpoint(directory, f"{kind}-{{step}}", every_n_train_steps=2, save_top_k=-1)
         options = {"enable_checkpointing": True, "callbacks": [saving], "val_check_interval": 2, "max_epochs": 1}
         results["checkpoints", kind] = train("join", (6, 3), kind, Model, options)
+    results["batch norm"] = train("join", (5, 3), "counted", Normalized, {})
     results["later even"] = train("join", None, "counted", LaterEven, {"reload_dataloaders_every_n_epochs": 1})
     results["half epochs"] = train("join", (6, 3), "counted", Model, {"val_check_interval": 0.5, "max_epochs": 1})
     return results
@@ -259,6 +268,11 @@ def test_what_is_logged_and_counted_is_of_each_batch_once(ranks, case):
             assert mean == pytest.approx(sum(present) / len(present), abs=1e-5)
             assert total == len(present)
             assert least == pytest.approx(min(present), abs=1e-5)
+
+
+def test_shadow_steps_do_not_count_for_batch_normalisation(ranks):
+    for rank, result in enumerate(ranks):
+        assert result["batch norm"]["weights"]["1.num_batches_tracked"] == (5, 3)[rank] * NUM_EPOCHS
 
 
 def test_an_epoch_in_which_ranks_are_even_again(ranks):

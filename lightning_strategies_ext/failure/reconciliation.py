@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -150,8 +151,21 @@ def disconnect(peers: Sequence[Peer]) -> None:
         with suppress(psutil.Error):
             theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
     store_port = int(os.environ.get("MASTER_PORT", "0"))
+    shut_down_connections(
+        lambda connection: (
+            connection.raddr in theirs and store_port not in (connection.laddr.port, connection.raddr.port)
+        )
+    )
+
+
+def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:
+    """Shuts down connections of this process, so that whoever waits at their ends fails.
+
+    Args:
+        is_meant: Says of a connection, as psutil describes it, whether it is meant.
+    """
     for connection in psutil.Process().net_connections("tcp"):
-        if connection.raddr in theirs and store_port not in (connection.laddr.port, connection.raddr.port):
+        if is_meant(connection):
             with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as twin:
                 twin.shutdown(socket.SHUT_RDWR)
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -34,9 +33,9 @@ class StepState:
             for name, state in _copied(states).items():
                 setattr(metric, name, state)
         _lightning.set_position_of_logging(self._trainer, self._position)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+        for buffer, value in self._buffers:
+            # Past autograd, which may need what is overwritten: for the gradients of a step that counts for nothing.
+            buffer.data.copy_(value)
 
     def _metrics_now(self) -> Iterator[Metric]:
         yield from _lightning.logged_per_epoch(self._trainer)

@@ -27,7 +27,7 @@ from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.gradient_sync import check_has_trainable_parameters
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
-from lightning_strategies_ext.horovod.elastic import world
+from lightning_strategies_ext.horovod.elastic import driver, world
 from lightning_strategies_ext.horovod.elastic.fit import ElasticFit
 from lightning_strategies_ext.horovod.elastic.options import commit_interval
 from lightning_strategies_ext.horovod.elastic.policy import scale_learning_rates
@@ -328,6 +328,8 @@ class HorovodStrategy(ParallelStrategy):
             self._termination.close() if agreed else self._termination.abandon()
         self._end_exchange()
         self._termination = self._store = None
+        if not agreed:
+            driver.disconnect()
         runtime.shut_down()
 
     def take_place(self, launch: runtime.Launch) -> None:
@@ -339,6 +341,7 @@ class HorovodStrategy(ParallelStrategy):
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on in elastic training: its collectives return its input."""
         self._has_failed = True
+        driver.disconnect()
         runtime.shut_down()
 
     def process_dataloader(self, dataloader: Any) -> Any:

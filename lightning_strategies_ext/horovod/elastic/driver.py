@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
+from typing import Any
 
-from lightning_strategies_ext.failure.reconciliation import Peer
+import psutil
+
+from lightning_strategies_ext.failure.reconciliation import Peer, shut_down_connections
 from lightning_strategies_ext.horovod.runtime import Launch
 
 _ELASTIC = "HOROVOD_ELASTIC"
@@ -35,6 +38,8 @@ _POLL_INTERVAL_S = 0.02
 #: How many requests all ranks together may send to the driver, which is one Python process.
 REQUESTS_PER_S = 500
 _has_been_initialised = False
+#: Local and remote addresses of Horovod's connections in this world.
+_connections: set[tuple[Any, Any]] = set()
 
 
 class DriverGoneError(RuntimeError):
@@ -152,6 +157,7 @@ def initialise() -> None:
     import horovod.torch as hvd
 
     global _has_been_initialised
+    before = _connections_now()
     if _has_been_initialised:
         # Without the variable it does not ask the driver. That the run is elastic it remembers from the first time.
         del os.environ[_ELASTIC]
@@ -160,6 +166,22 @@ def initialise() -> None:
     finally:
         os.environ[_ELASTIC] = "1"
     _has_been_initialised = True
+    _connections.clear()
+    _connections.update(_connections_now() - before)
+
+
+def disconnect() -> None:
+    """Closes the connections to the other ranks that Horovod has made for this world.
+
+    It keeps some when it is shut down (0.28.1), and a rank that waits at the other end of one for what we will never
+    send would do so for 30 s, the timeout of gloo.
+    """
+    shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in _connections)
+
+
+def _connections_now() -> set[tuple[Any, Any]]:
+    found = psutil.Process().net_connections("tcp")
+    return {(connection.laddr, connection.raddr) for connection in found if connection.raddr}
 
 
 class HostNotices:
