@@ -48,7 +48,11 @@ class Net(pl.LightningModule):
     def __init__(self, directory: Path, plan: dict[str, Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+        self.net = nn.Sequential(
+            *(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()),
+            *(nn.Conv2d(12, 24, 3, stride=2), nn.BatchNorm2d(24), nn.ReLU()),
+            *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(216, 10)),
+        )
         self.directory, self.events = directory, plan.get("events", [])
         self.pause_s, self.validation_pause_s = plan.get("pause_s", 0.0), plan.get("validation_pause_s", 0.0)
         self.num_hosts = plan["num_hosts"]
@@ -109,8 +113,8 @@ class Net(pl.LightningModule):
         self.happen("commit")
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=2e-3)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 8, gamma=0.5)]
+        optimizer = torch.optim.Adam(self.parameters(), lr=4e-3)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 8, gamma=0.2)]
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from tests.elastic_training import NUM_TRAINED
 NUM_EPOCHS = 12
 STRATEGY = {"commit_every_n_steps": 20}
 #: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
-UNDISTURBED_ACCURACY = 0.967
+UNDISTURBED_ACCURACY = 0.988
 
 
 def check_is_as_good_as_undisturbed(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
@@ -43,7 +43,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():
     assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
     assert "2 -> 1 ranks: each keeps its batch size" in run.output
     assert len({line["pid"] for line in run.lines}) == 2  # the survivor is the process it was
-    assert run.ends[0]["lr"] == 1e-3
+    assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2)
 
 
 def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
@@ -57,7 +57,7 @@ def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
     check_is_as_good_as_undisturbed(run, num_epochs=20)
     assert run.worlds == [(2, 0), (1, 30)]
     assert "2 -> 1 ranks: each keeps its batch size, and learning rates are times 0.5" in run.output
-    assert run.ends[0]["lr"] == 2e-3 / 4 / 2
+    assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2**2 / 2)
 
 
 def test_a_rank_that_is_added():

@@ -34,6 +34,7 @@ class Shared:
     """The part of a commit that is the same on all ranks, without its tensors.
 
     Attributes:
+        batches: Batches done in all epochs.
         step: Optimizer steps done.
         world_size: Number of ranks.
         first_world_size: Number of ranks when ``fit`` began.
@@ -42,6 +43,7 @@ class Shared:
         slots: Those slots.
     """
 
+    batches: int
     step: int
     world_size: int
     first_world_size: int
@@ -62,6 +64,11 @@ class Commit:
         self._tensors: list[Tensor] = []
         self._own: StepState | None = None
         self._random: Any = None
+
+    @property
+    def batches(self) -> int:
+        """Batches that were done in all epochs; -1 without a commit."""
+        return -1 if self.shared is None else self.shared.batches
 
     @property
     def step(self) -> int:
@@ -88,7 +95,9 @@ class Commit:
             else:
                 self._tensors[index : index + 1] = [tensor.detach().to("cpu", copy=True)]
         modes = {name: module.training for name, module in trainer.lightning_module.named_modules()}
-        self.shared = Shared(trainer.global_step, trainer.world_size, first_world_size, packed, modes, slots)
+        batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        position = batches, trainer.global_step
+        self.shared = Shared(*position, trainer.world_size, first_world_size, packed, modes, slots)
         self._own = StepState(trainer)
         self._random = _lightning.random_states()
 

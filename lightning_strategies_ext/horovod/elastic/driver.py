@@ -53,12 +53,14 @@ class Member:
     Attributes:
         peer: Where it runs.
         fit: Number of the ``fit`` that it is in, counted in its process; 0 if it has not been in one.
-        step: Optimizer steps at its last commit; -1 without one.
-        done: Optimizer steps that it had done.
+        batches: Batches that were done at its last commit; -1 without one.
+        step: Optimizer steps that were.
+        done: Optimizer steps that it had done when it came.
     """
 
     peer: Peer
     fit: int = 0
+    batches: int = -1
     step: int = -1
     done: int = 0
 

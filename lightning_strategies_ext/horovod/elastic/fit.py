@@ -115,6 +115,7 @@ class ElasticFit:
             try:
                 self._enter()
                 train()
+                self._strategy.barrier("end of elastic training")  # or one may be gone that the others need
             except _WorldChange:
                 self._strategy.leave_world(agreed=True)
             except Exception as error:
@@ -135,8 +136,8 @@ class ElasticFit:
         self._world.is_entered = True
         self._strategy.collectives.is_alone = False
         if self._has_begun:
-            newest = max(self._world.members, key=lambda member: member.step)  # the first of several
-            if newest.step < 0:
+            newest = max(self._world.members, key=lambda member: member.batches)  # the first of several
+            if newest.batches < 0:
                 raise RuntimeError("A rank was lost before the first training step: there is no commit to go back to.")
             self._share_commit(newest)
             self._restore(newest)
@@ -153,7 +154,7 @@ class ElasticFit:
             )
 
     def _share_commit(self, newest: driver.Member) -> None:
-        are_behind = [member.step != newest.step for member in self._world.members]
+        are_behind = [member.batches != newest.batches for member in self._world.members]
         if not any(are_behind):
             return
         src, collectives = self._world.members.index(newest), self._strategy.collectives
@@ -215,7 +216,9 @@ class ElasticFit:
             raise _WorldChange
 
     def _is_due(self) -> bool:
-        return self._commit.step < 0 or self._trainer.global_step - self._commit.step >= self._commit_every_n_steps
+        return (
+            self._commit.shared is None or self._trainer.global_step - self._commit.step >= self._commit_every_n_steps
+        )
 
     def before_evaluation_step(self, agreement: TerminationAgreement | None) -> None:
         """Lets this rank leave within a validation; the others go back to their commit when they miss it."""
@@ -257,7 +260,8 @@ class ElasticFit:
                     self._strategy.fall_silent()
                     log.warning("This host is no longer among those of the discovery script: this rank ends.")
                     raise SystemExit(0)
-                member = driver.Member(Peer.this_process(launch.rank), self._number, self._commit.step, done)
+                committed = self._commit.batches, self._commit.step
+                member = driver.Member(Peer.this_process(launch.rank), self._number, *committed, done)
                 members = driver.meet(launch, member, self._while_waiting_for_others)
             except driver.DriverGoneError as error:
                 raise WorldTooSmallError(f"{error}. {self._where_saved()}") from error
