@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
@@ -224,14 +225,20 @@ def make_store() -> Store:
     """Makes a key-value store that all ranks share; called by all of them together."""
     import horovod.torch as hvd
 
-    is_one_host = hvd.local_size() == hvd.size()
-    host = "127.0.0.1" if is_one_host else socket.gethostbyname(socket.gethostname())
+    host = "127.0.0.1" if hvd.local_size() == hvd.size() else _own_address()
     if hvd.rank() == 0:
         store = TCPStore(host, 0, hvd.size(), is_master=True, wait_for_workers=False)
         hvd.broadcast_object((host, store.port), 0, name="store")
         return store
     host, port = hvd.broadcast_object(None, 0, name="store")
     return TCPStore(host, port, hvd.size(), is_master=False, wait_for_workers=False)
+
+
+def _own_address() -> str:
+    """Where other hosts reach this one: on the network interface that Horovod's gloo uses, if it is told one."""
+    addresses = psutil.net_if_addrs().get(os.environ.get("HOROVOD_GLOO_IFACE", ""), [])
+    found = [address.address for address in addresses if address.family == socket.AF_INET]
+    return found[0] if found else socket.gethostbyname(socket.gethostname())
 
 
 def store() -> Store:

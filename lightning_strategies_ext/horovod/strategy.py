@@ -295,15 +295,8 @@ class HorovodStrategy(ParallelStrategy):
 
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks do together in a stage; in elastic training once for each world."""
-        assert self.lightning_module is not None
-        if trainer.state.fn == TrainerFn.FITTING and self._options.op == "adasum":
-            self._deltas = DeltaExchange(self._options)
-        elif trainer.state.fn == TrainerFn.FITTING:
-            self._exchange = GradientExchange(self.lightning_module, self._options)
-        if trainer.state.fn == TrainerFn.FITTING and self.world_size > 1:
-            self._inputs = UnevenInputsControl(
-                self._uneven_inputs, trainer, self.collectives, self._exchange, self.global_rank, self.world_size
-            )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._begin_exchange(trainer)
         is_alone = self.world_size == 1 or self.collectives.is_alone
         if self._commit_every_n_steps is not None:
             self._store = None if is_alone else runtime.make_store()
@@ -443,16 +436,27 @@ class HorovodStrategy(ParallelStrategy):
         self._deltas = self._metrics = self._batch_norm = self._elastic = None
         super().teardown()
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Ends the other ranks if this one failed; in elastic training they go on without it."""
-        if self._commit_every_n_steps is not None and isinstance(exception, Exception):
+    def note_failure(self, exception: BaseException) -> None:
+        """Says to the other ranks that this one has failed; in elastic training they go on without it."""
+        super().note_failure(exception)
+        if self._commit_every_n_steps is not None and self._has_failed:
             self.fall_silent()
-        super().on_exception(exception)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.PYTORCH, cls)
+
+    def _begin_exchange(self, trainer: "pl.Trainer") -> None:
+        assert self.lightning_module is not None
+        if self._options.op == "adasum":
+            self._deltas = DeltaExchange(self._options)
+        else:
+            self._exchange = GradientExchange(self.lightning_module, self._options)
+        if self.world_size > 1:
+            self._inputs = UnevenInputsControl(
+                self._uneven_inputs, trainer, self.collectives, self._exchange, self.global_rank, self.world_size
+            )
 
     def _end_exchange(self) -> None:
         if self._inputs is not None:

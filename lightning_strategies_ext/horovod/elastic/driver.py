@@ -114,6 +114,8 @@ def next_place(while_waiting: Callable[[float], None]) -> Launch | None:
         while_waiting(time.monotonic() - started)
     if isinstance(answer[0], Exception):
         raise answer[0]
+    if not answer[0]:
+        raise DriverGoneError("The elastic driver has no answer for this rank")
     numbers = answer[0].decode().split(",")
     if int(numbers[0]) < 0:
         return None
