@@ -22,7 +22,7 @@ from benchmarks.report import Spread, print_table, write_json
 from tests.elastic_runs import FIRST, SECOND, horovodrun
 
 COMMIT_EVERY = 5
-NUM_COMMITS = 6
+NUM_COMMITS = 4
 
 
 def measure_round(num_parameters: int) -> dict[str, float]:
@@ -37,7 +37,7 @@ def measure_round(num_parameters: int) -> dict[str, float]:
     kill_at = COMMIT_EVERY * NUM_COMMITS + 2
     with tempfile.TemporaryDirectory() as directory:
         command = horovodrun(Path(directory), (FIRST, SECOND), 1)
-        numbers = [num_parameters, kill_at + 5, COMMIT_EVERY, kill_at]
+        numbers = [num_parameters, kill_at + 3, COMMIT_EVERY, kill_at]
         script = [sys.executable, "-m", "benchmarks.elastic_ranks", directory, *map(str, numbers)]
         result = subprocess.run([*command, *script], capture_output=True, text=True, timeout=600)
         if result.returncode:

@@ -71,13 +71,18 @@ class Run:
         return counts
 
 
+def count_ranks(hosts: tuple[str, ...]) -> int:
+    """How many ranks there are on hosts like ``"localhost"`` or ``"localhost:2"``."""
+    return sum(int(host.partition(":")[2] or 1) for host in hosts)
+
+
 def horovodrun(directory: Path, hosts: tuple[str, ...], min_ranks: int, *arguments: str) -> list[str]:
     """The command, up to the script, that starts a rank on each host which the file ``hosts`` in a directory names."""
     discovery = directory / "discover.sh"
     discovery.write_text(f"#!/bin/sh\ncat {directory}/hosts\n")
     discovery.chmod(0o755)
-    (directory / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
-    numbers = ["-np", str(len(hosts)), "--min-np", str(min_ranks), "--max-np", "4"]
+    (directory / "hosts").write_text("".join(f"{host}\n" if ":" in host else f"{host}:1\n" for host in hosts))
+    numbers = ["-np", str(count_ranks(hosts)), "--min-np", str(min_ranks), "--max-np", "4"]
     discover = ["--host-discovery-script", str(discovery), "--network-interfaces", "lo", "--gloo"]
     return [str(BIN / "horovodrun"), *numbers, *discover, *arguments]
 
@@ -93,7 +98,7 @@ def run_elastic(
     """Runs the script.
 
     Args:
-        hosts: At the start, with one rank each.
+        hosts: At the start, with one rank each, or as many as stand after a colon.
         min_ranks: ``--min-np``.
         arguments: Further ones of ``horovodrun``.
         timeout_s: Seconds until the run is given up.
@@ -106,7 +111,13 @@ def run_elastic(
         directory = temporary if keep is None else str(keep)
         result = run_command(
             *horovodrun(Path(directory), hosts, min_ranks, *arguments),
-            *(sys.executable, "-m", "tests.elastic_training", directory, json.dumps({"num_hosts": len(hosts), **plan})),
+            *(
+                sys.executable,
+                "-m",
+                "tests.elastic_training",
+                directory,
+                json.dumps({"num_ranks": count_ranks(hosts), **plan}),
+            ),
             env={"OMP_NUM_THREADS": "1"},
             timeout_s=timeout_s,
         )

@@ -55,7 +55,7 @@ class Net(pl.LightningModule):
         )
         self.directory, self.events = directory, plan.get("events", [])
         self.pause_s, self.validation_pause_s = plan.get("pause_s", 0.0), plan.get("validation_pause_s", 0.0)
-        self.num_hosts = plan["num_hosts"]
+        self.num_ranks = plan["num_ranks"]
         self.automatic_optimization = not plan.get("is_manual", False)
 
     def happen(self, at: str) -> None:
@@ -83,7 +83,7 @@ class Net(pl.LightningModule):
         self.write(world=self.trainer.world_size, epoch=epoch, batch=batch, step=self.trainer.global_step)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(self.pause_s if self.trainer.world_size == self.num_hosts else 0.0)
+        time.sleep(self.pause_s if self.trainer.world_size == self.num_ranks else 0.0)
         self.happen("train")
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)

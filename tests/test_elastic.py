@@ -107,7 +107,7 @@ def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
         events=[{"do": "kill", "step": 70, "rank": 1}],
     )
     assert run.code != 0
-    assert "WorldTooSmallError: There was no place for this rank" in run.output
+    assert "WorldTooSmallError: This rank got a SIGTERM before it was in a new world" in run.output
     (path,) = run.checkpoints
     assert f"ckpt_path='{path}'" in run.output
     assert run.checkpoints[path]["global_step"] == 60
@@ -122,7 +122,16 @@ def test_a_host_that_is_taken_away():
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "; 0 steps are repeated" in run.output
-    assert "This host is no longer among those of the discovery script: this rank ends." in run.output
+    assert "This rank ends: its host has been taken away" in run.output
+
+
+def test_a_host_of_two_ranks_of_which_one_is_killed():
+    run = run_elastic(hosts=(f"{FIRST}:2", SECOND), strategy=STRATEGY, events=[{"do": "kill", "step": 50, "rank": 1}])
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(3, 0), (1, 40)]
+    assert "This rank ends: its host has been taken away, or is blacklisted" in run.output
+    assert "WorldTooSmallError" not in run.output
+    assert not run.checkpoints
 
 
 @pytest.mark.parametrize(("at", "num_repeated"), [("train", 0), ("validation", 10)])

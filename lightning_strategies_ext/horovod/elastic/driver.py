@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
 from typing import Any
@@ -34,6 +35,8 @@ _PLACE = (
 _SCOPE = "lightning_strategies_ext"
 #: How long ranks wait for a new one to come as far as ``fit``, in seconds. It may have died, which nobody tells them.
 JOIN_TIMEOUT_S = 120.0
+#: How long the driver may take to answer what needs no waiting, in seconds.
+ANSWER_TIMEOUT_S = 1.0
 _POLL_INTERVAL_S = 0.02
 #: How many requests all ranks together may send to the driver, which is one Python process.
 REQUESTS_PER_S = 500
@@ -140,14 +143,19 @@ def meet(launch: Launch, member: Member, while_waiting: Callable[[float], None])
     Raises:
         DriverGoneError: If there is no driver any more.
     """
-    _request("PUT", f"{_SCOPE}/{launch.rank}of{launch.size}", member.encoded())
     members: list[Member] = []
+    is_said = False
     started = time.monotonic()
     while len(members) < launch.size:
-        value = _request("GET", f"{_SCOPE}/{len(members)}of{launch.size}")
-        if value:
-            members.append(Member.decoded(value))
-            continue
+        # A driver that has ended the job may still take requests, and answers none.
+        with suppress(TimeoutError):
+            if not is_said:
+                _request("PUT", f"{_SCOPE}/{launch.rank}of{launch.size}", member.encoded(), ANSWER_TIMEOUT_S)
+                is_said = True
+            value = _request("GET", f"{_SCOPE}/{len(members)}of{launch.size}", timeout_s=ANSWER_TIMEOUT_S)
+            if value:
+                members.append(Member.decoded(value))
+                continue
         waited = time.monotonic() - started
         if waited > JOIN_TIMEOUT_S:
             return None
@@ -212,14 +220,21 @@ class HostNotices:
         self._manager.remove_listener(self)
 
 
-def _request(method: str, path: str, body: bytes | None = None) -> bytes:
-    """What the driver's store answers; nothing where it has nothing."""
+def _request(method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> bytes:
+    """What the driver's store answers; nothing where it has nothing.
+
+    Raises:
+        DriverGoneError: If nobody is there.
+        TimeoutError: If no answer comes in time.
+    """
     address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
-    connection = HTTPConnection(address, int(port))
+    connection = HTTPConnection(address, int(port), timeout=timeout_s)
     try:
         connection.request(method, f"/{path}", body)
         response = connection.getresponse()
         content = response.read()
+    except TimeoutError:
+        raise
     except (OSError, HTTPException) as error:
         raise DriverGoneError(f"The elastic driver at {address}:{port} does not answer: {error}") from error
     finally:

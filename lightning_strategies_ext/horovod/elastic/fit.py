@@ -22,6 +22,7 @@ new world (some 0.1 s); the job then ends. Epoch means that ``self.log`` adds up
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 #: How long the driver may take to give survivors a place before they save a checkpoint, in seconds. It has one for them
 #: at once if there are enough slots.
 SAVE_AFTER_S = 5.0
+#: How long the driver may take to say to a rank that got a SIGTERM while it waited for a place that there is none for
+#: it, in seconds. It does at once, but for when it has ended the job.
+ANSWER_S = 0.5
 #: The exit code of a rank that leaves after a SIGTERM. The driver takes 0 for the end of the whole job.
 _LEFT = 128 + 15
 _fit_numbers: Iterator[int] = count(1)
@@ -91,7 +95,7 @@ class ElasticFit:
         self._first_world_size = len(world.members)
         self._commit = Commit()
         self._notices = driver.HostNotices()
-        self._is_leaving = False
+        self._asked_to_leave_at: float | None = None
         self._is_first_step = False
         self._num_shared_out = 0
         self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
@@ -106,7 +110,11 @@ class ElasticFit:
 
     def leave(self) -> None:
         """Lets this rank leave, and the others go on; for a signal handler."""
-        self._is_leaving = True
+        self._asked_to_leave_at = time.monotonic()
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self._asked_to_leave_at is not None
 
     # --- one world after another ---
 
@@ -258,7 +266,9 @@ class ElasticFit:
                 launch = driver.next_place(self._while_waiting_for_place)
                 if launch is None:
                     self._strategy.fall_silent()
-                    log.warning("This host is no longer among those of the discovery script: this rank ends.")
+                    log.warning(
+                        "This rank ends: its host has been taken away, or is blacklisted since a rank on it has died."
+                    )
                     raise SystemExit(0)
                 committed = self._commit.batches, self._commit.step
                 member = driver.Member(Peer.this_process(launch.rank), self._number, *committed, done)
@@ -281,15 +291,16 @@ class ElasticFit:
                 " `--elastic-timeout`, if fewer than `--min-np` ranks are left. %s",
                 self._where_saved(),
             )
-        if self._is_leaving:
-            raise WorldTooSmallError(
-                f"There was no place for this rank in a new world for {waited_s:.0f} s, and it got a SIGTERM: so"
-                f" horovodrun ends the job if there are too few ranks. {self._where_saved()}"
-            )
+        if self._asked_to_leave_at is None or time.monotonic() - self._asked_to_leave_at < ANSWER_S:
+            return
+        self._while_waiting_for_others(waited_s)
 
     def _while_waiting_for_others(self, waited_s: float) -> None:
         if self._is_leaving:
-            self._end_after_sigterm()
+            raise WorldTooSmallError(
+                "This rank got a SIGTERM before it was in a new world: so horovodrun ends the job if there are too few"
+                f" ranks. {self._where_saved()}"
+            )
 
     def _where_saved(self) -> str:
         self._saved = self._saved or self._save()
