@@ -100,6 +100,8 @@ class Net(pl.LightningModule):
             self.write(epoch=self.current_epoch, batch=batch_idx, samples=batch[2].tolist())
 
     def on_train_epoch_end(self) -> None:
+        if not self.automatic_optimization:
+            self.lr_schedulers().step()
         self.write(epoch=self.current_epoch, seen=float(self.trainer.callback_metrics["seen"]))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -74,7 +74,7 @@ def test_a_rank_that_is_added_and_one_that_is_killed():
         {"do": "hosts", "step": 60, "hosts": [FIRST, SECOND, THIRD]},
         {"do": "kill", "step": 260, "rank": 0},
     ]
-    run = run_elastic(strategy=STRATEGY, pause_s=0.005, events=events, policy={"KeepGlobalBatch": {}})
+    run = run_elastic(strategy=STRATEGY, pause_s=0.01, events=events, policy={"KeepGlobalBatch": {}})
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 3, 2]
     assert "2 -> 3 ranks: the batch of all ranks keeps its size, and is divided by 3" in run.output
@@ -137,7 +137,7 @@ def test_a_host_of_two_ranks_of_which_one_is_killed():
 @pytest.mark.parametrize(("at", "num_repeated"), [("train", 0), ("validation", 10)])
 def test_a_rank_that_gets_a_sigterm_leaves(at, num_repeated):
     event = {"do": "signal", "signal": "SIGTERM", "at": at, "step": 70, "rank": 1}
-    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=0.15 if at == "validation" else 0.0)
+    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=0.1 if at == "validation" else 0.0)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "This rank leaves after a SIGTERM." in run.output

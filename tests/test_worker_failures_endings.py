@@ -105,6 +105,13 @@ class Run:
         """What is in the directory for temporary files, but for the cache that `import torch` may make."""
         return [name for name in os.listdir(self.temporary) if not name.startswith("torchinductor")]
 
+    def wait_for_no_temporary_files(self, timeout_s: float = 5) -> None:
+        """Waits until nothing is there: a process that began while others were counted may still be cleaning up."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.temporary_files():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
     def end(self, timeout_s: float = 60) -> str:
         """Waits for the script to end by itself and returns what it has written."""
         try:
@@ -206,7 +213,7 @@ def test_nothing_is_left_when_a_script_has_ended(start, tmp_path, what, num_proc
     output = run.end(timeout_s=10)
     assert_gone(processes, within_s=1)
     assert "leaked" not in output
-    assert run.temporary_files() == []
+    run.wait_for_no_temporary_files()
     assert_only_in_use(shared_memory() - files)
 
 
@@ -230,7 +237,7 @@ def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, traini
     os.kill(run.process.pid, signal.SIGKILL)
     assert_gone(processes, within_s=10)
     assert run.process.wait() == -signal.SIGKILL
-    assert run.temporary_files() == []
+    run.wait_for_no_temporary_files()
     assert_only_in_use(shared_memory() - files)
 
 
