@@ -105,10 +105,10 @@ class Run:
         """What is in the directory for temporary files, but for the cache that `import torch` may make."""
         return [name for name in os.listdir(self.temporary) if not name.startswith("torchinductor")]
 
-    def wait_for_no_temporary_files(self, timeout_s: float = 5) -> None:
-        """Waits until nothing is there: a process that began while others were counted may still be cleaning up."""
+    def wait_for_no_temporary_files(self, but: str | None = None, timeout_s: float = 5) -> None:
+        """Waits until nothing is there, but for names that begin so: processes may still be cleaning up."""
         deadline = time.monotonic() + timeout_s
-        while left := self.temporary_files():
+        while left := [name for name in self.temporary_files() if but is None or not name.startswith(but)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
 
@@ -237,7 +237,9 @@ def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, traini
     os.kill(run.process.pid, signal.SIGKILL)
     assert_gone(processes, within_s=10)
     assert run.process.wait() == -signal.SIGKILL
-    run.wait_for_no_temporary_files()
+    # The worker of a dataloader that gets a SIGTERM, since the worker above it ends just then, leaves the directory of
+    # its socket: torch's handler ends it without Python's own cleaning up (2.13). One run in six, on a slow machine.
+    run.wait_for_no_temporary_files(but="pymp-")
     assert_only_in_use(shared_memory() - files)
 
 
