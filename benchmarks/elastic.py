@@ -16,13 +16,20 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.report import Spread, print_table, write_json
 from tests.elastic_runs import FIRST, SECOND, horovodrun
 
 COMMIT_EVERY = 5
 NUM_COMMITS = 4
+#: What is measured, as the table calls it.
+COLUMNS = {
+    "step_ms": "step, ms",
+    "commit_ms": "commit, ms",
+    "commit_over_step": "commit/step",
+    "next_step_s": "kill to next step, s",
+    "step_done_s": "to its end, s",
+}
 
 
 def measure_round(num_parameters: int) -> dict[str, float]:
@@ -79,26 +86,12 @@ def measure_elastic(rounds: int, sizes: list[int], output: Path) -> None:
     rows, results = [], []
     for size, found in measured.items():
         spreads = {name: Spread.of([one[name] for one in found]) for name in found[0]}
-        share = Spread.of([one["commit_ms"] / one["step_ms"] for one in found])
-        names: tuple[Any, ...] = ("step_ms", "commit_ms")
-        rows.append(
-            [
-                f"{size} M",
-                *(spreads[name].text() for name in names),
-                share.text(),
-                *(spreads[name].text() for name in ("next_step_s", "step_done_s")),
-            ]
-        )
-        results.append(
-            {
-                "million_parameters": size,
-                **{name: vars(spread) for name, spread in spreads.items()},
-                "commit_over_step": vars(share),
-            }
-        )
+        spreads["commit_over_step"] = Spread.of([one["commit_ms"] / one["step_ms"] for one in found])
+        rows.append([f"{size} M", *(spreads[name].text() for name in COLUMNS)])
+        results.append({"million_parameters": size, **{name: vars(spread) for name, spread in spreads.items()}})
     print_table(
         "Elastic training, 2 CPU ranks, Adam: median [quartiles]",
-        ["parameters", "step, ms", "commit, ms", "commit/step", "kill to next step, s", "to its end, s"],
+        ["parameters", *COLUMNS.values()],
         rows,
         caption="commit/step is what one commit costs; there is one every `commit_every_n_steps` (100 by default).",
     )

@@ -346,19 +346,19 @@ def loader_states(trainer: Any) -> list[dict[str, Any]]:
 
 def forget_training_data(trainer: Any) -> None:
     """Lets ``fit`` make its training loaders anew, of ``_combined_loader`` and ``_data_fetcher`` (2.5 to 2.6)."""
-    fit_loop = trainer.fit_loop
-    if fit_loop._data_fetcher is not None:
-        fit_loop._data_fetcher.teardown()
-    fit_loop._combined_loader = fit_loop._data_fetcher = None
+    _forget_loaders(trainer.fit_loop)
 
 
 def forget_data(trainer: Any) -> None:
     """Lets ``fit`` make its loaders anew, those of validation too, as :func:`forget_training_data`."""
     forget_training_data(trainer)
-    val_loop = trainer.fit_loop.epoch_loop.val_loop
-    if val_loop._data_fetcher is not None:
-        val_loop._data_fetcher.teardown()
-    val_loop._combined_loader = val_loop._data_fetcher = None
+    _forget_loaders(trainer.fit_loop.epoch_loop.val_loop)
+
+
+def _forget_loaders(loop: Any) -> None:
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+    loop._combined_loader = loop._data_fetcher = None
 
 
 def surround_fit(

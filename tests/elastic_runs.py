@@ -27,14 +27,12 @@ class Run:
         code: Exit code of ``horovodrun``.
         lines: Of all processes, in the order of time; ``pid`` says whose.
         checkpoints: Paths of checkpoints in the run's own directory, to what is in them.
-        num_kept: Checkpoints that the callback of the script has kept.
     """
 
     output: str
     code: int
     lines: list[dict[str, Any]]
     checkpoints: dict[str, Any]
-    num_kept: int
 
     def having(self, key: str) -> list[dict[str, Any]]:
         """The lines with a key."""
@@ -48,11 +46,7 @@ class Run:
     @property
     def worlds(self) -> list[tuple[int, int]]:
         """(ranks, step at which they began) of each world."""
-        found = []
-        for line in self.having("world"):
-            if line["rank"] == 0:
-                found.append((line["world"], line["step"]))
-        return found
+        return [(line["world"], line["step"]) for line in self.having("world") if line["rank"] == 0]
 
     def counts_per_epoch(self) -> list[Counter]:
         """How often each sample counts, by epoch of the first `fit`: what a later world has begun before is undone."""
@@ -109,15 +103,10 @@ def run_elastic(
 
     with tempfile.TemporaryDirectory() as temporary:
         directory = temporary if keep is None else str(keep)
+        plan["num_ranks"] = count_ranks(hosts)
         result = run_command(
             *horovodrun(Path(directory), hosts, min_ranks, *arguments),
-            *(
-                sys.executable,
-                "-m",
-                "tests.elastic_training",
-                directory,
-                json.dumps({"num_ranks": count_ranks(hosts), **plan}),
-            ),
+            *(sys.executable, "-m", "tests.elastic_training", directory, json.dumps(plan)),
             env={"OMP_NUM_THREADS": "1"},
             timeout_s=timeout_s,
         )
@@ -131,5 +120,4 @@ def run_elastic(
             result.returncode,
             sorted(lines, key=lambda line: line["time"]),
             {str(path): torch.load(path, weights_only=False) for path in Path(directory).glob("*.ckpt")},
-            len(list(Path(directory, "checkpoints").glob("*.ckpt"))),
         )

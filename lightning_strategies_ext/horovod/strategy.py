@@ -300,12 +300,13 @@ class HorovodStrategy(ParallelStrategy):
         is_alone = self.world_size == 1 or self.collectives.is_alone
         if self._commit_every_n_steps is not None:
             self._store = None if is_alone else runtime.make_store()
-        must_stop = self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
+        # In elastic training only those leave that were asked to.
+        must_stop = self._elastic is None and self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
         agreement = TerminationAgreement(
             None if is_alone else self._store,
             self.global_rank,
             self.world_size,
-            is_requested=must_stop and self._elastic is None,
+            is_requested=must_stop,
             # Processes of an elastic run are not of the same age, and each world has a store of its own.
             name=None if self._commit_every_n_steps is None else "world",
         )

@@ -87,10 +87,10 @@ class ElasticFit:
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer
-        self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._world = world
         self._commit_every_n_steps = commit_every_n_steps
-        self._policy = policy_of(trainer, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
+        self._policy = policy_of(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
         self._number = next(_fit_numbers)
         self._first_world_size = len(world.members)
         self._commit = Commit()
@@ -146,7 +146,9 @@ class ElasticFit:
         if self._has_begun:
             newest = max(self._world.members, key=lambda member: member.batches)  # the first of several
             if newest.batches < 0:
-                raise RuntimeError("A rank was lost before the first training step: there is no commit to go back to.")
+                raise RuntimeError(
+                    "A rank was lost before the first training step, so there is no commit to go back to. Start again."
+                )
             self._share_commit(newest)
             self._restore(newest)
         self._has_begun = True
@@ -334,7 +336,7 @@ def _is_lost_rank(error: BaseException | None) -> bool:
     return False
 
 
-def _settings_of(callbacks: list[Any]) -> list[dict[str, Any]]:
+def _settings_of(callbacks: list[pl.Callback]) -> list[dict[str, Any]]:
     """What callbacks have found out in ``setup``, such as the directory of checkpoints."""
     return [
         {name: value for name, value in vars(callback).items() if isinstance(value, (str, int, float, type(None)))}
@@ -342,7 +344,7 @@ def _settings_of(callbacks: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _apply_settings(callbacks: list[Any], settings: list[dict[str, Any]]) -> None:
+def _apply_settings(callbacks: list[pl.Callback], settings: list[dict[str, Any]]) -> None:
     for callback, found in zip(callbacks, settings, strict=True):
         if not isinstance(callback, ProgressBar):
             vars(callback).update(found)

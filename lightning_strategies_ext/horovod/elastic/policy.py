@@ -5,7 +5,8 @@ Krizhevsky (2014, "One weird trick") by the square root. Which of them is right,
 default nothing is scaled.
 """
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -17,6 +18,9 @@ class WorldSizePolicy(pl.Callback):
     Without a policy among the Trainer's callbacks, this one is used.
 
     Example::
+
+        from lightning_strategies_ext import WorldSizePolicy
+        from lightning_strategies_ext.horovod.elastic.policy import scale_learning_rates
 
         class Mine(WorldSizePolicy):
             def on_world_size_change(self, trainer, pl_module, old, new):
@@ -85,9 +89,8 @@ class ScaleLearningRate(WorldSizePolicy):
         rank_zero_info(f"{old} -> {new} ranks: each keeps its batch size, and learning rates are times {factor:g}.")
 
 
-def policy_of(trainer: "pl.Trainer", default: WorldSizePolicy) -> WorldSizePolicy:
-    """The policy among the Trainer's callbacks, or the default."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+def policy_of(callbacks: Iterable[pl.Callback], default: WorldSizePolicy) -> WorldSizePolicy:
+    """The policy among a Trainer's callbacks, or the default."""
     return next((callback for callback in callbacks if isinstance(callback, WorldSizePolicy)), default)
 
 

@@ -36,7 +36,8 @@ def join(environment: HorovodEnvironment) -> World:
         members = driver.meet(environment.launch, driver.Member(Peer.this_process(rank)), lambda waited_s: None)
         if members is None:
             raise RuntimeError(
-                f"Rank {rank}: not all {environment.world_size()} ranks have come in {driver.JOIN_TIMEOUT_S:.0f} s."
+                f"Rank {rank}: not all {environment.world_size()} ranks have come in {driver.JOIN_TIMEOUT_S:.0f} s. Let"
+                " the script do less before `fit`, or look at the output of the others for why they ended."
             )
         driver.initialise()
         _world = World(members, is_entered=all(member.is_new for member in members))
