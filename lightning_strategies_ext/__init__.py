@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.horovod.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
     from lightning_strategies_ext.horovod.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.horovod.elastic.policy import WorldSizePolicy as WorldSizePolicy
+    from lightning_strategies_ext.horovod.even_fetcher import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.horovod.strategy import HorovodStrategy as HorovodStrategy
-    from lightning_strategies_ext.horovod.uneven import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
     from lightning_strategies_ext.launch.errors import WorkerRaisedError as WorkerRaisedError
     from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
@@ -43,7 +43,7 @@ _EXPORTS = {
     "KeepGlobalBatch": "lightning_strategies_ext.horovod.elastic.policy",
     "ScaleLearningRate": "lightning_strategies_ext.horovod.elastic.policy",
     "ShmOptions": "lightning_strategies_ext.shm.options",
-    "UnevenInputsError": "lightning_strategies_ext.horovod.uneven",
+    "UnevenInputsError": "lightning_strategies_ext.horovod.even_fetcher",
     "WorkerDiedError": "lightning_strategies_ext.launch.errors",
     "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
     "WorldSizePolicy": "lightning_strategies_ext.horovod.elastic.policy",
