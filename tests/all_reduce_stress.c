@@ -27,13 +27,13 @@ static void fail(const char *what, int rank, int tensor)
 
 static void wait_for_others(Group *g, int rank, int tensor)
 {
-    int from = shm_fall_asleep(g);
+    int from = all_reduce_fall_asleep(g);
     if (from < 0)
         return;
     struct pollfd link = {links[rank][from], POLLIN, 0};
     if (poll(&link, 1, PATIENCE_MS) != 1)
         fail("it was not woken", rank, tensor);
-    shm_wake_up(g);
+    all_reduce_wake_up(g);
     char message[WAKE_BYTES];
     while (recv(links[rank][from], message, sizeof message, MSG_DONTWAIT) > 0)
         ;
@@ -42,8 +42,8 @@ static void wait_for_others(Group *g, int rank, int tensor)
 #define CHECK(TYPE)                                                                                                    \
     for (size_t i = 0; i < n; i++)                                                                                     \
         ((TYPE *)items)[i] = (TYPE)(rank + (int)i % 7);                                                                \
-    shm_begin(g, items, n, type, 0, whole);                                                                            \
-    while ((state = shm_advance(g, SPIN_NS)) != DONE) {                                                                \
+    all_reduce_begin(g, items, n, type, 0, whole);                                                                            \
+    while ((state = all_reduce_advance(g, SPIN_NS)) != DONE) {                                                                \
         if (state != WAITS)                                                                                            \
             fail("ranks differ", rank, tensor);                                                                        \
         if (sleeps)                                                                                                    \
@@ -58,8 +58,8 @@ static void *work(void *argument)
     int rank = (int)(intptr_t)argument, state;
     unsigned seed = 1, own_seed = (unsigned)rank;
     char *items = malloc(MOST_ITEMS * 8);
-    Group *g = malloc(shm_group_bytes());
-    shm_open(g, rank, size, areas, BOARD_BYTES, SLOT_BYTES, links[rank], "0123456789abcdef");
+    Group *g = malloc(all_reduce_group_bytes());
+    all_reduce_open(g, rank, size, areas, BOARD_BYTES, SLOT_BYTES, links[rank], "0123456789abcdef");
     for (int tensor = 0; tensor < num_tensors; tensor++) {
         size_t n = 1 + (size_t)rand_r(&seed) % (rand_r(&seed) % 3 ? MOST_ITEMS : 100);
         int type = rand_r(&seed) % 4;

@@ -199,7 +199,7 @@ def test_the_library_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatc
     (made,) = kept.iterdir()
     monkeypatch.setenv("CC", "no-such-compiler")
     library.cache_clear()
-    assert library().shm_group_bytes() > 0
+    assert library().functions.all_reduce_group_bytes() > 0
     assert list(kept.iterdir()) == [made]
 
 
@@ -208,14 +208,14 @@ def test_what_is_no_library_is_made_anew(kept: Path):
     (made,) = kept.iterdir()
     made.unlink()  # this process has it mapped
     made.write_text("a file that a full disk has left empty, say")
-    load = "from lightning_strategies_ext.shm.compilation import library; print(library().shm_group_bytes() > 0)"
-    assert run_script("-c", load).stdout == "True\n"
+    load = "from lightning_strategies_ext.shm.compilation import library; print(repr(library().not_kept))"
+    assert run_script("-c", load).stdout == "''\n"
     assert made.stat().st_size > 1000
 
 
 def test_a_cache_that_cannot_be_written_to_does_no_harm(kept: Path):
     kept.parent.write_text("a file where the directory should be")
-    assert library().shm_group_bytes() > 0
+    assert library().functions.all_reduce_group_bytes() > 0
 
 
 def test_a_compiler_that_fails_is_quoted(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

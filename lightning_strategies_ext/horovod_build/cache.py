@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.horovod_build.installed import MARKER
 from lightning_strategies_ext.horovod_build.key import BuildKey
 
@@ -34,8 +35,15 @@ class WheelCache:
         self.directory = directory
 
     def find(self, key: BuildKey) -> Path | None:
-        """The wheel of a key, or None."""
-        return next(iter(sorted(self.entry(key).glob("*.whl"))), None)
+        """The wheel of a key, or None.
+
+        Raises:
+            UnsafePlaceError: If another user could have written it.
+        """
+        wheel = next(iter(sorted(self.entry(key).glob("*.whl"))), None)
+        if wheel is not None:
+            user_cache.check_is_safe(wheel)
+        return wheel
 
     def entry(self, key: BuildKey) -> Path:
         """The directory of a key's wheel, which need not exist."""
@@ -48,8 +56,11 @@ class WheelCache:
         Args:
             key: Which wheel is about to be built.
             waiting: Called if another build has the lock, before it is waited for.
+
+        Raises:
+            UnsafePlaceError: If other users can write to the directory.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
+        user_cache.create(self.directory)
         with open(self.directory / f".lock-{key.directory_name}", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

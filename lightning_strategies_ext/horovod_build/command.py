@@ -45,17 +45,17 @@ def install_horovod(arguments: argparse.Namespace, console: Console) -> int:
         0 if Horovod works, 1 if a step failed, 2 if something is missing that a build needs.
     """
     toolchain, missing = find_toolchain(arguments.mpi, arguments.nccl)
-    cache = WheelCache((arguments.wheel_dir or user_cache.directory("horovod")).expanduser().absolute())
     key = BuildKey.here(torch_version() or "", toolchain.mpi, toolchain.cuda)
-    if not arguments.rebuild and (_is_installed(key) or cache.find(key) is not None):
-        missing = [item for item in missing if not item.for_build]
-    if missing:
-        _say(console, f"Horovod {HOROVOD_VERSION} cannot be built here. Nothing was downloaded. Missing:")
-        for item in missing:
-            _say(console, f"  - {item.what}\n      {item.fix}")
-        _say(console, "Install what is named, then run the command again.")
-        return MISSING
     try:
+        cache = WheelCache((arguments.wheel_dir or user_cache.directory("horovod")).expanduser().absolute())
+        if not arguments.rebuild and (_is_installed(key) or cache.find(key) is not None):
+            missing = [item for item in missing if not item.for_build]
+        if missing:
+            _say(console, f"Horovod {HOROVOD_VERSION} cannot be built here. Nothing was downloaded. Missing:")
+            for item in missing:
+                _say(console, f"  - {item.what}\n      {item.fix}")
+            _say(console, "Install what is named, then run the command again.")
+            return MISSING
         with _ended_by_sigterm():
             _ensure_installed(cache, key, toolchain, arguments.rebuild, console)
             for launcher in launchers(toolchain.environment, with_mpi=arguments.mpi):

@@ -240,10 +240,10 @@ static int look_for_all(Group *g, uint64_t event, uint64_t spin_ns)
 }
 
 /* What the group's memory holds, which its owner provides. */
-size_t shm_group_bytes(void) { return sizeof(Group); }
+size_t all_reduce_group_bytes(void) { return sizeof(Group); }
 
 /* areas: each rank's board, its slots `board_bytes` behind. links: sockets to the others. wake: the message to send. */
-void shm_open(Group *g, int rank, int size, char *const *areas, size_t board_bytes, size_t slot_bytes,
+void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t board_bytes, size_t slot_bytes,
               const int *links, const char *wake)
 {
     memset(g, 0, sizeof *g);
@@ -259,7 +259,7 @@ void shm_open(Group *g, int rank, int size, char *const *areas, size_t board_byt
 }
 
 /* Begins to reduce a tensor, which must not be empty, in place; the one before has ended. */
-void shm_begin(Group *g, char *tensor, size_t num_items, int type, int is_average, size_t whole_bytes)
+void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is_average, size_t whole_bytes)
 {
     g->tensor = tensor;
     g->reduce = TYPES[type].reduce;
@@ -286,17 +286,17 @@ void shm_begin(Group *g, char *tensor, size_t num_items, int type, int is_averag
 }
 
 /* What a rank has begun: number of items, times 256, plus twice the type, plus whether it is an average. */
-uint64_t shm_call(const Group *g, int rank) { return g->boards[rank]->calls[g->tensors % 2]; }
+uint64_t all_reduce_call(const Group *g, int rank) { return g->boards[rank]->calls[g->tensors % 2]; }
 
 /* Goes on until it is done, or must wait for longer than `spin_ns`, or a rank has begun with another kind of tensor. */
-int shm_advance(Group *g, uint64_t spin_ns)
+int all_reduce_advance(Group *g, uint64_t spin_ns)
 {
     size_t num_steps = g->is_whole ? 1 : g->num_pieces + 2;
     for (; g->step < num_steps; g->step++) {
         if (!look_for_all(g, g->first_event + (g->step ? g->step : 1), spin_ns))
             return WAITS;
         for (int rank = 0; rank < g->size && !g->has_compared; rank++)
-            if (shm_call(g, rank) != shm_call(g, g->rank))
+            if (all_reduce_call(g, rank) != all_reduce_call(g, g->rank))
                 return MISMATCH + rank;
         g->has_compared = 1;
         if (g->is_whole) {
@@ -311,20 +311,20 @@ int shm_advance(Group *g, uint64_t spin_ns)
 }
 
 /* Whether this rank waits for something that a rank has not laid out yet. */
-int shm_awaits(const Group *g, int rank)
+int all_reduce_awaits(const Group *g, int rank)
 {
     return rank != g->rank && atomic_load(&g->boards[rank]->published) < g->awaited;
 }
 
 /* Leaves a note of what this rank is going to sleep for; the rank that it must come from, or -1 if it has come. */
-int shm_fall_asleep(Group *g)
+int all_reduce_fall_asleep(Group *g)
 {
     Board *own = g->boards[g->rank];
     for (int rank = 0; rank < g->size; rank++) {
-        if (!shm_awaits(g, rank))
+        if (!all_reduce_awaits(g, rank))
             continue;
         atomic_store(&own->note, g->awaited << 8 | ((uint64_t)rank + 1));
-        if (shm_awaits(g, rank))
+        if (all_reduce_awaits(g, rank))
             return rank;
         atomic_store(&own->note, 0);
     }
@@ -332,4 +332,4 @@ int shm_fall_asleep(Group *g)
 }
 
 /* Takes the note away. */
-void shm_wake_up(Group *g) { atomic_store(&g->boards[g->rank]->note, 0); }
+void all_reduce_wake_up(Group *g) { atomic_store(&g->boards[g->rank]->note, 0); }

@@ -1,11 +1,12 @@
-"""Calls: numbers that say which collective a rank is in, and with tensors of which dtype, so that ranks can compare."""
+"""Calls: numbers that say which collective a rank is in, of what, so that ranks can compare."""
 
 from collections.abc import Sequence
 from enum import IntEnum, auto
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 
 class Kind(IntEnum):
@@ -21,18 +22,41 @@ class Kind(IntEnum):
     BARRIER = auto()
 
 
-_MOST_KINDS: Final = 16
-#: In an order that is the same on all ranks, which have the same torch.
+#: Kinds whose root is part of the call.
+_ROOTED: Final = (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER)
+#: In orders that are the same on all ranks, which have the same torch. 0 stands for none.
 _DTYPES: Final = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
-_NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
+_DTYPE_NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
+_OPS: Final = sorted(ReduceOp.RedOpType.__members__)
+_OP_NUMBERS: Final = {name: number for number, name in enumerate(_OPS, start=1)}
+#: How many kinds, reductions, dtypes and roots a number of 32 bits tells apart.
+_MOST_KINDS, _MOST_OPS, _MOST_DTYPES, _MOST_ROOTS = 16, 16, 256, 65536
 
 
-def number_of(kind: Kind, tensors: Sequence[Tensor]) -> int:
-    """The number of a collective of some tensors, of which the first counts."""
-    return kind + _MOST_KINDS * (_NUMBERS[tensors[0].dtype] if tensors else 0)
+def number_of(kind: Kind, tensors: Sequence[Tensor], op: Any = None, root: int = 0) -> int:
+    """The number of a collective.
+
+    Args:
+        kind: Which.
+        tensors: Of these the dtype of the first counts.
+        op: How it reduces, if it does.
+        root: The rank that has a part of its own, if one has.
+    """
+    dtype_number = _DTYPE_NUMBERS[tensors[0].dtype] if tensors else 0
+    op_number = 0 if op is None else _OP_NUMBERS[op.name]
+    return kind + _MOST_KINDS * (op_number + _MOST_OPS * (dtype_number + _MOST_DTYPES * (root % _MOST_ROOTS)))
 
 
 def described(number: int) -> str:
     """What a number says."""
-    kind = Kind(number % _MOST_KINDS).name.lower()
-    return f"{kind} of {_DTYPES[number // _MOST_KINDS - 1]}" if number >= _MOST_KINDS else kind
+    rest, kind = divmod(number, _MOST_KINDS)
+    rest, op = divmod(rest, _MOST_OPS)
+    root, dtype = divmod(rest, _MOST_DTYPES)
+    words = [Kind(kind).name.lower()]
+    if dtype:
+        words.append(f"of {_DTYPES[dtype - 1]}")
+    if op:
+        words.append(f"({_OPS[op - 1]})")
+    if kind in _ROOTED:
+        words.append(f"with root {root}")
+    return " ".join(words)

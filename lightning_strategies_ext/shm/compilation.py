@@ -1,7 +1,8 @@
 """Compilation: how what is written in C becomes a library, once per machine and version.
 
 The source needs a C compiler and nothing else, neither Python's headers nor torch's. The library is kept in the user's
-cache under a name that says all it depends on, so that it is made by whoever needs it first.
+cache under a name that says all it depends on, so that it is made by whoever needs it first. Where there is no such
+place, or one that other users can write to, each process makes its own.
 """
 
 import ctypes
@@ -13,10 +14,9 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from lightning_strategies_ext import user_cache
 
@@ -33,8 +33,20 @@ class NotCompiledError(Exception):
     """Raised where there is no compiled library; says why."""
 
 
+class Library(NamedTuple):
+    """What was compiled.
+
+    Attributes:
+        functions: The library.
+        not_kept: Why it is compiled by each process; empty if it is kept for the next one.
+    """
+
+    functions: ctypes.CDLL
+    not_kept: str
+
+
 @cache
-def library() -> ctypes.CDLL:
+def library() -> Library:
     """Loads the library, and compiles it before if need be. A second call costs nothing.
 
     Raises:
@@ -42,23 +54,37 @@ def library() -> ctypes.CDLL:
     """
     if os.environ.get(VARIABLE, "1") == "0":
         raise NotCompiledError(f"{VARIABLE}=0")
-    kept = user_cache.directory("shm") / f"all_reduce-{_key()}.so"
-    if kept.exists():
-        with suppress(NotCompiledError):  # what is no library is made anew
-            return _load(kept)
+    not_kept = ""
+    kept: Path | None = None
+    try:
+        kept = user_cache.directory("shm") / f"all_reduce-{_key()}.so"
+        user_cache.create(kept.parent)
+        user_cache.check_is_safe(kept)
+        return Library(_load(kept), "")
+    except FileNotFoundError as error:
+        not_kept = "" if kept is not None else str(error)
+    except NotCompiledError:
+        pass  # what is no library is made anew
+    except OSError as error:
+        kept, not_kept = None, str(error)
+    return _compiled(kept, not_kept)
+
+
+def _compiled(kept: Path | None, not_kept: str) -> Library:
     compiler = compiler_command()
-    with tempfile.TemporaryDirectory() as directory:
-        made = Path(directory, kept.name)
-        _compile(compiler, made)
-        try:
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Complete before it has its name: other ranks compile, or load, at the same time.
-            complete = kept.with_name(f"{kept.name}.{os.getpid()}")
-            shutil.copyfile(made, complete)
-            complete.replace(kept)
-        except OSError:  # a home that cannot be written to: compiled anew each time
-            return _load(made)
-    return _load(kept)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            made = Path(directory, "all_reduce.so")
+            _compile(compiler, made)
+            if kept is not None:
+                try:
+                    user_cache.keep(made, kept)
+                    return Library(_load(kept), "")
+                except OSError as error:
+                    not_kept = str(error)
+            return Library(_load(made), not_kept)
+    except OSError as error:
+        raise NotCompiledError(f"there is no directory to compile it in ({error})") from error
 
 
 def compiler_command() -> list[str]:
@@ -96,14 +122,14 @@ def _load(path: Path) -> ctypes.CDLL:
         raise NotCompiledError(f"{path} cannot be loaded ({error})") from error
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     for name, result, arguments in (
-        ("shm_group_bytes", size, []),
-        ("shm_open", None, [pointer, number, number, pointer, size, size, pointer, ctypes.c_char_p]),
-        ("shm_begin", None, [pointer, pointer, size, number, number, size]),
-        ("shm_call", ctypes.c_uint64, [pointer, number]),
-        ("shm_advance", number, [pointer, ctypes.c_uint64]),
-        ("shm_awaits", number, [pointer, number]),
-        ("shm_fall_asleep", number, [pointer]),
-        ("shm_wake_up", None, [pointer]),
+        ("all_reduce_group_bytes", size, []),
+        ("all_reduce_open", None, [pointer, number, number, pointer, size, size, pointer, ctypes.c_char_p]),
+        ("all_reduce_begin", None, [pointer, pointer, size, number, number, size]),
+        ("all_reduce_call", ctypes.c_uint64, [pointer, number]),
+        ("all_reduce_advance", number, [pointer, ctypes.c_uint64]),
+        ("all_reduce_awaits", number, [pointer, number]),
+        ("all_reduce_fall_asleep", number, [pointer]),
+        ("all_reduce_wake_up", None, [pointer]),
     ):
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

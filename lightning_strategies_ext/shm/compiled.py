@@ -6,13 +6,13 @@ it for what they are good at: a rank that waits long sleeps on them, is woken th
 
 import ctypes
 from collections.abc import Generator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, ReduceOp
 
-from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, Links, Peer
+from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, Links, Peer, PeerLostError
 from lightning_strategies_ext.shm.rounds import SPIN_S
 from lightning_strategies_ext.shm.segments import BOARD_NUM_BYTES, Segment
 
@@ -25,6 +25,16 @@ _TYPE_NAMES: Final = [str(dtype).removeprefix("torch.") for dtype in _TYPES]
 _SPIN_NS: Final = int(SPIN_S * 1e9)
 #: A tensor up to this size, in bytes times the other ranks, is read whole by all of them.
 _WHOLE_NUM_BYTES: Final = 32 * 1024
+
+
+class Call(NamedTuple):
+    """One all-reduce, in the library's terms; the tensor is held as long as its memory is written to."""
+
+    tensor: Tensor
+    pointer: int
+    numel: int
+    type: int
+    is_average: bool
 
 
 class CompiledAllReduce:
@@ -59,11 +69,11 @@ class CompiledAllReduce:
         self._segments = segments  # mapped as long as the library may write to them
         self._message = memoryview(bytearray(MESSAGE_NUM_BYTES))
         self._whole_num_bytes = _WHOLE_NUM_BYTES // max(1, self._size - 1)
-        self._group = ctypes.create_string_buffer(library.shm_group_bytes())
+        self._group = ctypes.create_string_buffer(library.all_reduce_group_bytes())
         areas = (ctypes.c_void_p * self._size)(*(segment.board.data_ptr() for segment in segments))
         fds = [links.fileno(peers[place]) if place in peers else -1 for place in range(self._size)]
         slot_num_bytes = min(segment.compiled_slot_num_bytes for segment in segments)
-        library.shm_open(
+        library.all_reduce_open(
             self._group,
             rank,
             self._size,
@@ -79,22 +89,25 @@ class CompiledAllReduce:
         """Whether the library can reduce such a tensor; what it cannot do is done in rounds, on all ranks alike."""
         return tensor.dtype in _TYPES and getattr(op, "op", op) in _IS_AVERAGE and tensor.numel() > 0
 
-    def begin(self, flat: Tensor, op: Any) -> bool:
-        """Begins to reduce a tensor in place; True if that is done already, else :meth:`go_on` goes on.
+    @staticmethod
+    def call_for(flat: Tensor, op: Any) -> Call:
+        """What :meth:`begin` takes, found out before anything is begun.
 
         Args:
             flat: Contiguous, on the CPU, and such that :meth:`does` says yes.
             op: SUM, or AVG.
+
+        Raises:
+            RuntimeError: If the tensor has no memory.
         """
-        self._library.shm_begin(
-            self._group,
-            flat.data_ptr(),
-            flat.numel(),
-            _TYPES[flat.dtype],
-            _IS_AVERAGE[getattr(op, "op", op)],
-            self._whole_num_bytes,
-        )
-        return bool(self._library.shm_advance(self._group, _SPIN_NS) == _DONE)
+        is_average = _IS_AVERAGE[getattr(op, "op", op)]
+        return Call(flat, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average)
+
+    def begin(self, call: Call) -> bool:
+        """Begins to reduce a tensor in place; True if that is done already, else :meth:`go_on` goes on."""
+        _, *numbers = call
+        self._library.all_reduce_begin(self._group, *numbers, self._whole_num_bytes)
+        return bool(self._library.all_reduce_advance(self._group, _SPIN_NS) == _DONE)
 
     def go_on(self) -> Generator[None, None, None]:
         """Goes on where :meth:`begin` had to stop; yields where it has to wait for others.
@@ -102,15 +115,15 @@ class CompiledAllReduce:
         Raises:
             DistBackendError: If a rank reduces a tensor of another size or dtype, or with another op.
         """
-        while (state := self._library.shm_advance(self._group, _SPIN_NS)) != _DONE:
+        while (state := self._library.all_reduce_advance(self._group, _SPIN_NS)) != _DONE:
             if state != _WAITS:
                 raise self._mismatch(state - _MISMATCH)
             yield
 
-    def go_through(self, flats: Sequence[Tensor], op: Any) -> Generator[None, None, None]:
+    def go_through(self, calls: Sequence[Call]) -> Generator[None, None, None]:
         """Reduces tensors in place, one after the other; as :meth:`begin` and :meth:`go_on` do."""
-        for flat in flats:
-            if not self.begin(flat, op):
+        for call in calls:
+            if not self.begin(call):
                 yield from self.go_on()
 
     def wait(self, deadline: float) -> None:
@@ -121,23 +134,28 @@ class CompiledAllReduce:
             TimeoutError: If nothing came before the deadline.
             DistBackendError: If one is in another collective.
         """
-        place = self._library.shm_fall_asleep(self._group)
+        place = self._library.all_reduce_fall_asleep(self._group)
         if place < 0:
             return
+        first = self._peers[place]
+        awaited = [place, *(other for other in self._peers if other > place and self._awaits(other))]
         try:
-            first = self._peers[place]
-            others = [peer for other, peer in self._peers.items() if other > place and self._awaits(other)]
-            self._links.wait([first, *others], deadline)
+            self._links.wait([self._peers[other] for other in awaited], deadline)
             has_message = self._links.has_message(first)
+        except PeerLostError as error:
+            # One that is gone may have laid out all it had to, while this process had no core to see it.
+            if any(self._peers[other] == error.peer and self._awaits(other) for other in awaited):
+                raise
+            return
         finally:
-            self._library.shm_wake_up(self._group)
+            self._library.all_reduce_wake_up(self._group)
         # Before any message that a rank sends, all that it has laid out can be seen.
         if has_message and self._awaits(place):
             self._links.receive(first, self._message)
             raise DistBackendError(f"the ranks do not call the same collectives: {first} is not in this all-reduce")
 
     def _awaits(self, place: int) -> bool:
-        return bool(self._library.shm_awaits(self._group, place))
+        return bool(self._library.all_reduce_awaits(self._group, place))
 
     def _mismatch(self, place: int) -> DistBackendError:
         theirs, ours = (self._call(rank) for rank in (place, self._rank))
@@ -147,5 +165,5 @@ class CompiledAllReduce:
         )
 
     def _call(self, place: int) -> str:
-        call = self._library.shm_call(self._group, place)
+        call = self._library.all_reduce_call(self._group, place)
         return f"{call >> 8} x {_TYPE_NAMES[call >> 1 & 127]} ({'AVG' if call & 1 else 'SUM'})"

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from lightning_strategies_ext.shm import compilation
 from lightning_strategies_ext.shm.compiled import MAX_RANKS, CompiledAllReduce
 from lightning_strategies_ext.shm.execution import Execution
-from lightning_strategies_ext.shm.links import Meeting, Peer
+from lightning_strategies_ext.shm.gloo import GlooBeside
+from lightning_strategies_ext.shm.links import Peer
 from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
+from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.segments import Segment, chosen_num_bytes, create
 
@@ -42,17 +44,16 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     num_bytes = chosen_num_bytes(None if options is None else options.segment_num_bytes, size)
     timeout: timedelta = torch_options.timeout
     deadline = time.monotonic() + timeout.total_seconds()
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    meeting = Meeting(rank, size, dist.PrefixStore("shm", store))
+    gloo = GlooBeside(dist.PrefixStore("gloo", store), rank, size, timeout)
+    rendezvous = Rendezvous(rank, size, dist.PrefixStore("shm", store))
     library = _compiled_library(rank)
     try:
         own_fd, problem = _try_to_create(num_bytes, rank)
-        said = meeting.announce({"problem": problem, "compiled": library is not None})
+        said = rendezvous.announce({"problem": problem, "compiled": library is not None}, deadline)
         if problem := next((words["problem"] for words in said if words["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
-            if rank == 0:
-                _say(f"the process group talks over gloo, since {problem}.")
+            _say(rank, f"the process group talks over gloo, since {problem}.")
             return gloo
         assert own_fd is not None
         local = [other for other in range(size) if said[other]["host"] == said[rank]["host"]]
@@ -60,9 +61,9 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         peers = {
             place: Peer(other, names[other], said[other]["pid"]) for place, other in enumerate(local) if other != rank
         }
-        links, fds = meeting.connect([(peer, said[peer.rank]) for peer in peers.values()], own_fd, deadline)
+        links, fds = rendezvous.connect([(peer, said[peer.rank]) for peer in peers.values()], own_fd, deadline)
     finally:
-        meeting.close()
+        rendezvous.close()
     segments = [Segment(fds[peers[place]] if place in peers else own_fd) for place in range(len(local))]
     place = local.index(rank)
     rounds = Rounds(place, peers, links, segments)
@@ -75,17 +76,18 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     if len(leaders) > 1 and rank in leaders:
         prefix = dist.PrefixStore("leaders", store)
         between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
-    return ShmProcessGroup(store, rank, size, timeout, Execution(rounds), rounds, compiled, gloo, between)
+    return ShmProcessGroup(rank, size, Execution(rounds), rounds, compiled, gloo, between)
 
 
 def _compiled_library(rank: int) -> ctypes.CDLL | None:
     try:
-        return compilation.library()
+        library, not_kept = compilation.library()
     except compilation.NotCompiledError as error:
-        if rank == 0 and str(error) not in _said:
-            _said.add(str(error))
-            _say(f"all-reduces over shared memory are carried out in Python, which is slower, since {error}.")
+        _say_once(rank, f"all-reduces over shared memory are carried out in Python, which is slower, since {error}.")
         return None
+    if not_kept:
+        _say_once(rank, f"the all-reduce of 'shm' is compiled by each process, since it cannot be kept: {not_kept}.")
+    return library
 
 
 def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
@@ -103,5 +105,12 @@ def _leaders_of(said: list[dict[str, Any]]) -> list[int]:
     return list(first.values())
 
 
-def _say(message: str) -> None:
-    print(f"lightning-strategies-ext: {message}", file=sys.stderr, flush=True)  # noqa: T201
+def _say_once(rank: int, message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _say(rank, message)
+
+
+def _say(rank: int, message: str) -> None:
+    if rank == 0:
+        print(f"lightning-strategies-ext: {message}", file=sys.stderr, flush=True)  # noqa: T201

@@ -7,6 +7,7 @@ asynchronously is left to a thread of the group, and the caller goes on to compu
 the work.
 """
 
+import math
 import os
 import threading
 import time
@@ -23,6 +24,9 @@ from torch.futures import Future
 
 from lightning_strategies_ext.shm.compiled import CompiledAllReduce
 from lightning_strategies_ext.shm.rounds import Rounds
+
+#: An operation under way: yields where it has to wait for others.
+Progress = Generator[None, None, None]
 
 
 class Exchange(Protocol):
@@ -52,25 +56,25 @@ class ShmWork(Work):
         outputs: What the future of the operation gives: a list of tensors.
         deadline: Until when others may be waited for, on the monotonic clock, in seconds.
         execution: What carries it out.
-        is_blocking: Whether it waits where it cannot yield, so that it must not be begun by a thread that goes on.
+
+    Attributes:
+        state: What is known of how far it is, for messages.
     """
 
     def __init__(
         self,
         name: str,
-        progress: Generator[None, None, None] | None,
+        progress: Progress | None,
         exchange: Exchange,
         outputs: Any,
         deadline: float,
         execution: "Execution",
-        *,
-        is_blocking: bool = False,
     ) -> None:
         super().__init__()
         self.name = name
         self.deadline = deadline
         self.exchange = exchange
-        self.is_blocking = is_blocking
+        self.state = "it has not ended"
         self._progress = progress
         self._outputs = outputs
         self._execution = execution
@@ -99,14 +103,15 @@ class ShmWork(Work):
         """Returns when the tensors are filled.
 
         Args:
-            timeout: Ends the wait earlier than the group's own timeout does; 0 leaves it at that.
+            timeout: How long to wait; 0 is as long as the operation may take. The operation goes on when a wait was too
+                short, and can be waited for again.
 
         Raises:
-            torch.distributed.DistBackendError: If the operation has failed.
+            torch.distributed.DistBackendError: If the operation has failed, or has not ended after ``timeout``.
         """
-        if timeout > timedelta(0):
-            self.deadline = min(self.deadline, time.monotonic() + timeout.total_seconds())
-        self._execution.complete(self)
+        seconds = timeout.total_seconds()
+        if not self._execution.complete(self, time.monotonic() + seconds if seconds > 0 else math.inf):
+            raise DistBackendError(f"{self.name}: {self.state} in {timeout}. It goes on, and can be waited for again.")
         if self._error is not None:
             raise self._error
         return True
@@ -171,6 +176,7 @@ class Execution:
         self._is_running = threading.Lock()
         self._todo = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
+        self._is_starting_thread = threading.Lock()
         self._broken: str | None = None
         self._is_closed = False
         #: What a synchronous operation gives that has ended at once: all of them are alike.
@@ -199,25 +205,28 @@ class Execution:
             torch.distributed.DistBackendError: As :meth:`start`.
         """
         work: ShmWork | None = None
+        call = compiled.call_for(tensor, opts.reduceOp)
         if not self._queue and self._broken is None and self._is_running.acquire(blocking=False):
             try:
                 if not self._queue:
-                    if compiled.begin(tensor, opts.reduceOp):
-                        return (
-                            ShmWork("all_reduce", None, compiled, [tensor], 0.0, self) if opts.asyncOp else self._ended
-                        )
+                    if compiled.begin(call):
+                        if not is_asynchronous(opts):
+                            return self._ended
+                        return ShmWork("all_reduce", None, compiled, [tensor], 0.0, self)
                     work = ShmWork("all_reduce", compiled.go_on(), compiled, [tensor], deadline_of(opts, timeout), self)
-                    self._queue.append(work)
-            except BaseException:  # the user's Ctrl-C
-                self._break("all_reduce: interrupted")
+                    # It has begun: what another thread has queued in the meantime comes after it.
+                    self._queue.appendleft(work)
+            except BaseException as caught:  # the user's Ctrl-C
+                self._break(f"all_reduce: {str(caught) or type(caught).__name__}")
                 raise
             finally:
                 self._is_running.release()
         if work is None:
-            progress = compiled.go_through([tensor], opts.reduceOp)
-            work = ShmWork("all_reduce", progress, compiled, [tensor], deadline_of(opts, timeout), self)
+            work = ShmWork(
+                "all_reduce", compiled.go_through([call]), compiled, [tensor], deadline_of(opts, timeout), self
+            )
             self._queue.append(work)
-        self._begin_queue(work, opts.asyncOp)
+        self._begin_queue(work, is_asynchronous(opts))
         return work
 
     def _begin_queue(self, work: ShmWork, is_asynchronous: bool) -> None:
@@ -226,42 +235,48 @@ class Execution:
             work.wait()
             return
         while self._queue and self._is_running.acquire(blocking=False):
-            if not self._carry_out_first(may_sleep=False):
+            if not self._carry_out_first(until=time.monotonic() + PATIENCE_S):
                 break
         if self._queue:
-            self._wake_thread()
+            self._leave_to_thread()
 
-    def complete(self, work: ShmWork) -> None:
-        """Returns when an operation has ended."""
+    def complete(self, work: ShmWork, until: float = math.inf) -> bool:
+        """Returns when an operation has ended; False if it has not at some time, on the monotonic clock in seconds."""
         while not work.is_completed():
-            if not self._is_running.acquire(timeout=max(work.deadline - time.monotonic(), 0.0)):
-                # Another thread is at it, and has more time than this one.
-                self._break(f"{work.name}: it has not ended in the time that was given to wait for it")
-                self._is_running.acquire()
-            if work.is_completed():
-                self._is_running.release()
-            else:
-                self._carry_out_first(may_sleep=True)
+            now = time.monotonic()
+            if now >= until:
+                self._leave_to_thread()
+                return False
+            left = math.inf if self._broken is not None else max(min(work.deadline, until) - now, 0.0)
+            if self._is_running.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+                if work.is_completed():
+                    self._is_running.release()
+                else:
+                    self._carry_out_first(until)
+            elif work.deadline <= until:  # another thread is at it, and has more time than this one
+                self._break(f"{work.name}: it has not ended in the time that it was given")
+        return True
 
     def close(self) -> None:
         """Leaves the other ranks. What is under way fails. A second call does nothing."""
         self._is_closed = True
         self._broken = self._broken or "it was shut down"
         self._rounds.leave()
-        self._todo.release()
         # Who waits for a peer finds the connection shut; the descriptor must not become another file's under its hands.
         if self._is_running.acquire(timeout=1.0):
             self._rounds.close()
             self._is_running.release()
+            self._end_queue()
+        self._todo.release()
 
-    def _carry_out_first(self, may_sleep: bool) -> bool:
+    def _carry_out_first(self, until: float) -> bool:
         """Works on the operation that is first in the queue; True if it has ended, or if there was none.
 
         Called with the lock held, which it releases: what hangs on the future of an operation may start others.
         """
         ended: ShmWork | None = None
         try:
-            if self._queue and self._has_ended(self._queue[0], may_sleep):
+            if self._queue and self._has_ended(self._queue[0], until):
                 ended = self._queue.popleft()
         except BaseException:  # the user's Ctrl-C
             ended = self._queue.popleft()
@@ -272,17 +287,15 @@ class Execution:
                 ended.tell()
         return ended is not None or not self._queue
 
-    def _has_ended(self, work: ShmWork, may_sleep: bool) -> bool:
+    def _has_ended(self, work: ShmWork, until: float) -> bool:
         error: Exception | None = None
         if self._broken is not None:
             error = DistBackendError(f"{work.name}: this process group has failed before: {self._broken}")
-        elif work.is_blocking and not may_sleep:
-            return False
         else:
             try:
                 # Tensors that were made in inference mode can be written to only in it.
                 with torch.inference_mode():
-                    if not self._go_on(work, may_sleep):
+                    if not self._go_on(work, until):
                         return False
             except BaseException as caught:
                 self._break(f"{work.name}: {str(caught) or type(caught).__name__}")
@@ -294,18 +307,24 @@ class Execution:
         work.end(error)
         return True
 
-    def _go_on(self, work: ShmWork, may_sleep: bool) -> bool:
+    def _go_on(self, work: ShmWork, until: float) -> bool:
         spin_until = 0.0
-        patience_until = time.monotonic() + PATIENCE_S
         while not work.advance():
             now = time.monotonic()
             spin_until = spin_until or now + work.exchange.spin_s
             if now < spin_until:
                 os.sched_yield()
                 continue
-            if may_sleep:
-                work.exchange.wait(work.deadline)
-            elif now > patience_until or not _slept(work.exchange, patience_until):
+            if now >= until:
+                return False
+            # What is queued behind it may have less time.
+            deadline = min(queued.deadline for queued in tuple(self._queue))
+            try:
+                work.exchange.wait(min(deadline, until))
+            except TimeoutError as error:
+                if deadline <= until:
+                    raise TimeoutError(f"{error} before the timeout of the operation") from None
+                work.state = str(error)
                 return False
             spin_until = 0.0
         return True
@@ -315,34 +334,36 @@ class Execution:
             self._broken = reason
             self._rounds.break_off(reason)
 
-    def _wake_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="shm-process-group", daemon=True)
-            self._thread.start()
+    def _leave_to_thread(self) -> None:
+        if self._is_closed:
+            self._end_queue()
+            return
+        with self._is_starting_thread:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="shm-process-group", daemon=True)
+                self._thread.start()
         self._todo.release()
 
     def _run(self) -> None:
-        while True:
+        while not self._is_closed:
             self._todo.acquire()
-            if self._is_closed:
-                return
-            while self._queue:
-                self._is_running.acquire()
-                self._carry_out_first(may_sleep=True)
+            self._end_queue()
+
+    def _end_queue(self) -> None:
+        while self._queue:
+            self._is_running.acquire()
+            self._carry_out_first(until=math.inf)
+
+
+def is_asynchronous(opts: Any) -> bool:
+    """Whether the caller goes on while the operation does; so it may where options do not say it (torch before 2.8)."""
+    return bool(getattr(opts, "asyncOp", True))
 
 
 def deadline_of(opts: Any, timeout: timedelta) -> float:
     """Until when an operation may take, on the monotonic clock, in seconds: by its own timeout, or its group's."""
     seconds = opts.timeout.total_seconds()
     return time.monotonic() + (seconds if seconds > 0 else timeout.total_seconds())
-
-
-def _slept(exchange: Exchange, until: float) -> bool:
-    try:
-        exchange.wait(until)
-    except TimeoutError:
-        return False
-    return True
 
 
 _open: "weakref.WeakSet[Execution]" = weakref.WeakSet()

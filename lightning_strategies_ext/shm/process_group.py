@@ -1,15 +1,15 @@
 """The ``shm`` process group: torch.distributed's collectives for CPU tensors of the ranks of one host.
 
 What it does not do itself is done by a gloo group beside it: point to point, all-to-all, sparse tensors,
-``allgather_coalesced``, and whatever torch may add. Ranks of several hosts all-reduce inside each host here and between
-hosts over gloo, by one rank each; their other collectives go over gloo as a whole.
+``allgather_coalesced``, and whatever torch may add. So is what needs torch's dispatcher, since it is no tensor with
+memory: a DTensor is refused, and tensors that trace are traced, as with gloo. Ranks of several hosts all-reduce inside
+each host here and between hosts over gloo, by one rank each; their other collectives go over gloo as a whole.
 """
 # torch's stubs describe calls of a C++ class; torch.distributed calls a Python class in one way only, as here.
 # mypy: disable-error-code="override,assignment,call-arg"
 
-import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Final
@@ -20,14 +20,23 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from lightning_strategies_ext.shm import collectives
+from lightning_strategies_ext.shm.across_hosts import AllReduceAcrossHosts
 from lightning_strategies_ext.shm.calls import Kind, number_of
 from lightning_strategies_ext.shm.collectives import Plan
 from lightning_strategies_ext.shm.compiled import CompiledAllReduce
-from lightning_strategies_ext.shm.execution import Execution, ShmWork, deadline_of
+from lightning_strategies_ext.shm.execution import (
+    Exchange,
+    Execution,
+    Progress,
+    ShmWork,
+    deadline_of,
+    is_asynchronous,
+)
+from lightning_strategies_ext.shm.gloo import GlooBeside, or_by_dispatcher
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
+from lightning_strategies_ext.shm.tensors import flat, is_plain, is_tracing, then_copy
 
-Progress = Generator[None, None, None]
 _NOT_RECORDED: Final[AbstractContextManager[Any]] = nullcontext()
 
 
@@ -35,38 +44,39 @@ class ShmProcessGroup(dist.ProcessGroup):
     """A process group whose ranks share memory; made by :func:`.creation.create_process_group`.
 
     Args:
-        store: The group's.
         rank: Of this process.
         size: Number of ranks.
-        timeout: Of each operation.
         execution: What carries operations out.
         rounds: Of the ranks of this host.
         compiled: What all-reduces faster than rounds do, if there is a compiled library.
-        gloo: A group of all ranks, for what is not done here.
+        gloo: A backend of all ranks, for what is not done here.
         leaders: A gloo group of the first rank of each host, if there are several and this rank is one of them.
+
+    Attributes:
+        gloo: A group of torch's own with that backend.
     """
 
     def __init__(
         self,
-        store: dist.Store,
         rank: int,
         size: int,
-        timeout: timedelta,
         execution: Execution,
         rounds: Rounds,
         compiled: CompiledAllReduce | None,
-        gloo: Any,
+        gloo: GlooBeside,
         leaders: Any,
     ) -> None:
         super().__init__(rank, size)
-        # What is not overridden here goes to the backend of the tensors' device.
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._timeout = timeout
+        # What is not overridden here goes to the backend of the tensors' device. torch's way from here to there
+        # deadlocks on the GIL now and then; from a group that is none of Python's it does not.
+        self.gloo = dist.ProcessGroup(rank, size)
+        for group in (self, self.gloo):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._backend = gloo
         self._execution = execution
         self._rounds = rounds
         self._compiled = compiled
-        self._gloo = gloo
-        self._leaders = leaders
+        self._across_hosts = AllReduceAcrossHosts(rounds, leaders)
         self._spans_hosts = rounds.size < size
         self._finalizer = weakref.finalize(self, execution.close)
 
@@ -76,7 +86,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of the operations that are started from now on."""
-        self._timeout = timeout
+        self._backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
         """Leaves the other ranks; what is under way here or there fails. A second call does nothing."""
@@ -92,61 +102,86 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Reduces a tensor over all ranks, in place."""
         opts = opts or dist.AllreduceOptions()
         tensor = tensors[0]
-        if tensor.layout != torch.strided:
-            return self._gloo.allreduce(list(tensors), opts)
-        compiled, op = self._compiled, opts.reduceOp
+        compiled = self._compiled
         # The way that nearly all go is kept short: between two large tensors nothing of it is in the core's caches.
-        if compiled is not None and tensor.is_cpu and tensor.is_contiguous() and compiled.does(tensor, op):
+        if (
+            compiled is not None
+            and is_plain(tensor)
+            and tensor.is_cpu
+            and tensor.is_contiguous()
+            and compiled.does(tensor, opts.reduceOp)
+        ):
             with _recorded("all_reduce"):
-                return self._execution.all_reduce(compiled, tensor, opts, self._timeout)
-        return self.allreduce_coalesced(tensors, opts)
+                return self._execution.all_reduce(compiled, tensor, opts, self._backend.timeout)
+        if tensor.layout != torch.strided:
+            return self.gloo.allreduce(list(tensors), opts)
+        return self._all_reduce(tensors, opts)
 
+    @or_by_dispatcher("allreduce")
+    def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
+        return self._all_reduce_coalesced(tensors, opts)
+
+    @or_by_dispatcher("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces tensors over all ranks, in place."""
-        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
+
+    def _all_reduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         if self._spans_hosts:
-            return self._all_reduce_across_hosts(tensors, opts)
+            flats = [flat(tensor, "all_reduce") for tensor in tensors]
+            reductions = [self._reduction(opts, row) for row in flats]
+            deadline = deadline_of(opts, self._backend.timeout)
+            progress = self._across_hosts.go_through(flats, reductions, deadline)
+            return self._carry_out("all_reduce", progress, self._across_hosts, flats, tensors, tensors, deadline, opts)
         compiled = self._compiled
         if compiled is not None and all(compiled.does(tensor, opts.reduceOp) for tensor in tensors):
-            return self._start_compiled(compiled, tensors, opts)
+            flats = [flat(tensor, "all_reduce") for tensor in tensors]
+            progress = compiled.go_through([compiled.call_for(row, opts.reduceOp) for row in flats])
+            deadline = deadline_of(opts, self._backend.timeout)
+            return self._carry_out("all_reduce", progress, compiled, flats, tensors, tensors, deadline, opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.joined(
-                [collectives.all_reduce(self._rounds, flat, self._reduction(opts, flat)) for flat in flats]
+                [collectives.all_reduce(self._rounds, row, self._reduction(opts, row)) for row in flats]
             )
 
-        return self._start(Kind.ALL_REDUCE, plan, tensors, tensors, opts)
+        return self._start(Kind.ALL_REDUCE, plan, tensors, tensors, opts, op=opts.reduceOp)
 
+    @or_by_dispatcher("reduce")
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces a tensor over all ranks into that of the root."""
         opts = opts or dist.ReduceOptions()
         if self._spans_hosts:
-            return self._gloo.reduce(list(tensors), opts)
+            return self.gloo.reduce(list(tensors), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.reduce(self._rounds, flats[0], opts.rootRank, self._reduction(opts, flats[0]))
 
-        is_root = self.rank() == opts.rootRank
-        return self._start(Kind.REDUCE, plan, tensors, tensors if is_root else [], opts)
+        written = tensors if self.rank() == opts.rootRank else []
+        return self._start(
+            Kind.REDUCE, plan, tensors, tensors, opts, op=opts.reduceOp, root=opts.rootRank, written=written
+        )
 
+    @or_by_dispatcher("broadcast")
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies the root's tensor to all ranks."""
         opts = opts or dist.BroadcastOptions()
         if self._spans_hosts:
-            return self._gloo.broadcast(list(tensors), opts)
+            return self.gloo.broadcast(list(tensors), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.broadcast(self._rounds, flats[0], opts.rootRank)
 
-        is_root = self.rank() == opts.rootRank
-        return self._start(Kind.BROADCAST, plan, tensors, [] if is_root else tensors, opts)
+        written = [] if self.rank() == opts.rootRank else tensors
+        return self._start(Kind.BROADCAST, plan, tensors, tensors, opts, root=opts.rootRank, written=written)
 
+    @or_by_dispatcher("allgather")
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to all ranks."""
         opts = opts or AllgatherOptions()
         is_uneven = any(output.numel() != inputs[0].numel() for output in outputs[0])
         if self._spans_hosts or is_uneven or len(outputs[0]) != self.size():
-            return self._gloo.allgather([list(outputs[0])], list(inputs), opts)
+            return self.gloo.allgather([list(outputs[0])], list(inputs), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.all_gather(self._rounds, flats[1:], flats[0])
@@ -154,35 +189,38 @@ class ShmProcessGroup(dist.ProcessGroup):
         tensors = [inputs[0], *outputs[0]]
         return self._start(Kind.ALL_GATHER, plan, tensors, outputs[0], opts)
 
+    @or_by_dispatcher("_allgather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Copies each rank's tensor to all ranks, one after the other in one tensor."""
         if self._spans_hosts:
-            return self._gloo._allgather_base(output, input, opts or AllgatherOptions())
-        return self.all_gather_single_coalesced([output], [input], opts)
+            return self.gloo._allgather_base(output, input, opts or AllgatherOptions())
+        return self._all_gather_singles([output], [input], opts)
 
+    @or_by_dispatcher("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Does what :meth:`all_gather_single` does for each of some tensors."""
+        return self._all_gather_singles(outputs, inputs, opts)
+
+    def _all_gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or AllgatherOptions()
         self._check_sizes(outputs, inputs, "output")
         if self._spans_hosts:
-            return _All([self._gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+            return _All([self.gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
             return collectives.joined(
-                [
-                    collectives.all_gather(self._rounds, into.view(self.size(), -1).unbind(), flat)
-                    for into, flat in pairs
-                ]
+                [collectives.all_gather(self._rounds, into.view(self.size(), -1).unbind(), row) for into, row in pairs]
             )
 
         return self._start(Kind.ALL_GATHER, plan, [*outputs, *inputs], outputs, opts)
 
+    @or_by_dispatcher("gather")
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to the root."""
         opts = opts or dist.GatherOptions()
         if self._spans_hosts:
-            return self._gloo.gather([list(output) for output in outputs], list(inputs), opts)
+            return self.gloo.gather([list(output) for output in outputs], list(inputs), opts)
         into = list(outputs[0]) if self.rank() == opts.rootRank else []
         if any(output.numel() != inputs[0].numel() for output in into):
             raise ValueError("gather: the tensors of `gather_list` must have the size of `tensor`.")
@@ -190,13 +228,14 @@ class ShmProcessGroup(dist.ProcessGroup):
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.all_gather(self._rounds, flats[1:], flats[0], readers=[opts.rootRank])
 
-        return self._start(Kind.GATHER, plan, [inputs[0], *into], into, opts)
+        return self._start(Kind.GATHER, plan, [inputs[0], *into], into, opts, root=opts.rootRank)
 
+    @or_by_dispatcher("scatter")
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Copies each of the root's tensors to the rank that has its number."""
         opts = opts or dist.ScatterOptions()
         if self._spans_hosts:
-            return self._gloo.scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
+            return self.gloo.scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
         parts = list(inputs[0]) if self.rank() == opts.rootRank else []
         if any(part.numel() != outputs[0].numel() for part in parts):
             raise ValueError("scatter: the tensors of `scatter_list` must have the size of `tensor`.")
@@ -204,81 +243,87 @@ class ShmProcessGroup(dist.ProcessGroup):
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.scatter(self._rounds, flats[0], flats[1:], opts.rootRank)
 
-        return self._start(Kind.SCATTER, plan, [outputs[0], *parts], outputs, opts)
+        return self._start(Kind.SCATTER, plan, [outputs[0], *parts], outputs, opts, root=opts.rootRank)
 
+    @or_by_dispatcher("reduce_scatter")
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Reduces each of the tensors over all ranks into that of the rank that has its number."""
         opts = opts or dist.ReduceScatterOptions()
         is_uneven = any(part.numel() != outputs[0].numel() for part in inputs[0])
         if self._spans_hosts or is_uneven:
-            return self._gloo.reduce_scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
+            return self.gloo.reduce_scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             return collectives.reduce_scatter(self._rounds, flats[0], flats[1:], self._reduction(opts, flats[0]))
 
         tensors = [outputs[0], *inputs[0]]
-        return self._start(Kind.REDUCE_SCATTER, plan, tensors, outputs, opts)
+        return self._start(Kind.REDUCE_SCATTER, plan, tensors, outputs, opts, op=opts.reduceOp)
 
+    @or_by_dispatcher("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each rank its part."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return self._reduce_scatter_singles([output], [input], opts)
 
+    @or_by_dispatcher("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         """Does what :meth:`reduce_scatter_single` does for each of some tensors."""
+        return self._reduce_scatter_singles(outputs, inputs, opts)
+
+    def _reduce_scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         self._check_sizes(inputs, outputs, "input")
         if self._spans_hosts:
-            return _All([self._gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+            return _All([self.gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
             return collectives.joined(
                 [
                     collectives.reduce_scatter(
-                        self._rounds, into, flat.view(self.size(), -1).unbind(), self._reduction(opts, flat)
+                        self._rounds, into, row.view(self.size(), -1).unbind(), self._reduction(opts, row)
                     )
-                    for into, flat in pairs
+                    for into, row in pairs
                 ]
             )
 
-        return self._start(Kind.REDUCE_SCATTER, plan, [*outputs, *inputs], outputs, opts)
+        return self._start(Kind.REDUCE_SCATTER, plan, [*outputs, *inputs], outputs, opts, op=opts.reduceOp)
 
     def barrier(self, opts: Any = None) -> Any:
         """Ends on no rank before it has begun on all."""
         opts = opts or dist.BarrierOptions()
-        if self._spans_hosts:
-            return self._gloo.barrier(opts)
+        if self._spans_hosts or is_tracing():
+            return self.gloo.barrier(opts)
         return self._start(Kind.BARRIER, lambda _: collectives.barrier(self._rounds), [], [], opts)
 
-    # --- what gloo does: torch's way from here to a backend deadlocks on the GIL now and then ---
+    # --- what gloo does ---
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
         """Gives each rank its part of a tensor."""
-        return self._gloo.alltoall_base(output, input, output_sizes, input_sizes, opts or dist.AllToAllOptions())
+        return self.gloo.alltoall_base(output, input, output_sizes, input_sizes, opts or dist.AllToAllOptions())
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Gives each rank its tensor."""
-        return self._gloo.alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
+        return self.gloo.alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
 
     def allgather_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies tensors of each rank to all ranks."""
-        return self._gloo.allgather_coalesced(list(outputs), list(inputs), opts or AllgatherOptions())
+        return self.gloo.allgather_coalesced(list(outputs), list(inputs), opts or AllgatherOptions())
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Any:
         """Sends a tensor to one rank."""
-        return self._gloo.send(list(tensors), dst, tag)
+        return self.gloo.send(list(tensors), dst, tag)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> Any:
         """Receives a tensor from one rank."""
-        return self._gloo.recv(list(tensors), src, tag)
+        return self.gloo.recv(list(tensors), src, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Any:
         """Receives a tensor from any rank."""
-        return self._gloo.recv_anysource(list(tensors), tag)
+        return self.gloo.recv_anysource(list(tensors), tag)
 
     # As torch before 2.13 calls them.
     alltoall_base = all_to_all_single
@@ -296,58 +341,52 @@ class ShmProcessGroup(dist.ProcessGroup):
         tensors: Sequence[Tensor],
         outputs: Sequence[Tensor],
         opts: Any,
+        *,
+        op: Any = None,
+        root: int = 0,
+        written: Sequence[Tensor] | None = None,
     ) -> ShmWork:
+        """Starts a collective that goes in rounds.
+
+        Args:
+            kind: Which.
+            make_plan: Makes its rounds of the tensors as rows.
+            tensors: All that it reads or writes.
+            outputs: What its future gives.
+            opts: The caller's.
+            op: How it reduces, if it does.
+            root: The rank that has a part of its own, if one has.
+            written: Those of the tensors that this rank's part changes; the outputs if None.
+        """
         name = kind.name.lower()
         with torch.inference_mode():  # nothing here is to be differentiated
-            flats = [_flat(tensor, name) for tensor in tensors]
+            flats = [flat(tensor, name) for tensor in tensors]
             steps, lookahead = make_plan(flats)
-        deadline = deadline_of(opts, self._timeout)
-        progress = self._rounds.go_through(number_of(kind, flats), steps, lookahead, deadline)
-        if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in zip(flats, tensors, strict=True)):
-            progress = _then_copy(progress, flats, tensors, outputs)
-        work = ShmWork(name, progress, self._rounds, list(outputs), deadline, self._execution)
+        deadline = deadline_of(opts, self._backend.timeout)
+        number = number_of(kind, flats, getattr(op, "op", op), root)
+        progress = self._rounds.go_through(number, steps, lookahead, deadline)
+        written = outputs if written is None else written
+        return self._carry_out(name, progress, self._rounds, flats, tensors, written, deadline, opts, outputs)
+
+    def _carry_out(
+        self,
+        name: str,
+        progress: Progress,
+        exchange: Exchange,
+        flats: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        written: Sequence[Tensor],
+        deadline: float,
+        opts: Any,
+        outputs: Sequence[Tensor] | None = None,
+    ) -> ShmWork:
+        if any(row.data_ptr() != tensor.data_ptr() for row, tensor in zip(flats, tensors, strict=True)):
+            progress = then_copy(progress, flats, tensors, written)
+        outputs = written if outputs is None else outputs
+        work = ShmWork(name, progress, exchange, list(outputs), deadline, self._execution)
         with _recorded(name):
-            self._execution.start(work, is_asynchronous=opts.asyncOp)
+            self._execution.start(work, is_asynchronous(opts))
         return work
-
-    def _start_compiled(self, compiled: CompiledAllReduce, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
-        flats = [_flat(tensor, "all_reduce") for tensor in tensors]
-        deadline = deadline_of(opts, self._timeout)
-        progress = compiled.go_through(flats, opts.reduceOp)
-        if any(flat.data_ptr() != tensor.data_ptr() for flat, tensor in zip(flats, tensors, strict=True)):
-            progress = _then_copy(progress, flats, tensors, tensors)
-        work = ShmWork("all_reduce", progress, compiled, list(tensors), deadline, self._execution)
-        with _recorded("all_reduce"):
-            self._execution.start(work, is_asynchronous=opts.asyncOp)
-        return work
-
-    def _all_reduce_across_hosts(self, tensors: Sequence[Tensor], opts: Any) -> ShmWork:
-        with torch.inference_mode():
-            flats = [_flat(tensor, "all_reduce") for tensor in tensors]
-        reductions = [self._reduction(opts, flat) for flat in flats]
-        deadline = deadline_of(opts, self._timeout)
-        progress = _then_copy(self._up_across_and_down(flats, reductions, deadline), flats, tensors, tensors)
-        work = ShmWork("all_reduce", progress, self._rounds, list(tensors), deadline, self._execution, is_blocking=True)
-        with _recorded("all_reduce"):
-            self._execution.start(work, is_asynchronous=opts.asyncOp)
-        return work
-
-    def _up_across_and_down(
-        self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float
-    ) -> Progress:
-        for flat, reduction in zip(flats, reductions, strict=True):
-            if self._rounds.size > 1:
-                steps, lookahead = collectives.reduce(self._rounds, flat, 0, reduction.undivided())
-                yield from self._rounds.go_through(number_of(Kind.REDUCE, [flat]), steps, lookahead, deadline)
-            if self._leaders is not None:
-                between = dist.AllreduceOptions()
-                between.reduceOp = reduction.undivided().op
-                between.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-                self._leaders.allreduce([flat], between).wait()
-            if self._rounds.size > 1:
-                steps, lookahead = collectives.broadcast(self._rounds, flat, 0)
-                yield from self._rounds.go_through(number_of(Kind.BROADCAST, [flat]), steps, lookahead, deadline)
-            reduction.divide(flat)
 
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         return Reduction(opts.reduceOp, tensor.dtype, self.size())
@@ -379,25 +418,3 @@ class _All(dist.Work):
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else _NOT_RECORDED
-
-
-def _flat(tensor: Tensor, name: str) -> Tensor:
-    """The tensor as one row; a copy if it is not contiguous."""
-    if tensor.device.type != "cpu":
-        raise ValueError(
-            f"{name}: the process group 'shm' moves tensors of the CPU, and this one is on {tensor.device}. Use"
-            " 'nccl' for GPUs."
-        )
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: the process group 'shm' moves dense tensors here, and this one is {tensor.layout}.")
-    return tensor.detach().contiguous().view(-1)
-
-
-def _then_copy(
-    progress: Progress, flats: Sequence[Tensor], tensors: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> Progress:
-    yield from progress
-    ids = {id(output) for output in outputs}
-    for flat, tensor in zip(flats, tensors, strict=True):
-        if id(tensor) in ids and flat.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(flat.view(tensor.shape))

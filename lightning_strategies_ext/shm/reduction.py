@@ -25,6 +25,8 @@ _BY_OP: Final[dict[Any, Combine]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
+#: Reductions, by name and dtype, that torch has been seen to compute.
+_defined: set[tuple[str, torch.dtype]] = set()
 _BITWISE: Final = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
@@ -55,6 +57,8 @@ class Reduction:
         self.op = kind
         self._combine = combine
         self._num_ranks = num_ranks
+        # Tried out now, it is an error of this rank; once others have been told of it, one of the whole group.
+        self._check_is_defined(dtype)
 
     def __call__(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Reduces tensors of one shape into ``out``, which may be one of them."""
@@ -77,6 +81,16 @@ class Reduction:
         undivided = copy(self)
         undivided.op = ReduceOp.SUM if self.op == ReduceOp.AVG else self.op
         return undivided
+
+    def _check_is_defined(self, dtype: torch.dtype) -> None:
+        if (self.op.name, dtype) in _defined:
+            return
+        try:
+            sample = torch.empty(1, dtype=dtype)
+            self([sample, sample, sample], sample.clone())
+        except RuntimeError as error:
+            raise ValueError(f"`op={self.op.name}` is not defined for {dtype}: {str(error).splitlines()[0]}") from error
+        _defined.add((self.op.name, dtype))
 
     def _fold(self, parts: Sequence[Tensor], out: Tensor) -> None:
         # `out` may be a part that has not had its turn.

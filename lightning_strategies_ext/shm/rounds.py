@@ -99,6 +99,7 @@ class Rounds:
             TimeoutError: If a peer does not take what is sent.
             DistBackendError: If the ranks are not in the same operation.
         """
+        # Messages count rounds in 16 bits, which is enough: ranks are never more than two rounds apart.
         total = sum(sum(step.num_bytes) for step in steps)
         for step in steps[:lookahead]:
             self._publish(operation, total, step, deadline)
@@ -137,7 +138,7 @@ class Rounds:
 
     def _publish(self, operation: int, total: int, step: Step, deadline: float) -> None:
         num_bytes = step.num_bytes[self.rank]
-        HEADER.pack_into(self._own_bytes, 0, ROUND, operation, self._published & 0xFFFFFFFF, total)
+        HEADER.pack_into(self._own_bytes, 0, ROUND, self._published & 0xFFFF, operation, total)
         length = HEADER.size
         if 0 < num_bytes <= INLINE_NUM_BYTES:
             length += num_bytes
@@ -153,12 +154,13 @@ class Rounds:
         peer, into = self._peers[place], self._bytes[place]
         if not self._links.receive(peer, into):
             return False
-        _, their_operation, number, their_total = HEADER.unpack_from(into)
-        if (their_operation, their_total, number) != (operation, total, self._read & 0xFFFFFFFF):
+        _, number, their_operation, their_total = HEADER.unpack_from(into)
+        own_number = self._read & 0xFFFF
+        if (their_operation, their_total, number) != (operation, total, own_number):
             theirs, ours = described(their_operation), described(operation)
             raise DistBackendError(
                 f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number},"
-                f" {their_total} bytes, and this rank in {ours}, round {self._read}, {total} bytes"
+                f" {their_total} bytes, and this rank in {ours}, round {own_number}, {total} bytes"
             )
         return True
 

@@ -1,0 +1,252 @@
+"""The rendezvous: how the ranks of one host find each other, and come to hold each other's sockets and segments.
+
+Each rank listens on a Unix socket without a name in any file system, whose address it tells the others through the
+group's store, and calls those whose rank is lower. Any user of the host can find such a socket. So the kernel is asked
+who calls, who calls must know a token that only the store has told, and all that come are heard together: a stranger
+that says nothing delays nobody.
+"""
+
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed import Store
+
+from lightning_strategies_ext.shm.links import Links, Peer, PeerLostError, polled
+
+_TOKEN_NUM_BYTES: Final = 16
+_HELLO: Final = struct.Struct(f"<I{_TOKEN_NUM_BYTES}s")
+#: What the kernel says of who has connected: process, user, group.
+_CREDENTIALS: Final = struct.Struct("3i")
+#: A listener takes no more calls while strangers have filled its queue; after so long, in seconds, it is called again.
+_CALL_AGAIN_S: Final = 0.01
+
+
+class Rendezvous:
+    """What a rank has while a process group is made.
+
+    Args:
+        rank: Of this process, in the group.
+        size: Number of ranks in the group.
+        store: The group's own.
+    """
+
+    def __init__(self, rank: int, size: int, store: Store) -> None:
+        self._rank = rank
+        self._size = size
+        self._store = store
+        self._token = secrets.token_bytes(_TOKEN_NUM_BYTES)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._address = f"lightning-strategies-ext-{secrets.token_hex(16)}"
+        self._listener.bind("\0" + self._address)
+        self._listener.listen(max(size, 128))
+
+    def announce(self, words: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+        """Tells all ranks of the group where this one is.
+
+        Args:
+            words: What else it has to say.
+            deadline: On the monotonic clock, in seconds.
+
+        Returns:
+            What each rank has said, in rank order: ``host``, ``address``, ``token``, ``pid`` and its words.
+
+        Raises:
+            TimeoutError: If a rank says nothing; names the ranks.
+        """
+        own = {"host": host_identity(), "address": self._address, "token": self._token.hex(), "pid": os.getpid()}
+        keys = [f"rank/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps({**own, **words}))
+        try:
+            self._store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            missing = [f"rank {rank} of the group" for rank, key in enumerate(keys) if not self._store.check([key])]
+            if not missing:
+                raise
+            raise _not_made(missing) from error
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def connect(
+        self, peers: Sequence[tuple[Peer, dict[str, Any]]], own_fd: int, deadline: float
+    ) -> tuple[Links, dict[Peer, int]]:
+        """Connects this rank with others of its host, and exchanges one file descriptor with each.
+
+        Args:
+            peers: The others, with what they have said.
+            own_fd: Given to each.
+            deadline: On the monotonic clock, in seconds.
+
+        Returns:
+            The links, and the descriptor that each peer gave.
+
+        Raises:
+            PeerLostError: If a peer has ended.
+            TimeoutError: If a peer does not come; names the ranks.
+        """
+        calls = _Calls(self._listener, self._rank, self._token, peers, own_fd)
+        try:
+            calls.carry_out(deadline)
+        except BaseException:
+            calls.give_up()
+            raise
+        finally:
+            calls.hang_up_on_strangers()
+        return Links(calls.sockets), calls.fds
+
+    def close(self) -> None:
+        """Takes no more calls."""
+        self._listener.close()
+
+
+class _Calls:
+    """The calls of one rank to peers of a lower rank, and those that it takes from others.
+
+    Attributes:
+        sockets: To the peers so far.
+        fds: What they gave.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        rank: int,
+        token: bytes,
+        peers: Sequence[tuple[Peer, dict[str, Any]]],
+        own_fd: int,
+    ) -> None:
+        self.sockets: dict[Peer, socket.socket] = {}
+        self.fds: dict[Peer, int] = {}
+        self._listener = listener
+        self._rank = rank
+        self._token = token
+        self._own_fd = own_fd
+        self._to_call = {peer: said for peer, said in peers if peer.rank < rank}
+        self._expected = {peer.rank: peer for peer, _ in peers if peer.rank > rank}
+        self._all = [peer for peer, _ in peers]
+        self._pids = {peer.pid for peer in self._all}
+        self._called: dict[int, Peer] = {}
+        self._callers: dict[int, socket.socket] = {}
+        self._poller = select.poll()
+
+    def carry_out(self, deadline: float) -> None:
+        """Returns when each peer has given its descriptor."""
+        self._poller.register(self._listener, select.POLLIN)
+        while missing := [peer for peer in self._all if peer not in self.fds]:
+            for peer in list(self._to_call):
+                self._call(peer)
+            until = min(deadline, time.monotonic() + _CALL_AGAIN_S) if self._to_call else deadline
+            events = polled(self._poller, until)
+            if not events and time.monotonic() >= deadline:
+                raise _not_made(map(str, missing))
+            for fd, _ in events:
+                if fd == self._listener.fileno():
+                    self._take_calls()
+                elif fd in self._callers:
+                    self._hear(fd)
+                else:
+                    self._receive_answer(fd)
+
+    def give_up(self) -> None:
+        """Closes what is open."""
+        for link in self.sockets.values():
+            link.close()
+        for fd in self.fds.values():
+            os.close(fd)
+
+    def hang_up_on_strangers(self) -> None:
+        """Closes what has connected and said nothing, which is no peer."""
+        for link in self._callers.values():
+            link.close()
+
+    def _call(self, peer: Peer) -> None:
+        said = self._to_call[peer]
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        link.setblocking(False)
+        try:
+            link.connect("\0" + said["address"])
+            socket.send_fds(link, [_HELLO.pack(self._rank, bytes.fromhex(said["token"]))], [self._own_fd])
+        except BlockingIOError:
+            link.close()
+            return
+        except ConnectionError:
+            link.close()
+            raise PeerLostError(f"{peer} has ended before the process group was made", peer) from None
+        del self._to_call[peer]
+        self.sockets[peer] = link
+        self._called[link.fileno()] = peer
+        self._poller.register(link, select.POLLIN)
+
+    def _receive_answer(self, fd: int) -> None:
+        peer = self._called.pop(fd)
+        self._poller.unregister(fd)
+        try:
+            received = socket.recv_fds(self.sockets[peer], 16, 1)[1]
+        except ConnectionError:
+            received = []
+        if not received:
+            raise PeerLostError(f"{peer} has ended before the process group was made", peer)
+        self.fds[peer] = received[0]
+
+    def _take_calls(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            if not self._may_be_a_peer(link):
+                link.close()
+                continue
+            link.setblocking(False)
+            self._callers[link.fileno()] = link
+            self._poller.register(link, select.POLLIN)
+
+    def _may_be_a_peer(self, link: socket.socket) -> bool:
+        """Whether the kernel says that it is a process of this user, or of root, or one that a rank has named."""
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, user, _ = _CREDENTIALS.unpack(credentials)
+        return user in (os.geteuid(), 0) or pid in self._pids
+
+    def _hear(self, fd: int) -> None:
+        """Lets in who knows the token."""
+        link = self._callers.pop(fd)
+        self._poller.unregister(fd)
+        try:
+            hello, received, _, _ = socket.recv_fds(link, _HELLO.size, 1)
+        except OSError:
+            hello, received = b"", []
+        rank, token = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, b"")
+        is_peer = secrets.compare_digest(token, self._token) and rank in self._expected and len(received) == 1
+        if not is_peer:
+            link.close()
+            for other in received:
+                os.close(other)
+            return
+        peer = self._expected.pop(rank)
+        self.sockets[peer], self.fds[peer] = link, received[0]
+        try:
+            socket.send_fds(link, [b"welcome"], [self._own_fd])
+        except ConnectionError:
+            raise PeerLostError(f"{peer} has ended before the process group was made", peer) from None
+
+
+def _not_made(missing: Iterable[str]) -> TimeoutError:
+    return TimeoutError(f"the process group is not made: {', '.join(missing)} did not come before the timeout ended")
+
+
+def host_identity() -> str:
+    """Tells apart hosts, and on one host what cannot reach each other's sockets: network namespaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    network = Path("/proc/self/ns/net")
+    try:
+        return f"{boot.read_text().strip()}/{network.readlink()}"
+    except OSError:
+        return socket.gethostname()
