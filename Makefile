@@ -15,7 +15,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test lint pytest bench clean
+.PHONY: demo test lint pytest conformance bench clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -29,6 +29,10 @@ lint: $(VENV)/.installed-dev
 
 pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(VENV)/bin/pytest
+
+# torch's own tests and programs of ours, over gloo and over shm; see docs/conformance.md, which it writes.
+conformance: $(VENV)/.installed-dev
+	$(RUN) -m tests.conformance --report docs/conformance.md
 
 bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.step_time

@@ -1,0 +1,114 @@
+"""``python -m tests.conformance``: runs torch's cases and our programs over gloo and over ``shm``, and compares.
+
+It writes the table of outcomes into ``docs/conformance.md`` and fails where something that gloo passes fails over
+``shm`` and is not in :mod:`.exceptions`, or where something in that list passes.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.conformance import program_cases, report, torch_cases
+from tests.conformance.exceptions import EXCEPTIONS
+from tests.conformance.outcomes import BACKENDS, FAILED, PASSED, SKIPPED, Outcome, Outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help="names, or beginnings that end in a dot or an asterisk; all if none")
+    parser.add_argument("--without-gloo", action="store_true", help="run torch's cases over shm alone")
+    parser.add_argument("--report", type=Path, help="where to write the table, in Markdown")
+    parser.add_argument("--json", type=Path, help="where to write the outcomes, with the traces of failures")
+    options = parser.parse_args(arguments)
+    names = [*torch_cases.names(), *program_cases.names()]
+    chosen = [name for name in names if not options.cases or any(is_meant(name, case) for case in options.cases)]
+    start_server()
+    outcomes = run_all(chosen, with_gloo=not options.without_gloo)
+    problems = judged(outcomes, is_complete=not options.cases)
+    if options.report:
+        options.report.write_text(report.markdown(outcomes))
+    if options.json:
+        options.json.write_text(report.as_json(outcomes))
+    print(report.summary(outcomes))
+    print("\n".join(problems))
+    return 1 if problems else 0
+
+
+def is_meant(name: str, case: str) -> bool:
+    """Whether a name is one, or begins as one, that was asked for."""
+    return name == case or (case.endswith((".", "*")) and name.startswith(case.rstrip("*")))
+
+
+def start_server() -> None:
+    """Has the ranks of all cases forked from a server that has imported what they need."""
+    multiprocessing.set_forkserver_preload([torch_cases.__name__, *program_cases.modules(), "torch._dynamo"])
+    program_cases.ranks.start_server()
+
+
+def run_all(names: Sequence[str], *, with_gloo: bool = True) -> Outcomes:
+    """Runs cases over both backends. What is skipped with gloo is so with ``shm``; what fails is run once more.
+
+    Args:
+        names: Of the cases.
+        with_gloo: Whether torch's cases run over gloo too; otherwise they count as passed there. Programs always do.
+    """
+    outcomes: Outcomes = {}
+    begin = time.monotonic()
+    for number, name in enumerate(names, start=1):
+        is_torchs = name.partition(".")[0] in torch_cases.SUITES
+        gloo = shm = run_twice_if_needed(name, "gloo") if with_gloo or not is_torchs else Outcome(PASSED)
+        if gloo.kind != SKIPPED:
+            shm = run_twice_if_needed(name, "shm", gloo)
+            said = ", ".join(f"{backend} {said_of(out)}" for backend, out in zip(BACKENDS, (gloo, shm), strict=True))
+            print(f"[{number}/{len(names)}, {time.monotonic() - begin:.0f} s] {name}: {said}", flush=True)
+        outcomes[name] = dict(zip(BACKENDS, (gloo, shm), strict=True))
+    return outcomes
+
+
+def run_twice_if_needed(name: str, backend: str, gloo: Outcome | None = None) -> Outcome:
+    """Runs a case, and once more if it fails, unless that is known; the second outcome counts, and says that it is."""
+    first = run(name, backend, gloo)
+    if first.kind != FAILED or name in EXCEPTIONS or (gloo is not None and gloo.kind == FAILED):
+        return first
+    second = run(name, backend, gloo)
+    if second.kind == FAILED:
+        return second
+    return Outcome(
+        second.kind, f"failed at first: {first.why}", second.seconds, first.details, second.result, attempts=2
+    )
+
+
+def run(name: str, backend: str, gloo: Outcome | None = None) -> Outcome:
+    """Runs a case; a program's results over ``shm`` must be those of gloo."""
+    if name.partition(".")[0] in torch_cases.SUITES:
+        return torch_cases.run(name, backend)
+    outcome = program_cases.run(name, backend)
+    return outcome if gloo is None else program_cases.compared(gloo, outcome)
+
+
+def judged(outcomes: Outcomes, *, is_complete: bool) -> list[str]:
+    """What is wrong with the outcomes, or with the list of exceptions, in lines."""
+    problems = []
+    for name, of in outcomes.items():
+        is_worse = of["gloo"].kind == PASSED and of["shm"].kind != PASSED
+        if is_worse and name not in EXCEPTIONS:
+            problems.append(f"FAILED over shm and not in the list of exceptions: {name}: {of['shm'].why}")
+        elif name in EXCEPTIONS and of["shm"].kind == PASSED:
+            problems.append(f"PASSED over shm, though in the list of exceptions: {name}")
+    if is_complete:
+        for name in EXCEPTIONS.keys() - outcomes.keys():
+            print(f"in the list of exceptions, and this torch has no such case: {name}")
+    return problems
+
+
+def said_of(outcome: Outcome) -> str:
+    """An outcome in a few words."""
+    return f"{outcome.kind}{f' ({outcome.why})' if outcome.why else ''} {outcome.seconds:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Programs of ours for what torch's wheel has no cases for: over gloo and over ``shm`` each must give the same bits.
+
+A program is a function that every rank calls when the default group is there; it returns what it has computed. All that
+is summed is summed over two ranks, or is whole: the order in which more numbers are added is the backend's affair.
+"""
+
+import importlib
+import os
+import unittest
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MODULES = ("functional", "dtensors", "fully_sharded", "data_parallel", "optimizers", "checkpoints", "groups")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program.
+
+    Attributes:
+        function: What each rank does.
+        world_size: On how many ranks.
+    """
+
+    function: Callable[[], Any]
+    world_size: int
+
+
+_programs: dict[str, Program] = {}
+
+
+def program(world_size: int = 2) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Decorates a function that is a program; its name is that of its module and its own."""
+
+    def add(function: Callable[[], Any]) -> Callable[[], Any]:
+        _programs[f"{function.__module__.rpartition('.')[2]}.{function.__name__}"] = Program(function, world_size)
+        return function
+
+    return add
+
+
+def all_programs() -> dict[str, Program]:
+    """All programs, by name."""
+    for name in MODULES:
+        importlib.import_module(f"{__name__}.{name}")
+    return _programs
+
+
+def run(backend: str, name: str) -> tuple[str, Any]:
+    """What one rank does: makes the default group and runs a program.
+
+    Returns:
+        ``("passed", result)``, or ``("skipped", reason)`` where this torch lacks something.
+    """
+    chosen = all_programs()[name]
+    dist.init_process_group(backend, rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    torch.manual_seed(7 + dist.get_rank())
+    try:
+        if backend == "shm":
+            from lightning_strategies_ext.shm.process_group import ShmProcessGroup
+
+            group = dist.distributed_c10d._get_default_group()
+            assert isinstance(group, ShmProcessGroup), f"the group should be of the backend 'shm' and is {group!r}"
+        return "passed", chosen.function()
+    except unittest.SkipTest as skip:
+        return "skipped", str(skip)
+    finally:
+        dist.destroy_process_group()
+
+
+def needed(where: str) -> Any:
+    """Something of torch's that another version may lack, or have elsewhere.
+
+    Args:
+        where: Its places, as ``module:name``, with spaces between.
+
+    Raises:
+        unittest.SkipTest: If it is in none of them.
+    """
+    for place in where.split():
+        module, _, name = place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+    raise unittest.SkipTest(f"torch {torch.__version__} has no {where}")
+
+
+def difference(ours: Any, theirs: Any, where: str = "") -> str:
+    """Where two results differ, if they do: tensors are compared bit by bit."""
+    if type(ours) is not type(theirs):
+        return f"{where or 'the result'}: {type(ours).__name__} and not {type(theirs).__name__}"
+    if isinstance(ours, torch.Tensor):
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            return f"{where}: {ours.dtype} {tuple(ours.shape)} and not {theirs.dtype} {tuple(theirs.shape)}"
+        is_same = torch.equal(_bits(ours), _bits(theirs))
+        return (
+            "" if is_same else f"{where}: other bits ({ours.flatten()[:4].tolist()}, {theirs.flatten()[:4].tolist()})"
+        )
+    if isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            return f"{where}: other keys"
+        return next((found for key in ours if (found := difference(ours[key], theirs[key], f"{where}.{key}"))), "")
+    if isinstance(ours, (list, tuple)):
+        if len(ours) != len(theirs):
+            return f"{where}: {len(ours)} and not {len(theirs)}"
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return next((found for index, pair in pairs if (found := difference(*pair, f"{where}[{index}]"))), "")
+    return "" if ours == theirs else f"{where}: {ours!r} and not {theirs!r}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,130 @@
+"""The table of outcomes."""
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
+
+import torch
+
+from tests.conformance.exceptions import EXCEPTIONS
+from tests.conformance.outcomes import FAILED, PASSED, SKIPPED, Outcomes
+from tests.conformance.torch_cases import LEFT_OUT, WORLD_SIZE
+
+HEADING = """# Torch's own tests, over `shm`
+
+Written by `make conformance`, which runs the cases for process groups that torch's wheel carries, and programs of ours
+for what it has no cases for (FSDP2, DTensor, functional collectives, ZeRO, checkpoints, …), over gloo and then over
+`shm`. A program passes over `shm` when its results have the same bits as gloo's. Whatever gloo passes, `shm` passes, or
+the list in `tests/conformance/exceptions.py` says why not; the command fails if not, or if that list is out of date.
+
+For torch's cases the backend is called "gloo", and each group that would be gloo's is one of `shm`, which is checked
+when it is made. Cases that ask for GPUs run on the CPU, where `.cuda()` changes nothing; those that need one for other
+reasons fail with gloo too, and do not count. What fails is run once more.
+"""
+
+
+def summary(outcomes: Outcomes) -> str:
+    """How many cases passed, by suite, as a table."""
+    return "\n".join(_summary(outcomes))
+
+
+def markdown(outcomes: Outcomes) -> str:
+    """The whole report."""
+    day = datetime.now(timezone.utc).date()
+    where = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    parts = [
+        HEADING,
+        f"{day}: {where}; {WORLD_SIZE} ranks for `DistributedTest`.\n",
+        *_summary(outcomes),
+        "\n## Passed with gloo and not with `shm`\n",
+        *_table(("case", "why"), _worse(outcomes)),
+        "\n## Passed at the second attempt\n",
+        *_table(("case", "backend", "the first time"), _repeated(outcomes)),
+        "\n## Passed with neither\n",
+        *_table(
+            ("case", "with gloo"),
+            ((name, of["gloo"].why) for name, of in outcomes.items() if of["gloo"].kind == FAILED),
+        ),
+        "\n## Not run\n",
+        *_table(("reason", "cases"), _skipped(outcomes)),
+        "\n## Passed with both\n",
+        *_table(("suite", "cases"), _passed(outcomes)),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def as_json(outcomes: Outcomes) -> str:
+    """All that is known, but for what programs have computed."""
+    fields = ("kind", "why", "seconds", "attempts", "details")
+    return json.dumps(
+        {
+            name: {backend: {field: getattr(outcome, field) for field in fields} for backend, outcome in of.items()}
+            for name, of in outcomes.items()
+        },
+        indent=1,
+    )
+
+
+def _summary(outcomes: Outcomes) -> Iterator[str]:
+    counts: dict[str, Counter[str]] = {}
+    for name, of in outcomes.items():
+        count = counts.setdefault(name.partition(".")[0], Counter())
+        count["cases"] += 1
+        count["not run"] += of["gloo"].kind == SKIPPED
+        count["gloo"] += of["gloo"].kind == PASSED
+        count["shm"] += of["gloo"].kind == PASSED and of["shm"].kind == PASSED
+    total = sum(counts.values(), Counter())
+    keys = ("cases", "not run", "gloo", "shm")
+    rows = [(f"`{suite}`", *(str(count[key]) for key in keys)) for suite, count in counts.items()]
+    rows.append(("**together**", *(f"**{total[key]}**" for key in keys)))
+    return _table(("suite", "cases", "not run", "passed with gloo", "of these with `shm`"), rows)
+
+
+def _worse(outcomes: Outcomes) -> Iterator[tuple[str, str]]:
+    for name, of in outcomes.items():
+        if of["gloo"].kind == PASSED and of["shm"].kind != PASSED:
+            yield f"`{name}`", EXCEPTIONS.get(name) or f"**not in the list**: {_cell(of['shm'].why)}"
+
+
+def _repeated(outcomes: Outcomes) -> Iterator[tuple[str, str, str]]:
+    for name, of in outcomes.items():
+        for backend, outcome in of.items():
+            if outcome.attempts > 1:
+                yield f"`{name}`", backend, _cell(outcome.why)
+
+
+def _skipped(outcomes: Outcomes) -> Iterator[tuple[str, str]]:
+    reasons: dict[str, list[str]] = {}
+    for name, of in outcomes.items():
+        if of["gloo"].kind == SKIPPED:
+            reasons.setdefault(of["gloo"].why, []).append(f"`{name}`")
+    for reason, names in sorted(reasons.items()):
+        yield _cell(reason), ", ".join(names)
+    for name, reason in LEFT_OUT.items():
+        yield _cell(reason), f"`{name}`"
+
+
+def _passed(outcomes: Outcomes) -> Iterator[tuple[str, str]]:
+    suites: dict[str, list[str]] = {}
+    for name, of in outcomes.items():
+        if of["gloo"].kind == PASSED and of["shm"].kind == PASSED:
+            suite, _, case = name.partition(".")
+            suites.setdefault(suite, []).append(f"`{case}`")
+    for suite, cases in suites.items():
+        yield f"`{suite}`", ", ".join(cases)
+
+
+def _table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    lines = [" | ".join(row) for row in rows]
+    if not lines:
+        yield "None."
+        return
+    for line in (" | ".join(heading), " | ".join("---" for _ in heading), *lines):
+        yield f"| {line} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

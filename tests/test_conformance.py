@@ -1,0 +1,121 @@
+"""A part of torch's own tests and of our programs beside them. ``make conformance`` runs all, over gloo too."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_command
+
+pytestmark = pytest.mark.timeout(900)
+
+#: Cases of torch's that are quick, of every collective, in subgroups, asynchronous, with objects; DDP with each option.
+TORCH_CASES = [
+    "test_all_gather_coalesced_simple",
+    "test_all_gather_group",
+    "test_all_gather_into_cat_tensor_cuda",
+    "test_all_gather_object_subgroup",
+    "test_all_reduce_coalesced_sum",
+    "test_all_reduce_complex_unsupported_ops",
+    "test_all_reduce_group_max",
+    "test_all_reduce_multigpu_complex",
+    "test_all_reduce_sum",
+    "test_all_reduce_sum_async",
+    "test_all_reduce_sum_complex",
+    "test_all_to_all_group",
+    "test_barrier_full_group",
+    "test_barrier_timeout_group",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_broadcast_group",
+    "test_broadcast_object_list",
+    "test_ddp_broadcast_buffer",
+    "test_ddp_buffer_hook_allreduce_return_future",
+    "test_ddp_comm_hook_logging",
+    "test_ddp_control_flow_different_across_ranks",
+    "test_ddp_create_graph",
+    "test_ddp_forward_backward_hook",
+    "test_ddp_get_bucket_sizes",
+    "test_ddp_grad_div_uneven_inputs",
+    "test_ddp_hook_parity_allreduce",
+    "test_ddp_hook_with_optimizer_parity_adam_optimize_subset_False",
+    "test_ddp_ignore_params_arg",
+    "test_ddp_join_model_equivalence",
+    "test_ddp_logging_data_cpu",
+    "test_ddp_new_tensor_in_fwd",
+    "test_ddp_python_error_logged",
+    "test_ddp_static_graph_nested_types",
+    "test_ddp_sync_module_states",
+    "test_ddp_uneven_input_exception",
+    "test_destroy_group",
+    "test_detect_ddp_is_actually_static",
+    "test_different_graph_across_ranks",
+    "test_gather_group",
+    "test_gather_object_subgroup",
+    "test_irecv",
+    "test_isend",
+    "test_monitored_barrier_allreduce_hang",
+    "test_new_subgroups_by_enumeration",
+    "test_new_subgroups_with_group_param",
+    "test_post_localSGD_optimizer_parity",
+    "test_reduce_group_sum",
+    "test_reduce_sum",
+    "test_scatter_group",
+    "test_scatter_object_list",
+    "test_send_recv_any_source",
+    "test_sparse_all_reduce_sum",
+    "test_static_graph_api_cpu",
+    "test_stateless_api_with_ddp",
+    "test_sync_bn_logged",
+    "test_undefined_grad_parity_unused_parameters",
+    "test_DistributedDataParallelCPU_grad_is_view",
+]
+PROGRAMS = [
+    "functional.every_collective",
+    "functional.coalesced",
+    "functional.gradients",
+    "functional.traced",
+    "dtensors.redistributed",
+    "dtensors.operators",
+    "dtensors.tensor_parallel",
+    "dtensors.all_reduce_of_a_dtensor_is_refused_alike",
+    "fully_sharded.trains",
+    "fully_sharded.trains_in_bf16",
+    "fully_sharded.trains_replicated_and_sharded",
+    "data_parallel.hooks",
+    "data_parallel.joins_with_uneven_inputs",
+    "data_parallel.joins_with_gradients_divided_by_those_who_take_part",
+    "data_parallel.compiled",
+    "data_parallel.pipeline",
+    "optimizers.zero",
+    "optimizers.zero_and_ddp_join",
+    "checkpoints.of_fully_sharded_training",
+    "checkpoints.saved_in_the_background",
+    "groups.meshes",
+    "groups.methods_of_the_group",
+    "groups.objects",
+    "groups.many_at_once_with_futures",
+]
+NAMES = [*(f"DistributedTest.{name}" for name in TORCH_CASES), *PROGRAMS]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What has come of all cases; torch's run over ``shm`` alone."""
+    path: Path = tmp_path_factory.mktemp("conformance") / "outcomes.json"
+    command = run_command(
+        sys.executable, "-m", "tests.conformance", "--without-gloo", "--json", path, *NAMES, timeout_s=800
+    )
+    assert path.exists(), command.stdout
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_passes_over_shm(name: str, outcomes: dict[str, Any]) -> None:
+    if name not in outcomes:
+        pytest.skip(f"this torch has no {name}")
+    outcome = outcomes[name]["shm"]
+    if outcome["kind"] == "skipped":
+        pytest.skip(outcome["why"])
+    assert outcome["kind"] == "passed", f"{outcome['why']}\n{outcome['details']}"
