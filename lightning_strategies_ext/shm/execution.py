@@ -44,6 +44,9 @@ class Exchange(Protocol):
 #: thread. On a host whose cores are busy a thread that is woken waits for its turn, at each piece of a large tensor:
 #: a step with 4 MB of gradients then took up to three times as long.
 PATIENCE_S: Final = 1e-3
+#: torch before 2.7 lets go of the Python half of a handle that it has asked for in C++, as DDP does, and what is left
+#: of the handle then waits for ever.
+_IS_HELD_BY_TORCH: Final = torch.__version__ >= "2.7"
 
 
 class ShmWork(Work):
@@ -82,6 +85,8 @@ class ShmWork(Work):
         self._end: Future[Any] | None = None
         self._future: Future[Any]
         self._is_told = False
+        if not _IS_HELD_BY_TORCH:
+            execution.unclaimed.add(self)
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
@@ -109,12 +114,21 @@ class ShmWork(Work):
         Raises:
             torch.distributed.DistBackendError: If the operation has failed, or has not ended after ``timeout``.
         """
+        self._execution.unclaimed.discard(self)
         seconds = timeout.total_seconds()
         if not self._execution.complete(self, time.monotonic() + seconds if seconds > 0 else math.inf):
             raise DistBackendError(f"{self.name}: {self.state} in {timeout}. It goes on, and can be waited for again.")
+        self.check()
+        return True
+
+    def check(self) -> None:
+        """Raises what has gone wrong, if it has ended badly.
+
+        Raises:
+            torch.distributed.DistBackendError: That is it.
+        """
         if self._error is not None:
             raise self._error
-        return True
 
     def synchronize(self) -> None:
         """The same as :meth:`wait`: nothing here runs on a stream."""
@@ -155,6 +169,7 @@ class ShmWork(Work):
                 return
             self._is_told = True
         self._end.set_result(None)
+        self._execution.unclaimed.discard(self)
 
     def _outcome(self, end: "Future[Any]") -> Any:
         if self._error is not None:
@@ -167,10 +182,15 @@ class Execution:
 
     Args:
         rounds: What they are made of.
+
+    Attributes:
+        futures: Held while a future is made or fulfilled.
+        unclaimed: Handles that nobody has waited for yet, where torch does not hold them itself.
     """
 
     def __init__(self, rounds: Rounds) -> None:
         self.futures = threading.Lock()
+        self.unclaimed: set[ShmWork] = set()
         self._rounds = rounds
         self._queue: deque[ShmWork] = deque()
         self._is_running = threading.Lock()
@@ -232,7 +252,8 @@ class Execution:
     def _begin_queue(self, work: ShmWork, is_asynchronous: bool) -> None:
         # What a future calls in our own thread has nobody else to carry out what it starts.
         if not is_asynchronous or threading.current_thread() is self._thread:
-            work.wait()
+            self.complete(work)
+            work.check()
             return
         while self._queue and self._is_running.acquire(blocking=False):
             if not self._carry_out_first(until=time.monotonic() + PATIENCE_S):
