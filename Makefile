@@ -15,7 +15,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test lint pytest conformance bench clean
+.PHONY: demo test lint pytest conformance bench matrix clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -42,6 +42,21 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.spawn
 	$(RUN) -m benchmarks.horovod
 
+# Every corner of the declared versions, one after the other, in environments that are removed again; docs/versions.md
+# gets what they showed. One of them: make matrix CORNERS=py310. Some tests only, and no table: TESTS=tests/test_ddp.py.
+CORNERS ?=
+TESTS ?=
+MATRIX := .nox
+matrix: export PYTHON := $(PYTHON)
+matrix: export TORCH := $(TORCH)
+matrix: export HOROVOD_OPTIONS := $(HOROVOD_OPTIONS)
+matrix: $(MATRIX)/nox/bin/nox
+	$< --envdir $(MATRIX) $(if $(CORNERS),--session $(CORNERS)) -- $(TESTS)
+
+$(MATRIX)/nox/bin/nox:
+	$(PYTHON) -m venv $(MATRIX)/nox
+	$(MATRIX)/nox/bin/python -m pip install --quiet --disable-pip-version-check "nox>=2025.5"
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -59,4 +74,4 @@ $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist checkpoints lightning_logs
+	rm -rf $(VENV) $(MATRIX) build dist checkpoints lightning_logs

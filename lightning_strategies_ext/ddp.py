@@ -39,7 +39,9 @@ from lightning_strategies_ext.gradient_sync import (
     GradientSync,
     ModelAveraging,
     advise_static_graph,
+    check_ddp_kwargs,
     check_has_trainable_parameters,
+    wrap_in_ddp,
 )
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.optimizers import carry_over
@@ -104,9 +106,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         process_group.check_backend(process_group_backend)
         process_group.check_options(process_group_options, process_group_backend)
         process_group.check_timeout(timeout)
-        self._gradient_sync = GradientSync(
-            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, ddp_kwargs=kwargs
-        )
+        check_ddp_kwargs(kwargs)
+        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -255,7 +256,9 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self.model = self._setup_model(self.model)
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        return self._gradient_sync.wrap(model, self.root_device)
+        ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
+        self._gradient_sync.register_hook(ddp_model)
+        return ddp_model
 
     def model_to_device(self) -> None:
         """Moves the model to the device of this rank."""

@@ -1,13 +1,13 @@
 """How DDP exchanges gradients: torch's own arguments, communication hooks, and averaging of models instead.
 
-:class:`GradientSync` holds what the user asked for, refuses what cannot work when it is constructed, and later wraps a
-module. Both faces of the DDP strategy (Trainer and Fabric) use it.
+:class:`GradientSync` holds what the user asked for and refuses what cannot work when it is constructed;
+:func:`wrap_in_ddp` later wraps a module. Both faces of the DDP strategy (Trainer and Fabric) use them.
 """
 
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,17 +28,16 @@ _has_advised_static_graph = False
 
 @dataclass
 class GradientSync:
-    """What a user asked for of the gradient exchange.
+    """What a user asked for of the gradient exchange, beside torch's own arguments.
 
     Attributes:
         comm_state: First argument of the hook; a ``PostLocalSGDState`` asks for post-local SGD.
         comm_hook: ``hook(state, bucket) -> Future[Tensor]``, used instead of DDP's all-reduce, on any backend.
         comm_wrapper: Takes the hook and returns one, e.g. ``fp16_compress_wrapper``.
         averaging_period: Optimizer steps between two averagings of the models; with ``PostLocalSGDState`` only.
-        ddp_kwargs: Keyword arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, or is none of DDP's.
+        TypeError: If an argument is of the wrong kind.
         ValueError: If the combination has no effect or no meaning.
     """
 
@@ -46,34 +45,18 @@ class GradientSync:
     comm_hook: Callable[..., Any] | None = None
     comm_wrapper: Callable[..., Any] | None = None
     averaging_period: int | None = None
-    ddp_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_ddp_kwargs(self.ddp_kwargs)
         self._check_hook()
         self._check_averaging()
-        # Without it DDP keeps every gradient twice: in the parameter and in the bucket that is exchanged.
-        self.ddp_kwargs.setdefault("gradient_as_bucket_view", True)
 
-    def wrap(self, module: Module, device: torch.device) -> DistributedDataParallel:
-        """Returns ``module`` in DDP, with the communication hook registered; rank 0's weights are on every rank.
-
-        Raises:
-            ValueError: If no parameter of the module needs a gradient.
-        """
-        check_has_trainable_parameters(module)
-        context: AbstractContextManager[Any] = nullcontext()
-        if device.type == "cuda":
-            # DDP must be built on a side stream for CUDA graphs to work later (torch's CUDA notes).
-            context = torch.cuda.stream(torch.cuda.Stream())
-        with context:
-            model = DistributedDataParallel(
-                module, device_ids=None if device.type == "cpu" else [device.index], **self.ddp_kwargs
-            )
+    def register_hook(self, model: DistributedDataParallel) -> None:
+        """Has ``model`` exchange its gradients through the communication hook, if there is one."""
         if self.comm_hook is not None:
             hook = self.comm_hook if self.comm_wrapper is None else self.comm_wrapper(self.comm_hook)
-            model.register_comm_hook(state=self.comm_state, hook=hook if device.type == "cuda" else _renamed(hook))
-        return model
+            model.register_comm_hook(
+                state=self.comm_state, hook=hook if model.device.type == "cuda" else _renamed(hook)
+            )
 
     def create_averaging(self, optimizers: Iterable[Optimizer], num_local_ranks: int) -> "ModelAveraging | None":
         """Returns what averages the models of post-local SGD, or None if that was not asked for.
@@ -173,6 +156,62 @@ class ModelAveraging:
             )
 
 
+def wrap_in_ddp(
+    module: Module, device: torch.device, gradient_as_bucket_view: bool = True, **ddp_kwargs: Any
+) -> DistributedDataParallel:
+    """Returns ``module`` in DDP; rank 0's weights are on every rank then.
+
+    The strategies call it with the ``**kwargs`` they were constructed with. That call and the one in here are how
+    LightningCLI finds DDP's arguments in whatever torch is installed, to offer them by name: its parser follows
+    keyword arguments through the source, and leaves out those that a call decides itself.
+
+    Args:
+        module: What is to be trained.
+        device: Of this rank.
+        gradient_as_bucket_view: Whether gradients are views of the buckets that are exchanged; else DDP keeps every
+            gradient twice.
+        **ddp_kwargs: Further arguments of DistributedDataParallel.
+
+    Raises:
+        ValueError: If no parameter of the module needs a gradient.
+    """
+    check_has_trainable_parameters(module)
+    context: AbstractContextManager[Any] = nullcontext()
+    if device.type == "cuda":
+        # DDP must be built on a side stream for CUDA graphs to work later (torch's CUDA notes).
+        context = torch.cuda.stream(torch.cuda.Stream())
+    with context:
+        return DistributedDataParallel(
+            module=module,
+            device_ids=None if device.type == "cpu" else [device.index],
+            output_device=None,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **ddp_kwargs,
+        )
+
+
+def check_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> None:
+    """Refuses, before processes start, what DistributedDataParallel would refuse in each.
+
+    Raises:
+        TypeError: If an argument is none of DDP's, or of the wrong kind.
+        ValueError: If a value cannot work.
+    """
+    unknown = sorted(set(ddp_kwargs) - _DDP_ARGUMENTS)
+    if unknown:
+        raise TypeError(
+            f"Unknown argument {', '.join(f'`{name}`' for name in unknown)}: neither the strategy nor"
+            f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(_DDP_ARGUMENTS))}."
+        )
+    cap = ddp_kwargs.get("bucket_cap_mb")
+    if cap is None:
+        return
+    if not isinstance(cap, (int, float)):
+        raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes), got {cap!r}.")
+    if not cap > 0:
+        raise ValueError(f"`bucket_cap_mb` must be positive (mebibytes), got {cap!r}.")
+
+
 def check_has_trainable_parameters(module: Module) -> None:
     """Refuses a module for which there is no gradient to exchange.
 
@@ -217,22 +256,6 @@ def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
         return future
 
     return exchange
-
-
-def _check_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> None:
-    unknown = sorted(set(ddp_kwargs) - _DDP_ARGUMENTS)
-    if unknown:
-        raise TypeError(
-            f"Unknown argument {', '.join(f'`{name}`' for name in unknown)}: neither the strategy nor"
-            f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(_DDP_ARGUMENTS))}."
-        )
-    cap = ddp_kwargs.get("bucket_cap_mb")
-    if cap is None:
-        return
-    if not isinstance(cap, (int, float)):
-        raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes), got {cap!r}.")
-    if not cap > 0:
-        raise ValueError(f"`bucket_cap_mb` must be positive (mebibytes), got {cap!r}.")
 
 
 def _check_hook_signature(name: str, hook: Callable[..., Any]) -> None:

@@ -27,8 +27,13 @@ from typing import Any
 
 import psutil
 import torch
+from lightning_utilities.core.imports import RequirementCache
 
 REPOSITORY = Path(__file__).parent.parent
+#: What keeps Lightning's detection of MPI from its costs in each rank.
+WITHOUT_MPI = (
+    {"MPI4PY_MPIABI": "none"} if RequirementCache("lightning>=2.6") else {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
+)
 #: What each rank finds in its environment besides; tests that set something undo it.
 rank_environment: dict[str, str] = {}
 _context = multiprocessing.get_context("forkserver")

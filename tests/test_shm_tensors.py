@@ -1,5 +1,6 @@
 """The promises of the ``shm`` process group about odd tensors, futures' values, and calls that ranks disagree on."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import outcomes_of_ranks, run_ranks
 from tests.shm_pools import start_shm
@@ -211,3 +213,49 @@ def test_ranks_that_disagree_are_told(on: str, said: list[str]):
         assert outcome.error is not None, outcome
         assert "do not call the same collectives" in outcome.error
         assert all(words in outcome.error for words in said), outcome
+
+
+def call_in_short() -> list[list[float]]:
+    rank, *both = groups()
+    results = []
+    for group in both:
+        whole, part = torch.arange(4.0) + rank, torch.zeros(2)
+        several, gathered, pair = [whole.clone() for _ in range(8)], [part.clone(), part.clone()], whole.split(2)
+        works = [
+            group.allreduce(several[0]),
+            group.allreduce(several[1], ReduceOp.MAX),
+            group.allreduce([several[2]], op=ReduceOp.MIN),
+            group.broadcast(several[3], 1),
+            group.broadcast(several[4], root=1, timeout=timedelta(seconds=20)),
+            group.reduce(several[5], 0, ReduceOp.MAX),
+            group.allgather(gathered, pair[0]),
+            group.scatter(part, list(pair) if rank == 1 else [], 1),
+            group.barrier(timeout=timedelta(seconds=20)),
+        ]
+        for work in works:
+            work.wait()
+        if rank == 1:
+            several[5].zero_()  # the others' result of a reduction to one rank is not defined
+        results.append(torch.cat([*several, *gathered, part]).tolist())
+    return results
+
+
+def test_the_short_forms_of_a_groups_methods_do_what_gloos_do():
+    for ours, theirs in run_ranks(call_in_short):
+        assert ours == theirs
+
+
+def train_compiled_with_buffers() -> tuple[str, list[float]]:
+    rank = start_shm()
+    torch.manual_seed(0)
+    module = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = torch.compile(module, backend="aot_eager")
+    for step in range(2):
+        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step * 2 + rank))).sum().backward()
+    return dist.get_backend(), module.module[0].weight.grad.flatten().tolist()
+
+
+def test_ddp_of_a_module_with_buffers_compiles():
+    (first, gradient), (_, other) = run_ranks(train_compiled_with_buffers)
+    assert first == "shm"
+    assert gradient == other

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.shm.compilation import VARIABLE as COMPILED
 from tests import ranks
@@ -91,6 +93,23 @@ def reduce_with_options_that_do_not_say() -> tuple[list[float], bool]:
 
 def test_options_that_do_not_say_whether_the_caller_waits_give_a_handle():
     assert run_ranks(reduce_with_options_that_do_not_say) == [([6.0, 3.0], True)] * 2
+
+
+def join_with_handles_that_cxx_keeps() -> list[float]:
+    rank = start_shm()
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    # Each step hands the handle of an all-reduce to DDP's reducer, which waits for it in the backward pass.
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(3 + 2 * rank):
+            model(torch.full((4, 2), rank + 1.0)).mean().backward()
+    return [round(value, 5) for value in model.module.weight.grad.flatten().tolist()]
+
+
+def test_a_handle_that_only_cxx_code_keeps_can_be_waited_for():
+    # Three steps with the mean of 1 and 2, and the last two of rank 1 alone.
+    assert run_ranks(join_with_handles_that_cxx_keeps, timeout_s=40)[1] == [3 * 1.5 + 2 * 2.0] * 2
 
 
 def destroy_with_operations_under_way(has_waited: bool) -> list[str]:

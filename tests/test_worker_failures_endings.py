@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_strategies_ext import WorkerRaisedError
 from tests.models import MLP, loader, make_trainer, state_of
 from tests.ranks import REPOSITORY, clean_environment, kill_tree
+from tests.shared_memory import PrivateSharedMemory, private_shared_memory
 from tests.test_worker_failures import (
     STEPS_BEFORE_FAILURE,
     Acts,
@@ -69,7 +70,7 @@ if __name__ == "__main__":
 class Run:
     """A script in the hands of a user, in a session of its own as in a terminal."""
 
-    def __init__(self, directory: Path, what: Callable[..., None], *args: Any) -> None:
+    def __init__(self, prefix: list[str], directory: Path, what: Callable[..., None], *args: Any) -> None:
         script = directory / "script.py"
         script.write_text(SCRIPT)
         self.directory = directory
@@ -79,7 +80,7 @@ class Run:
         environment = {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), what.__name__, *map(str, args)],
+                [*prefix, sys.executable, str(script), what.__name__, *map(str, args)],
                 env={**clean_environment(), **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -87,7 +88,7 @@ class Run:
             )
         self._known: list[psutil.Process] = []
 
-    def wait_for(self, *names: str, timeout_s: float = 60) -> None:
+    def wait_for(self, *names: str, timeout_s: float = 200) -> None:
         """Waits until files of these names are there."""
         deadline = time.monotonic() + timeout_s
         while missing := [name for name in names if not (self.directory / name).exists()]:
@@ -130,12 +131,21 @@ class Run:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def shared_memory() -> Iterator[PrivateSharedMemory]:
+    """A /dev/shm that only the test's processes use."""
+    with private_shared_memory() as shared_memory:
+        yield shared_memory
+
+
+@pytest.fixture
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
     """Starts a script that does one of the functions here, and stops what is left of it after the test."""
+    is_private = "shared_memory" in request.fixturenames
+    prefix = request.getfixturevalue("shared_memory").prefix if is_private else []
     runs = []
 
     def start(what: Callable[..., None], *args: Any) -> Run:
-        runs.append(Run(tmp_path, what, *args))
+        runs.append(Run(prefix, tmp_path, what, *args))
         return runs[-1]
 
     yield start
@@ -202,8 +212,7 @@ def let_the_test_look(directory: str) -> None:
 
 # Two workers each, and the server that some were forked from; after a failure, nothing is there at all.
 @pytest.mark.parametrize(("what", "num_processes"), [(fit_and_wait, 5), (fail_and_wait, 0)])
-def test_nothing_is_left_when_a_script_has_ended(start, tmp_path, what, num_processes):
-    files = shared_memory()
+def test_nothing_is_left_when_a_script_has_ended(start, tmp_path, shared_memory, what, num_processes):
     run = start(what, tmp_path)
     run.wait_for("here")
     processes = run.processes()
@@ -214,7 +223,7 @@ def test_nothing_is_left_when_a_script_has_ended(start, tmp_path, what, num_proc
     assert_gone(processes, within_s=1)
     assert "leaked" not in output
     run.wait_for_no_temporary_files()
-    assert_only_in_use(shared_memory() - files)
+    shared_memory.wait_until_empty()
 
 
 def train_while_others_are_idle(directory: str, training: str, *idle: str) -> None:
@@ -227,8 +236,7 @@ def train_while_others_are_idle(directory: str, training: str, *idle: str) -> No
 @pytest.mark.parametrize(
     ("training", "idle"), [("forkserver", ("fork", "forkserver")), ("fork", ()), ("spawn", ("fork",))]
 )
-def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, training, idle):
-    files = shared_memory()
+def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, shared_memory, training, idle):
     run = start(train_while_others_are_idle, tmp_path, training, *idle)
     run.wait_for("training0", "training1")
     processes = run.processes()
@@ -240,27 +248,7 @@ def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, traini
     # Now and then the directory of a dataloader worker's socket stays. What ends that worker was not found; torch's
     # handler of SIGTERM (2.13) would end it so, without Python's own cleaning up.
     run.wait_for_no_temporary_files(but="pymp-")
-    assert_only_in_use(shared_memory() - files)
-
-
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def assert_only_in_use(names: set[str]) -> None:
-    """Fails if a file in /dev/shm is there that no process maps: that of a running one is not what was left here."""
-    deadline = time.monotonic() + 5
-    while left := [name for name in names & shared_memory() if not is_mapped(f"/dev/shm/{name}")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-
-
-def is_mapped(path: str) -> bool:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if path in Path(f"/proc/{process.pid}/maps").read_text():
-                return True
-    return False
+    shared_memory.wait_until_empty()
 
 
 # --- Ctrl-C ---

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_strategies_ext import process_group, registry
 from lightning_strategies_ext.collectives import TorchCollectives
 from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method
-from lightning_strategies_ext.gradient_sync import GradientSync
+from lightning_strategies_ext.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
 from lightning_strategies_ext.parallel import check_devices, check_plugins
 
@@ -81,7 +81,8 @@ class DDPStrategy(FabricDDPStrategy):
                 " Leave it out and average the models in your loop with torch's PeriodicModelAverager, or use the"
                 " Trainer."
             )
-        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, ddp_kwargs=kwargs)
+        check_ddp_kwargs(kwargs)
+        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -122,7 +123,9 @@ class DDPStrategy(FabricDDPStrategy):
         Raises:
             ValueError: If no parameter of it needs a gradient.
         """
-        return self._gradient_sync.wrap(module, self.root_device)
+        model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
+        self._gradient_sync.register_hook(model)
+        return model
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`."""

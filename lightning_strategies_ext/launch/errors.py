@@ -11,6 +11,10 @@ class WorkerRaisedError(ProcessRaisedException):
         error_pid: Its process id.
     """
 
+    def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
+        super().__init__(msg, error_index, error_pid)
+        self.error_pid = error_pid  # torch 2.5 to 2.7 declare it and set ``pid`` instead
+
 
 class WorkerDiedError(ProcessExitedException):
     """A worker ended in the middle of its work: killed, out of memory, crashed.
@@ -20,3 +24,9 @@ class WorkerDiedError(ProcessExitedException):
         error_pid: Its process id.
         exit_code: Its exit code, negative for a signal; -1 where it is not known.
     """
+
+    def __init__(
+        self, msg: str, error_index: int, error_pid: int, exit_code: int, signal_name: str | None = None
+    ) -> None:
+        super().__init__(msg, error_index, error_pid, exit_code, signal_name)
+        self.error_pid = error_pid

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+import wrapt
 
 from lightning_strategies_ext.shm import compilation
 from lightning_strategies_ext.shm.compiled import MAX_RANKS, CompiledAllReduce
@@ -40,6 +41,7 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     """
     if options is not None and not isinstance(options, ShmOptions):
         raise TypeError(f"`pg_options={options!r}`: the backend 'shm' takes a ShmOptions, or None.")
+    _keep_dynamo_out()
     rank, size, store = torch_options.group_rank, torch_options.group_size, torch_options.store
     num_bytes = chosen_num_bytes(None if options is None else options.segment_num_bytes, size)
     timeout: timedelta = torch_options.timeout
@@ -77,6 +79,15 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         prefix = dist.PrefixStore("leaders", store)
         between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
     return ShmProcessGroup(rank, size, Execution(rounds), rounds, compiled, gloo, between)
+
+
+def _keep_dynamo_out() -> None:
+    """Has torch.compile leave the group's methods alone, which C++ code calls while a module is being traced.
+
+    DDP broadcasts buffers so; dynamo would trace our method and fail on a process group that it cannot look into. The
+    name is not public; it is there from torch 2.5 to 2.15.
+    """
+    wrapt.register_post_import_hook(lambda rules: rules.add(__package__), "torch._dynamo.trace_rules")
 
 
 def _compiled_library(rank: int) -> ctypes.CDLL | None:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Generator
 from datetime import timedelta
 from typing import Any, Final, Protocol
@@ -44,6 +44,14 @@ class Exchange(Protocol):
 #: thread. On a host whose cores are busy a thread that is woken waits for its turn, at each piece of a large tensor:
 #: a step with 4 MB of gradients then took up to three times as long.
 PATIENCE_S: Final = 1e-3
+#: C++ code that keeps a handle keeps its C++ half only; what is left when the Python half is gone waits for ever. DDP's
+#: `join` does so with the handle of a single float. So the last handles of tensors up to this size, in bytes, are held.
+_SMALL_NUM_BYTES: Final = 64
+_NUM_SMALL: Final = 256
+#: torch before 2.7 loses the Python half of every handle that it asks for in C++. Those are held until somebody waits;
+#: who starts operations and never waits for them is forgotten after so many.
+_LOSES_HANDLES: Final = torch.__version__ < "2.7"
+_MOST_UNCLAIMED: Final = 1024
 
 
 class ShmWork(Work):
@@ -95,6 +103,11 @@ class ShmWork(Work):
         """Why it has failed, if it has."""
         return self._error
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors that it fills."""
+        return sum(tensor.nbytes for tensor in self._outputs)
+
     def result(self) -> list[torch.Tensor]:
         """The tensors that it has filled."""
         return list(self._outputs)
@@ -109,12 +122,21 @@ class ShmWork(Work):
         Raises:
             torch.distributed.DistBackendError: If the operation has failed, or has not ended after ``timeout``.
         """
+        self._execution.unclaimed.pop(self, None)
         seconds = timeout.total_seconds()
         if not self._execution.complete(self, time.monotonic() + seconds if seconds > 0 else math.inf):
             raise DistBackendError(f"{self.name}: {self.state} in {timeout}. It goes on, and can be waited for again.")
+        self.check()
+        return True
+
+    def check(self) -> None:
+        """Raises what has gone wrong, if it has ended badly.
+
+        Raises:
+            torch.distributed.DistBackendError: That is it.
+        """
         if self._error is not None:
             raise self._error
-        return True
 
     def synchronize(self) -> None:
         """The same as :meth:`wait`: nothing here runs on a stream."""
@@ -155,6 +177,7 @@ class ShmWork(Work):
                 return
             self._is_told = True
         self._end.set_result(None)
+        self._execution.unclaimed.pop(self, None)
 
     def _outcome(self, end: "Future[Any]") -> Any:
         if self._error is not None:
@@ -167,10 +190,16 @@ class Execution:
 
     Args:
         rounds: What they are made of.
+
+    Attributes:
+        futures: Held while a future is made or fulfilled.
+        unclaimed: Handles that nobody has waited for yet, where torch loses them.
     """
 
     def __init__(self, rounds: Rounds) -> None:
         self.futures = threading.Lock()
+        self.unclaimed: OrderedDict[ShmWork, None] = OrderedDict()
+        self._small: deque[ShmWork] = deque(maxlen=_NUM_SMALL)
         self._rounds = rounds
         self._queue: deque[ShmWork] = deque()
         self._is_running = threading.Lock()
@@ -212,7 +241,7 @@ class Execution:
                     if compiled.begin(call):
                         if not is_asynchronous(opts):
                             return self._ended
-                        return ShmWork("all_reduce", None, compiled, [tensor], 0.0, self)
+                        return self._held(ShmWork("all_reduce", None, compiled, [tensor], 0.0, self))
                     work = ShmWork("all_reduce", compiled.go_on(), compiled, [tensor], deadline_of(opts, timeout), self)
                     # It has begun: what another thread has queued in the meantime comes after it.
                     self._queue.appendleft(work)
@@ -232,13 +261,24 @@ class Execution:
     def _begin_queue(self, work: ShmWork, is_asynchronous: bool) -> None:
         # What a future calls in our own thread has nobody else to carry out what it starts.
         if not is_asynchronous or threading.current_thread() is self._thread:
-            work.wait()
+            self.complete(self._held(work) if is_asynchronous else work)
+            work.check()
             return
+        self._held(work)
         while self._queue and self._is_running.acquire(blocking=False):
             if not self._carry_out_first(until=time.monotonic() + PATIENCE_S):
                 break
         if self._queue:
             self._leave_to_thread()
+
+    def _held(self, work: ShmWork) -> ShmWork:
+        if work.num_bytes <= _SMALL_NUM_BYTES:
+            self._small.append(work)
+        elif _LOSES_HANDLES:
+            self.unclaimed[work] = None
+            if len(self.unclaimed) > _MOST_UNCLAIMED:
+                self.unclaimed.popitem(last=False)
+        return work
 
     def complete(self, work: ShmWork, until: float = math.inf) -> bool:
         """Returns when an operation has ended; False if it has not at some time, on the monotonic clock in seconds."""

@@ -35,6 +35,7 @@ from lightning_strategies_ext.shm.execution import (
 from lightning_strategies_ext.shm.gloo import GlooBeside, or_by_dispatcher
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
+from lightning_strategies_ext.shm.short_forms import or_in_short
 from lightning_strategies_ext.shm.tensors import flat, is_plain, is_tracing, then_copy
 
 _NOT_RECORDED: Final[AbstractContextManager[Any]] = nullcontext()
@@ -98,28 +99,23 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     # --- collectives, as torch.distributed calls them ---
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
-        opts = opts or dist.AllreduceOptions()
-        tensor = tensors[0]
         compiled = self._compiled
         # The way that nearly all go is kept short: between two large tensors nothing of it is in the core's caches.
-        if (
-            compiled is not None
-            and is_plain(tensor)
-            and tensor.is_cpu
-            and tensor.is_contiguous()
-            and compiled.does(tensor, opts.reduceOp)
-        ):
-            with _recorded("all_reduce"):
-                return self._execution.all_reduce(compiled, tensor, opts, self._backend.timeout)
-        if tensor.layout != torch.strided:
-            return self.gloo.allreduce(list(tensors), opts)
-        return self._all_reduce(tensors, opts)
+        if compiled is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions:
+            (tensor, *_), opts = args
+            if is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and compiled.does(tensor, opts.reduceOp):
+                with _recorded("all_reduce"):
+                    return self._execution.all_reduce(compiled, tensor, opts, self._backend.timeout)
+        return self._all_reduce(*args, **kwargs)
 
+    @or_in_short(dist.AllreduceOptions, ["tensors"], ["op", "timeout"])
     @or_by_dispatcher("allreduce")
-    def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
-        return self._all_reduce_coalesced(tensors, opts)
+    def _all_reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        if tensors[0].layout != torch.strided:
+            return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
+        return self._all_reduce_coalesced(tensors, opts or dist.AllreduceOptions())
 
     @or_by_dispatcher("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
@@ -147,6 +143,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
         return self._start(Kind.ALL_REDUCE, plan, tensors, tensors, opts, op=opts.reduceOp)
 
+    @or_in_short(dist.ReduceOptions, ["tensor"], ["root", "op", "timeout"])
     @or_by_dispatcher("reduce")
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces a tensor over all ranks into that of the root."""
@@ -162,6 +159,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             Kind.REDUCE, plan, tensors, tensors, opts, op=opts.reduceOp, root=opts.rootRank, written=written
         )
 
+    @or_in_short(dist.BroadcastOptions, ["tensor"], ["root", "timeout"])
     @or_by_dispatcher("broadcast")
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies the root's tensor to all ranks."""
@@ -175,6 +173,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         written = [] if self.rank() == opts.rootRank else tensors
         return self._start(Kind.BROADCAST, plan, tensors, tensors, opts, root=opts.rootRank, written=written)
 
+    @or_in_short(AllgatherOptions, ["output_tensors", "input_tensor"], ["timeout"])
     @or_by_dispatcher("allgather")
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to all ranks."""
@@ -215,6 +214,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
         return self._start(Kind.ALL_GATHER, plan, [*outputs, *inputs], outputs, opts)
 
+    @or_in_short(dist.GatherOptions, ["output_tensors", "input_tensor"], ["root", "timeout"])
     @or_by_dispatcher("gather")
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to the root."""
@@ -230,6 +230,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
         return self._start(Kind.GATHER, plan, [inputs[0], *into], into, opts, root=opts.rootRank)
 
+    @or_in_short(dist.ScatterOptions, ["output_tensor", "input_tensors"], ["root", "timeout"])
     @or_by_dispatcher("scatter")
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Copies each of the root's tensors to the rank that has its number."""
@@ -245,6 +246,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
         return self._start(Kind.SCATTER, plan, [outputs[0], *parts], outputs, opts, root=opts.rootRank)
 
+    @or_in_short(dist.ReduceScatterOptions, ["output", "input"], ["op", "timeout"])
     @or_by_dispatcher("reduce_scatter")
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Reduces each of the tensors over all ranks into that of the rank that has its number."""
@@ -290,6 +292,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
         return self._start(Kind.REDUCE_SCATTER, plan, [*outputs, *inputs], outputs, opts, op=opts.reduceOp)
 
+    @or_in_short(dist.BarrierOptions, [], ["timeout"])
     def barrier(self, opts: Any = None) -> Any:
         """Ends on no rank before it has begun on all."""
         opts = opts or dist.BarrierOptions()

@@ -179,7 +179,8 @@ class _Calls:
             return
         except ConnectionError:
             link.close()
-            raise PeerLostError(f"{peer} has ended before the process group was made", peer) from None
+            what = "listens no more: it has ended, or has waited for others as long as it could"
+            raise PeerLostError(f"the process group is not made: {peer} {what}", peer) from None
         del self._to_call[peer]
         self.sockets[peer] = link
         self._called[link.fileno()] = peer
@@ -193,7 +194,7 @@ class _Calls:
         except ConnectionError:
             received = []
         if not received:
-            raise PeerLostError(f"{peer} has ended before the process group was made", peer)
+            raise PeerLostError(f"the process group is not made: {peer} has left", peer)
         self.fds[peer] = received[0]
 
     def _take_calls(self) -> None:
@@ -235,7 +236,7 @@ class _Calls:
         try:
             socket.send_fds(link, [b"welcome"], [self._own_fd])
         except ConnectionError:
-            raise PeerLostError(f"{peer} has ended before the process group was made", peer) from None
+            raise PeerLostError(f"the process group is not made: {peer} has left", peer) from None
 
 
 def _not_made(missing: Iterable[str]) -> TimeoutError:

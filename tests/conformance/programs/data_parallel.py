@@ -10,7 +10,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
-    quantization_hooks,
 )
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
@@ -84,7 +83,6 @@ def hooks() -> Any:
     for name, hook in {
         "allreduce": default_hooks.allreduce_hook,
         "fp16": default_hooks.fp16_compress_hook,
-        "quantized": quantization_hooks.quantization_pertensor_hook,
         "gathers": _hook_that_gathers,
         "chains": _hook_that_chains,
     }.items():

@@ -1,0 +1,54 @@
+"""The short forms of a process group's methods: one tensor, and settings by name, in place of lists and options.
+
+torch's own groups take both, and torch uses both: DDP calls ``group.allreduce(tensor)`` to match unused parameters.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from inspect import Parameter, Signature
+from typing import Any, Final, TypeVar, cast
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+Collective = TypeVar("Collective", bound=Callable[..., Any])
+#: Settings, and the option that each is.
+_OPTIONS: Final = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
+_SETTINGS: Final = (ReduceOp, ReduceOp.RedOpType, timedelta, int)
+
+
+def or_in_short(make_options: Callable[[], Any], tensors: Sequence[str], settings: Sequence[str]) -> Callable[..., Any]:
+    """Lets a collective be called in its short form too.
+
+    Args:
+        make_options: What the long form takes after its lists of tensors.
+        tensors: Names of the short form's tensors, or lists of tensors.
+        settings: Names of its settings, in their order; those of :data:`_OPTIONS`.
+    """
+    names = [*tensors, *settings]
+    short = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in names])
+
+    def decorate(collective: Collective) -> Collective:
+        @functools.wraps(collective)
+        def carried_out(group: Any, *args: Any, **kwargs: Any) -> Any:
+            is_short = any(isinstance(argument, (Tensor, *_SETTINGS)) for argument in args)
+            if not is_short and kwargs.keys().isdisjoint(names):
+                return collective(group, *args, **kwargs)
+            given = short.bind(*args, **kwargs).arguments
+            options = make_options()
+            for name in settings:
+                if given.get(name) is not None:
+                    setattr(options, _OPTIONS[name], given[name])
+            return collective(group, *(_listed(given[name], len(tensors)) for name in tensors), options)
+
+        return cast(Collective, carried_out)
+
+    return decorate
+
+
+def _listed(argument: Any, num_arguments: int) -> Any:
+    """One tensor as a list of one; of a collective that has several, a list of tensors as a list of one list."""
+    if isinstance(argument, Tensor) or (num_arguments > 1 and len(argument) > 0):
+        return [argument]
+    return argument

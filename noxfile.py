@@ -1,0 +1,111 @@
+"""The corners of the versions that pyproject.toml declares, one session each; ``make matrix`` runs them.
+
+Each session makes an environment of its own, builds Horovod, runs the whole test suite, writes its part of
+``docs/versions.md`` and removes the environment, which takes up to 8 GB with the CUDA packages that torch brings along.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import NamedTuple
+
+import nox
+from nox.command import CommandFailed
+
+
+class Corner(NamedTuple):
+    """Versions that are tested together: an interpreter, by version or by name, and what pip is asked for."""
+
+    python: str
+    torch: str
+    lightning: str
+
+
+CORNERS = {
+    "default": Corner(os.environ.get("PYTHON", "python3"), os.environ.get("TORCH", "torch"), "lightning"),
+    "py310": Corner("3.10", "torch==2.5.1", "lightning==2.5.0"),
+    "py311": Corner("3.11", "torch==2.7.1", "lightning==2.5.6"),
+    "py312": Corner("3.12", "torch==2.8.0", "lightning==2.6.0"),
+    "py313": Corner("3.13", "torch", "lightning"),
+}
+# An index that has a smaller torch than PyPI's, such as CPU builds.
+TORCH_INDEX = os.environ.get("MATRIX_TORCH_INDEX")
+# Leaves environments in place, to look at what has failed in them.
+IS_KEEPING = bool(os.environ.get("MATRIX_KEEP"))
+HOROVOD_OPTIONS = os.environ.get("HOROVOD_OPTIONS", "--mpi").split()
+
+nox.options.default_venv_backend = "venv"
+
+
+def find_python(wanted: str) -> str | None:
+    """The interpreter of a version: one on the path, or one of pyenv's, which are on the path only where chosen."""
+    candidates = [wanted]
+    if wanted[0].isdigit():
+        root = os.environ.get("PYENV_ROOT") or _output("pyenv", "root")
+        among_pyenvs = sorted(glob(f"{root}/versions/{wanted}.*/bin/python{wanted}")) if root else []
+        candidates = [f"python{wanted}", *reversed(among_pyenvs)]
+    # pyenv also puts programs on the path that find nothing to start, so each is asked where it is.
+    found = (_output(candidate, "-c", "import sys; print(sys.executable)") for candidate in candidates)
+    return next(filter(None, found), None)
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
+    """Installs, builds Horovod, tests, and says in the table how that went; with arguments, it tests only these."""
+    if not session.python:
+        write_row(session, name, "--problem", f"no Python {corner.python} was found")
+        session.error(f"There is no Python {corner.python} on the path, nor among pyenv's.")
+    with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
+        report, horovod_log = Path(directory, "report.xml"), Path(directory, "horovod.log")
+        findings = ["--report", str(report)]
+        try:
+            try:
+                install(session, corner)
+            except CommandFailed:
+                findings += ["--problem", f"pip could not install {corner.torch}, {corner.lightning} and the package"]
+                raise
+            try:
+                with horovod_log.open("w") as log:
+                    command = ("python", "-m", "lightning_strategies_ext", "install-horovod", *HOROVOD_OPTIONS)
+                    session.run(*command, stdout=log)
+            except CommandFailed:  # the other tests say what they can
+                session.warn(f"Horovod could not be built:\n{horovod_log.read_text()}")
+                findings += ["--horovod-log", str(horovod_log)]
+            session.run("pytest", f"--junitxml={report}", *session.posargs)
+        finally:
+            if not session.posargs:
+                write_row(session, name, *findings)
+            if not IS_KEEPING:
+                shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+
+
+def install(session: nox.Session, corner: Corner) -> None:
+    """Installs the corner's torch and Lightning, and the package with what its tests need."""
+    # What pip would keep of several versions of torch and CUDA fills a disk.
+    session.env["PIP_NO_CACHE_DIR"] = os.environ.get("PIP_NO_CACHE_DIR", "1")
+    if TORCH_INDEX:
+        session.install(corner.torch, "--index-url", TORCH_INDEX)
+    session.install(corner.torch, corner.lightning, "--editable", ".[dev]")
+
+
+def write_row(session: nox.Session, name: str, *findings: str) -> None:
+    """Lets the corner's interpreter, or that of nox where there is none, write what was found."""
+    python = "python" if session.python else sys.executable
+    session.run(python, "-m", "tests.versions_table", name, *findings, external=True)
+
+
+for _name, _corner in CORNERS.items():
+    _run = partial(run_corner, name=_name, corner=_corner)
+    _run.__doc__ = ", ".join(_corner)
+    nox.session(_run, name=_name, python=find_python(_corner.python) or False)

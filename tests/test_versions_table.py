@@ -1,0 +1,125 @@
+"""The table of ``docs/versions.md``: a corner's row says what its tests did, and touches no other corner's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import versions_table
+from tests.ranks import run_script
+
+TESTS = """
+import os, pytest
+
+def test_passes(): pass
+def test_fails(): assert False
+def test_skips(): pytest.skip("no second\\nhost here")
+@pytest.mark.skipif(True, reason="too old | too new")
+def test_is_not_for_this_version(): pass
+@pytest.fixture
+def broken(): raise OSError
+def test_has_no_fixture(broken): pass
+@pytest.fixture
+def left(): yield; raise OSError
+def test_passes_and_leaves_a_mess(left): pass
+@pytest.mark.forked
+def test_dies(): os._exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pytest reports of tests that end in each of the ways that there are."""
+    directory = tmp_path_factory.mktemp("tested")
+    (directory / "test_it.py").write_text(TESTS)
+    options = ("-p", "no:cacheprovider", "--junitxml=report.xml")
+    assert run_script("-m", "pytest", *options, "test_it.py", cwd=directory).returncode == 1
+    return directory / "report.xml"
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a page that has a place for the table."""
+    page = f"# Versions\n\nBefore.\n\n{versions_table.BEGIN}\n{versions_table.END}\n\nAfter.\n"
+    (tmp_path / "versions.md").write_text(page)
+    monkeypatch.setattr(versions_table, "PAGE", tmp_path / "versions.md")
+    monkeypatch.setattr(versions_table, "RESULTS", tmp_path / "versions.json")
+    return tmp_path
+
+
+def rows(pages: Path) -> dict[str, list[str]]:
+    """The cells of each corner's row."""
+    lines = [line for line in (pages / "versions.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    assert {len(row) for row in cells} == {len(cells[0])}
+    return {row[0]: row[1:] for row in cells[2:]}  # after the names of the columns and a line
+
+
+def results(pages: Path) -> Any:
+    return json.loads((pages / "versions.json").read_text())
+
+
+def test_each_test_counts_once_and_a_skip_keeps_its_reason(report: Path) -> None:
+    seen = versions_table.outcomes(report)
+    assert seen["passed"] == 1
+    assert sorted(name.partition("::")[2] for name in seen["failed"]) == [
+        *("test_dies", "test_fails", "test_has_no_fixture", "test_passes_and_leaves_a_mess"),
+    ]
+    assert seen["skipped"] == {
+        "no second\nhost here": ["test_it::test_skips"],
+        "too old | too new": ["test_it::test_is_not_for_this_version"],
+    }
+
+
+def test_a_run_of_one_corner_leaves_the_others_and_the_text_around(pages: Path, report: Path) -> None:
+    versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
+    before = rows(pages)
+    versions_table.main(["py310", "--report", str(report)])
+    after = rows(pages)
+    assert list(after) == ["py310", "py399"]
+    assert after["py399"] == before["py399"]
+    assert after["py310"][4:7] == ["1", "4", "2"]
+    page = (pages / "versions.md").read_text()
+    assert page.startswith("# Versions\n\nBefore.\n\n")
+    assert page.endswith("\n\nAfter.\n")
+    assert "- skipped: no second host here (`test_it::test_skips`)\n" in page
+    assert "- failed: `test_it::test_fails`\n" in page
+    versions_table.main(["py310", "--report", str(report)])
+    assert (pages / "versions.md").read_text().count("**py310**") == 1
+
+
+def test_a_corner_that_could_not_run_says_so_and_why(pages: Path, tmp_path: Path) -> None:
+    versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
+    versions_table.main(["py310", "--report", str(tmp_path / "there is none")])
+    assert [row[4] for row in rows(pages).values()] == ["not run", "not run"]
+    page = (pages / "versions.md").read_text()
+    assert "Not run: no Python 3.99 was found." in page
+    assert "Not run: pytest ended without a report." in page
+
+
+def test_a_corner_without_horovod_says_how_its_building_ended(pages: Path, report: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(f"Fetching the source.\n\nNinja is not here: {Path.home()}/bin is empty.\n")
+    versions_table.main(["py310", "--report", str(report), "--horovod-log", str(log)])
+    assert rows(pages)["py310"][3] == "none"
+    page = (pages / "versions.md").read_text()
+    assert "No Horovod: Fetching the source. Ninja is not here: ~/bin is empty.\n" in page
+
+
+def test_a_note_is_shown_until_its_corner_runs_again(pages: Path, report: Path) -> None:
+    versions_table.main(["py310", "--report", str(report)])
+    noted = results(pages)
+    noted["py310"]["note"] = "One file was run a second time."
+    (pages / "versions.json").write_text(json.dumps(noted))
+    versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
+    assert "One file was run a second time." in (pages / "versions.md").read_text()
+    versions_table.main(["py310", "--report", str(report)])
+    assert "One file was run a second time." not in (pages / "versions.md").read_text()
+
+
+def test_a_page_without_a_place_for_the_table_is_left_alone(pages: Path) -> None:
+    (pages / "versions.md").write_text("# Versions\n")
+    with pytest.raises(ValueError, match="lacks the lines"):
+        versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
+    assert (pages / "versions.md").read_text() == "# Versions\n"
