@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", help="names, or beginnings that end in a dot or an asterisk; all if none")
-    parser.add_argument("--without-gloo", action="store_true", help="run torch's cases over shm alone")
+    parser.add_argument(
+        "--without-gloo", action="store_true", help="run torch's cases over shm, and over gloo only what fails"
+    )
     parser.add_argument("--report", type=Path, help="where to write the table, in Markdown")
     parser.add_argument("--json", type=Path, help="where to write the outcomes, with the traces of failures")
     options = parser.parse_args(arguments)
@@ -54,19 +56,27 @@ def run_all(names: Sequence[str], *, with_gloo: bool = True) -> Outcomes:
 
     Args:
         names: Of the cases.
-        with_gloo: Whether torch's cases run over gloo too; otherwise they count as passed there. Programs always do.
+        with_gloo: Whether torch's cases run over gloo first; otherwise only those that fail do. Programs always do.
     """
     outcomes: Outcomes = {}
     begin = time.monotonic()
     for number, name in enumerate(names, start=1):
-        is_torchs = name.partition(".")[0] in torch_cases.SUITES
-        gloo = shm = run_twice_if_needed(name, "gloo") if with_gloo or not is_torchs else Outcome(PASSED)
-        if gloo.kind != SKIPPED:
-            shm = run_twice_if_needed(name, "shm", gloo)
-            said = ", ".join(f"{backend} {said_of(out)}" for backend, out in zip(BACKENDS, (gloo, shm), strict=True))
-            print(f"[{number}/{len(names)}, {time.monotonic() - begin:.0f} s] {name}: {said}", flush=True)
+        if with_gloo or not is_of_torch(name):
+            gloo = shm = run_twice_if_needed(name, "gloo")
+            if gloo.kind != SKIPPED:
+                shm = run_twice_if_needed(name, "shm", gloo)
+        else:
+            shm = run_twice_if_needed(name, "shm")
+            gloo = run_twice_if_needed(name, "gloo") if shm.kind == FAILED else Outcome(shm.kind, shm.why)
         outcomes[name] = dict(zip(BACKENDS, (gloo, shm), strict=True))
+        said = ", ".join(f"{backend} {said_of(outcome)}" for backend, outcome in outcomes[name].items())
+        print(f"[{number}/{len(names)}, {time.monotonic() - begin:.0f} s] {name}: {said}", flush=True)
     return outcomes
+
+
+def is_of_torch(name: str) -> bool:
+    """Whether a case is torch's, and not a program of ours."""
+    return name.partition(".")[0] in torch_cases.SUITES
 
 
 def run_twice_if_needed(name: str, backend: str, gloo: Outcome | None = None) -> Outcome:
@@ -84,7 +94,7 @@ def run_twice_if_needed(name: str, backend: str, gloo: Outcome | None = None) ->
 
 def run(name: str, backend: str, gloo: Outcome | None = None) -> Outcome:
     """Runs a case; a program's results over ``shm`` must be those of gloo."""
-    if name.partition(".")[0] in torch_cases.SUITES:
+    if is_of_torch(name):
         return torch_cases.run(name, backend)
     outcome = program_cases.run(name, backend)
     return outcome if gloo is None else program_cases.compared(gloo, outcome)

@@ -1,7 +1,7 @@
 """The cases that gloo passes and ``shm`` does not, each with the reason.
 
-``make conformance`` holds the list to be complete and up to date: a case that fails and is missing here, and one that is
-here and passes, are errors.
+``make conformance`` holds the list to be complete and up to date: a case that fails and is missing here is an error,
+and so is one that is here and passes.
 """
 
 _MONITORED_BARRIER = 'torch refuses `monitored_barrier` unless the backend is called "gloo", before it asks the group'
@@ -12,6 +12,6 @@ EXCEPTIONS: dict[str, str] = {
     "DistributedTest.test_monitored_barrier_gloo": _MONITORED_BARRIER,
     "DistributedTest.test_monitored_barrier_gloo_subgroup": _MONITORED_BARRIER,
     "DistributedTest.test_monitored_barrier_wait_all_ranks": _MONITORED_BARRIER,
-    "DistributedTest.test_ddp_profiling_torch_profiler": "wants the profiler's events of all-reduces to be marked as"
-    " asynchronous, that is, to begin and end on different threads; over `shm` the thread that starts one often ends it",
+    "DistributedTest.test_ddp_profiling_torch_profiler": "wants each all-reduce to begin and end on different"
+    " threads, by the profiler's events; over `shm` the thread that starts one often ends it",
 }
