@@ -32,11 +32,11 @@ from lightning_strategies_ext.shm.execution import (
     deadline_of,
     is_asynchronous,
 )
-from lightning_strategies_ext.shm.gloo import GlooBeside, or_by_dispatcher
+from lightning_strategies_ext.shm.gloo import AllOf, GlooBeside, or_by_dispatcher
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.short_forms import or_in_short
-from lightning_strategies_ext.shm.tensors import flat, is_plain, is_tracing, then_copy
+from lightning_strategies_ext.shm.tensors import check_one_part_per_rank, flat, is_plain, is_tracing, then_copy
 
 _NOT_RECORDED: Final[AbstractContextManager[Any]] = nullcontext()
 
@@ -73,6 +73,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         self.gloo = dist.ProcessGroup(rank, size)
         for group in (self, self.gloo):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            if hasattr(group, "_set_default_backend"):  # the flight recorder of torch 2.15 asks for it
+                group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._backend = gloo
         self._execution = execution
         self._rounds = rounds
@@ -202,9 +204,9 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _all_gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or AllgatherOptions()
-        self._check_sizes(outputs, inputs, "output")
+        check_one_part_per_rank(outputs, inputs, self.size(), "output")
         if self._spans_hosts:
-            return _All([self.gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+            return AllOf([self.gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
@@ -275,9 +277,9 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or dist.ReduceScatterOptions()
-        self._check_sizes(inputs, outputs, "input")
+        check_one_part_per_rank(inputs, outputs, self.size(), "input")
         if self._spans_hosts:
-            return _All([self.gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+            return AllOf([self.gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
@@ -393,30 +395,6 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         return Reduction(opts.reduceOp, tensor.dtype, self.size())
-
-    def _check_sizes(self, larger: Sequence[Tensor], smaller: Sequence[Tensor], name: str) -> None:
-        for whole, part in zip(larger, smaller, strict=True):
-            if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
-                raise ValueError(
-                    f"`{name}` of {whole.numel()} {whole.dtype} elements must have {self.size()} times the"
-                    f" {part.numel()} {part.dtype} elements of the other tensor, one part per rank."
-                )
-
-
-class _All(dist.Work):
-    """Several handles as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        for work in self._works:
-            work.wait() if timeout <= timedelta(0) else work.wait(timeout)
-        return True
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
