@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_strategies_ext.shm.execution import ShmWork
+from lightning_strategies_ext.shm.work import ShmWork
 from tests.shm_pools import TIMEOUT_S, Pool, start_shm
 from tests.shm_programs import Operation, difference, start, subgroups_of
 
