@@ -265,6 +265,9 @@ _open: "weakref.WeakSet[Execution]" = weakref.WeakSet()
 def _disown_all() -> None:
     for execution in _open:
         execution._broken = "it is of the process that this one was forked from"
+        # A thread that is not here may have held them.
+        execution._is_running, execution._is_starting_thread = threading.Lock(), threading.Lock()
+        execution.futures = threading.Lock()
 
 
 # A forked child has the shared memory too: what it would write there, the others would take for its parent's.
