@@ -116,7 +116,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @or_by_dispatcher("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces tensors over all ranks, in place."""
-        return self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
+        return _of_each(self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions()), tensors)
 
     def _all_reduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         if self._spans_hosts:
@@ -194,7 +194,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @or_by_dispatcher("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Does what :meth:`all_gather_single` does for each of some tensors."""
-        return self._all_gather_singles(outputs, inputs, opts)
+        return _of_each(self._all_gather_singles(outputs, inputs, opts), outputs)
 
     def _all_gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or AllgatherOptions()
@@ -267,7 +267,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         """Does what :meth:`reduce_scatter_single` does for each of some tensors."""
-        return self._reduce_scatter_singles(outputs, inputs, opts)
+        return _of_each(self._reduce_scatter_singles(outputs, inputs, opts), outputs)
 
     def _reduce_scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or dist.ReduceScatterOptions()
@@ -358,14 +358,14 @@ class ShmProcessGroup(dist.ProcessGroup):
             written: Those of the tensors that this rank's part changes; the outputs if None.
         """
         name = kind.name.lower()
-        with torch.inference_mode():  # nothing here is to be differentiated
+        with torch.inference_mode():
             flats = [flat(tensor, name) for tensor in tensors]
             steps, lookahead = make_plan(flats)
         deadline = deadline_of(opts, self._backend.timeout)
         number = number_of(kind, flats, getattr(op, "op", op), root)
         progress = self._rounds.go_through(number, steps, lookahead, deadline)
-        written = outputs if written is None else written
-        return self._carry_out(name, progress, self._rounds, flats, tensors, written, deadline, opts, outputs)
+        changed = outputs if written is None else written
+        return self._carry_out(name, progress, self._rounds, flats, tensors, changed, deadline, opts, outputs)
 
     def _carry_out(
         self,
@@ -389,6 +389,12 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         return Reduction(opts.reduceOp, tensor.dtype, self.size())
+
+
+def _of_each(work: Any, outputs: Sequence[Tensor]) -> Any:
+    """The handle of a coalesced operation, for which C++ code waits once per tensor."""
+    work.num_claims = len(outputs)
+    return work
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:

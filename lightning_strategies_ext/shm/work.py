@@ -41,6 +41,7 @@ class ShmWork(Work):
 
     Attributes:
         state: What is known of how far it is, for messages.
+        num_claims: How often C++ code will wait for it: for coalesced operations, once per tensor.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ShmWork(Work):
         self.deadline = deadline
         self.exchange = exchange
         self.state = "it has not ended"
+        self.num_claims = 1
         self._progress = progress
         self._outputs = outputs
         self._execution = execution
@@ -96,7 +98,9 @@ class ShmWork(Work):
         Raises:
             torch.distributed.DistBackendError: If the operation has failed, or has not ended after ``timeout``.
         """
-        self._execution.unclaimed.pop(self, None)
+        self.num_claims -= 1
+        if self.num_claims <= 0:
+            self._execution.unclaimed.pop(self, None)
         seconds = timeout.total_seconds()
         if not self._execution.complete(self, time.monotonic() + seconds if seconds > 0 else math.inf):
             raise DistBackendError(f"{self.name}: {self.state} in {timeout}. It goes on, and can be waited for again.")
@@ -151,7 +155,8 @@ class ShmWork(Work):
                 return
             self._is_told = True
         self._end.set_result(None)
-        self._execution.unclaimed.pop(self, None)
+        if self.num_claims <= 1:
+            self._execution.unclaimed.pop(self, None)
 
     def _outcome(self, end: "Future[Any]") -> Any:
         if self._error is not None:
