@@ -28,6 +28,7 @@ from benchmarks.ranks import join
 NUM_FEATURES = 64
 NUM_CLASSES = 10
 LEARNING_RATE = 0.01
+CPU = torch.device("cpu")
 #: Batches are used again after so many.
 NUM_DISTINCT_BATCHES = 16
 
@@ -204,18 +205,28 @@ def train_with_lightning(
     return timer.ms_per_step, parameters_to_vector(module.parameters()).detach().cpu()
 
 
-def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
+def train_by_hand(case: Case, length: Length, device: torch.device = CPU) -> tuple[float, Tensor]:
     """Trains with nothing but torch: what is left when a training framework costs nothing.
+
+    Args:
+        case: What to train.
+        length: How long.
+        device: Of this rank.
 
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
     """
     batches = Batches(case, length)
+    has_gpu = device.type == "cuda"
     # gradient_as_bucket_view as in ddp_ext: the hand-written loop should be a good one.
-    model = DistributedDataParallel(make_net(case), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        make_net(case).to(device), device_ids=[device] if has_gpu else None, gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     started_at = 0.0
     for index, (features, labels) in enumerate(batches):
+        if has_gpu:
+            features, labels = features.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         steps_optimizer = (index + 1) % case.accumulate == 0
         if index % case.accumulate == 0:
             optimizer.zero_grad()
@@ -226,12 +237,15 @@ def train_by_hand(case: Case, length: Length) -> tuple[float, Tensor]:
             optimizer.step()
         if case.logs_metric:
             mean = loss.detach().clone()
-            dist.all_reduce(mean)  # gloo has no mean
-            mean /= dist.get_world_size()
+            if has_gpu:
+                dist.all_reduce(mean, dist.ReduceOp.AVG)
+            else:
+                dist.all_reduce(mean)  # gloo has no mean
+                mean /= dist.get_world_size()
         if index == length.warmup - 1:
-            started_at = time.perf_counter()
-    ms_per_step = (time.perf_counter() - started_at) * 1e3 / length.steps
-    return ms_per_step, parameters_to_vector(model.parameters()).detach()
+            started_at = time_of_completion()
+    ms_per_step = (time_of_completion() - started_at) * 1e3 / length.steps
+    return ms_per_step, parameters_to_vector(model.parameters()).detach().cpu()
 
 
 def train_over(
@@ -275,10 +289,11 @@ def train_in_turn(
 
 
 def time_of_completion() -> float:
-    """The clock, once the GPUs have done what they were given."""
+    """The clock, once the GPUs that this process uses have done what they were given."""
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
+            if torch.cuda.memory_reserved(index):
+                torch.cuda.synchronize(index)
     return time.perf_counter()
 
 

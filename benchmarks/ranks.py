@@ -1,8 +1,8 @@
 """Starts the ranks of a benchmark on this host, once, and collects what each returns.
 
 A rank is a process with the environment variables that torchrun would give it, one torch thread, and a default process
-group, at first of gloo. Strategies measured in it find the group and use it, so what they run over is what the rank has
-joined last (:func:`join`).
+group, at first of gloo or, with a GPU per rank, of NCCL. Strategies measured in it find the group and use it, so what
+they run over is what the rank has joined last (:func:`join`).
 """
 
 import gc
@@ -22,13 +22,14 @@ _store: dist.Store | None = None
 _num_groups = 0
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, backend: str = "gloo") -> list[Any]:
     """Runs ``function(*args)`` on every rank of one process group.
 
     Args:
         function: Importable by name; its arguments and result travel as pickles of builtin types.
         *args: Of the function, the same on all ranks.
         world_size: Number of ranks.
+        backend: Of the group; with "nccl" each rank has the GPU with its number.
 
     Returns:
         What it returned, in rank order.
@@ -41,7 +42,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> 
     port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        context.Process(target=rank_main, args=(function, args, rank, world_size, port, pipes[rank][1]))
+        context.Process(target=rank_main, args=(function, args, rank, world_size, port, pipes[rank][1], backend))
         for rank in range(world_size)
     ]
     try:
@@ -79,7 +80,13 @@ def collect(receivers: list[Connection]) -> list[Any]:
 
 
 def rank_main(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, port: int, sender: Connection
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+    sender: Connection,
+    backend: str = "gloo",
 ) -> None:
     """What a rank's process runs: joins the group, calls the function, sends what it returned or raised."""
     os.environ.update(
@@ -88,7 +95,9 @@ def rank_main(
     torch.set_num_threads(1)
     try:
         open_store(rank, world_size, port)
-        join("gloo", rank, world_size)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        join(backend, rank, world_size)
         # What the imports left behind is no garbage: collections during a measurement need not walk through it.
         gc.collect()
         gc.freeze()
@@ -127,7 +136,8 @@ def join(backend: str, rank: int | None = None, world_size: int | None = None) -
     # Under a name of its own, since a group must not find what the one before has left in the store.
     store = dist.PrefixStore(f"group{_num_groups}", _store)
     _num_groups += 1
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
     dist.barrier()
 
 

@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_strategies_ext import __version__
+
 DEFAULT_OUTPUT = Path("benchmarks", "results")
 #: Runnable processes on this host before the benchmark added its own; other people's work shows in the spread.
 LOAD_AT_START = round(os.getloadavg()[0], 2)
@@ -79,7 +81,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "lightning": version("lightning"),
-        "lightning-strategies-ext": version("lightning-strategies-ext"),
+        "lightning-strategies-ext": __version__,
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load at start": LOAD_AT_START,

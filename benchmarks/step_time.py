@@ -3,11 +3,15 @@
     python -m benchmarks.step_time
     python -m benchmarks.step_time --hidden 32 --rounds 21
     python -m benchmarks.step_time --quick
+    python -m benchmarks.step_time --accelerator gpu
 
 Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in memory.
 Per width three cases: plain; one metric averaged over ranks per step (``self.log(..., sync_dist=True)``, in the
 hand-written loop one all-reduce); four batches per optimizer step (in the hand-written loop ``no_sync`` on the first
 three). The stock strategy talks over gloo; ours and the hand-written loop are measured over gloo and over our ``shm``.
+
+With ``--accelerator gpu`` two ranks with a GPU each, all over NCCL, and the GPUs are waited for when the clock is read.
+With one GPU there is one rank: nothing is exchanged then, and stock has no broadcast to wait for; the output says so.
 
 How it is measured: the ranks start once; in them the contenders take turns, one short training each per round, in an
 order that changes from round to round. Before one that talks over something else than the one before, the ranks leave
@@ -22,12 +26,15 @@ cores every other process shows in the numbers.
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.contenders import (
     Case,
@@ -67,7 +74,25 @@ GOALS = (
 )
 
 
-def measure(cases: list[Case], peer: str, rounds: int, length: Length) -> list[dict[str, Any]]:
+def contenders_on(accelerator: str, peer: str) -> dict[str, Callable[[Case, Length], tuple[float, Tensor]]]:
+    """What takes part: name → a training."""
+    if accelerator == "gpu":
+        device = torch.device("cuda", torch.cuda.current_device())
+        return {
+            peer: partial(train_with_lightning, peer, accelerator="gpu"),
+            OURS: partial(train_with_lightning, OURS, accelerator="gpu"),
+            BY_HAND: partial(train_by_hand, device=device),
+        }
+    return {
+        peer: partial(train_over, "gloo", partial(train_with_lightning, peer)),
+        OURS: partial(train_over, "shm", partial(train_with_lightning, OURS)),
+        OURS_OVER_GLOO: partial(train_over, "gloo", partial(train_with_lightning, OURS)),
+        BY_HAND: partial(train_over, "gloo", train_by_hand),
+        BY_HAND_OVER_SHM: partial(train_over, "shm", train_by_hand),
+    }
+
+
+def measure(cases: list[Case], accelerator: str, peer: str, rounds: int, length: Length) -> list[dict[str, Any]]:
     """Runs on every rank: all contenders, round by round, case by case.
 
     Returns:
@@ -75,13 +100,7 @@ def measure(cases: list[Case], peer: str, rounds: int, length: Length) -> list[d
         number of threads (``threads``) of this rank.
     """
     silence_lightning()
-    contenders = {
-        peer: partial(train_over, "gloo", partial(train_with_lightning, peer)),
-        OURS: partial(train_over, "shm", partial(train_with_lightning, OURS)),
-        OURS_OVER_GLOO: partial(train_over, "gloo", partial(train_with_lightning, OURS)),
-        BY_HAND: partial(train_over, "gloo", train_by_hand),
-        BY_HAND_OVER_SHM: partial(train_over, "shm", train_by_hand),
-    }
+    contenders = contenders_on(accelerator, peer)
     process = psutil.Process()
     results = []
     for case in cases:
@@ -103,6 +122,7 @@ def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str
     """Merges what the ranks measured of one case; the slower rank of a round counts."""
     ms = of_slowest_rank([rank["ms"] for rank in per_rank])
     pairs = [(peer, OURS), (peer, OURS_OVER_GLOO), (BY_HAND, OURS), (BY_HAND, BY_HAND_OVER_SHM)]
+    pairs = [(above, below) for above, below in pairs if below in ms]
     return {
         "case": case.label,
         "hidden": case.hidden,
@@ -154,14 +174,24 @@ def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], directory: Path) -> None:
+def ranks_in_words(accelerator: str, world_size: int) -> str:
+    """What was measured on, for titles."""
+    if accelerator == "cpu":
+        return f"{world_size} CPU ranks"
+    name = torch.cuda.get_device_name(0)
+    return f"{world_size} ranks on {name}" if world_size > 1 else f"1 rank, nothing exchanged, on {name}"
+
+
+def present(
+    summaries: list[dict[str, Any]], goals: list[dict[str, Any]], ranks: str, directory: Path, file_name: str
+) -> None:
     """Prints the tables and draws the plot."""
     names, ratios = list(summaries[0]["ms_per_step"]), list(summaries[0]["ratios"])
     labels = [summary["case"] for summary in summaries]
     times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
     factors = {ratio: [Spread(**summary["ratios"][ratio]) for summary in summaries] for ratio in ratios}
     print_table(
-        "ms per training step, 2 CPU ranks: median [quartiles]",
+        f"ms per training step, {ranks}: median [quartiles]",
         ["case", *names],
         [[label, *(times[name][row].text() for name in names)] for row, label in enumerate(labels)],
         caption=growth(summaries),
@@ -176,8 +206,8 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], direct
         print_goals(goals)
     draw(
         directory,
-        "step_time",
-        "Training step, 2 CPU ranks",
+        file_name,
+        f"Training step, {ranks}",
         [
             Panel("ms per step", labels, times, is_logarithmic=True),
             Panel("ratio of times", labels, factors, line_at=1, line_label="equal"),
@@ -188,6 +218,7 @@ def present(summaries: list[dict[str, Any]], goals: list[dict[str, Any]], direct
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu", help="what the ranks compute on")
     parser.add_argument("--peer", default="ddp", help="Lightning's strategy to compare with, by name")
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 10 give every order once")
@@ -199,6 +230,8 @@ def parse_arguments() -> argparse.Namespace:
         arguments.rounds, arguments.steps = 3, 20
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be positive")
+    if arguments.accelerator == "gpu" and not torch.cuda.is_available():
+        parser.error("--accelerator gpu: there is none, torch.cuda.is_available() is False")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")
     return arguments
@@ -214,13 +247,22 @@ def main() -> None:
         for hidden in arguments.hidden
         for case in (Case(hidden), Case(hidden, logs_metric=True), Case(hidden, accumulate=ACCUMULATE))
     ]
-    per_rank = run_ranks(measure, cases, arguments.peer, arguments.rounds, length)
+    is_cpu = arguments.accelerator == "cpu"
+    world_size = 2 if is_cpu else min(2, torch.cuda.device_count())
+    per_rank = run_ranks(
+        *(measure, cases, arguments.accelerator, arguments.peer, arguments.rounds, length),
+        world_size=world_size,
+        backend="gloo" if is_cpu else "nccl",
+    )
     summaries = [summarize(case, arguments.peer, list(ranks)) for case, *ranks in zip(cases, *per_rank, strict=True)]
     settings = {"peer": arguments.peer, "rounds": arguments.rounds, "warmup": length.warmup, "steps": length.steps}
-    goals = compare_with_goals(summaries)
-    present(summaries, goals, arguments.output)
+    ranks, file_name = ranks_in_words(arguments.accelerator, world_size), "step_time" if is_cpu else "step_time_gpu"
+    if not is_cpu:
+        settings.update(ranks=ranks, world_size=world_size)
+    goals = compare_with_goals(summaries) if is_cpu else []  # they are for gloo and shm
+    present(summaries, goals, ranks, arguments.output, file_name)
     payload = {"settings": settings, "goals": goals, "growth": growth(summaries), "results": summaries}
-    write_json(arguments.output, "step_time", payload)
+    write_json(arguments.output, file_name, payload)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -39,7 +39,12 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, programs: Sequence[Program]) -> str:
+    @property
+    def serves(self) -> Callable[[Connection], None]:
+        """What a rank does."""
+        return serve
+
+    def run(self, programs: Sequence[Any]) -> str:
         """Runs programs on all ranks.
 
         Returns:
@@ -85,7 +90,7 @@ class Pool:
             log = Path(self._directory.name, f"rank{rank}.log")
             process = ranks._context.Process(
                 target=ranks._rank_main,
-                args=(serve, (theirs,), rank, self.world_size, port, sender, log, self._environment),
+                args=(self.serves, (theirs,), rank, self.world_size, port, sender, log, self._environment),
             )
             process.start()
             theirs.close()
@@ -94,7 +99,7 @@ class Pool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _wrong(self, programs: Sequence[Program], answers: Sequence[Any]) -> str:
+    def _wrong(self, programs: Sequence[Any], answers: Sequence[Any]) -> str:
         said = [f"rank {rank}: {'no answer' if a is None else a[0]}" for rank, a in enumerate(answers) if not a or a[0]]
         if said:
             return "\n".join(said)

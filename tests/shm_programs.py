@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_strategies_ext.shm.execution import ShmWork
+from lightning_strategies_ext.shm.work import ShmWork
 
 SLOT_NUM_BYTES = 64 * 1024
 INLINE_NUM_BYTES = 16 * 1024

@@ -23,6 +23,7 @@ from torch.nn import functional
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy
 from tests.ddp_spawn_trainers import Stateful, seeded, spawn_trainer
 from tests.models import MLP, assert_same_bits, dataset, loader, make_trainer, state_of
+from tests.ranks import run_ranks
 from tests.test_against_stock import single_process_reference
 
 START_METHODS = ["forkserver", "spawn", "fork"]
@@ -96,6 +97,22 @@ def globals_of_this_process() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
     )
+
+
+_kept: list[Any] = []
+
+
+def use_workers(start_method: str) -> None:
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    strategy = DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2, start_method=start_method)
+    assert strategy.spawn(os.getpid) != os.getpid()
+    _kept.append(strategy)  # as the cycles of a Trainer keep it to the end; what is collected ends its workers
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_main_process_that_multiprocessing_has_started_ends_with_its_workers(start_method):
+    run_ranks(use_workers, start_method, world_size=1)  # waits ten seconds for the end of a process, then kills it
 
 
 # --- what comes back ---

@@ -143,13 +143,14 @@ def values_of_futures() -> tuple[list[Any], list[Any]]:
     for group, seen in zip((shm, gloo), values, strict=True):
         tensor = torch.full((2,), rank + 1.0)
         pair = [torch.zeros(2), torch.zeros(2)]
+        parts = [torch.ones(2), torch.ones(2)]
         works = [
             dist.broadcast(tensor.clone(), 0, group=group, async_op=True),
             dist.broadcast(tensor.clone(), 1, group=group, async_op=True),
             dist.all_reduce(tensor.clone(), group=group, async_op=True),
             dist.all_reduce(tensor.repeat(2).view(2, 2).t(), group=group, async_op=True),
             dist.all_gather(pair, tensor, group=group, async_op=True),
-            dist.scatter(tensor.clone(), pair if rank == 0 else None, src=0, group=group, async_op=True),
+            dist.scatter(tensor.clone(), parts if rank == 0 else None, src=0, group=group, async_op=True),
             dist.reduce(tensor.clone(), 0, group=group, async_op=True),
         ]
         for work in works:

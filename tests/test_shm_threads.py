@@ -1,5 +1,7 @@
 """The promises of a ``shm`` process group that several threads use, wait for with limits, and destroy under way."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -140,6 +142,33 @@ def test_futures_of_what_was_under_way_fail_when_the_group_is_destroyed(has_wait
     errors = run_ranks(destroy_with_operations_under_way, has_waited, timeout_s=30)[0]
     assert len(errors) == 5
     assert all("shut down" in error or "left" in error or "ended" in error for error in errors), errors
+
+
+def fork_while_a_thread_waits() -> tuple[int, float]:
+    rank = start_shm()
+    dist.barrier()
+    tensor = torch.ones(3)
+    if rank == 1:
+        time.sleep(2)
+        dist.all_reduce(tensor)
+        return 0, tensor[0].item()
+    thread = threading.Thread(target=dist.all_reduce, args=(tensor,))
+    thread.start()
+    time.sleep(0.3)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it if it waits for the thread that it does not have
+        try:
+            dist.all_reduce(torch.ones(3))
+        except dist.DistBackendError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    thread.join()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), tensor[0].item()
+
+
+def test_a_child_that_was_forked_while_a_thread_was_at_work_is_told_that_it_has_no_group():
+    assert run_ranks(fork_while_a_thread_waits, timeout_s=60) == [(7, 2.0), (0, 2.0)]
 
 
 def wait_too_short() -> tuple[str, float, float]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 from lightning_strategies_ext.launch import fork_server
@@ -87,6 +88,8 @@ class WorkerPool:
         if not _pools:
             atexit.unregister(_close_all)
             atexit.register(_close_all)  # after multiprocessing's own, which waits for children: ours runs before it
+        # A process that multiprocessing itself has started waits for its children before it comes to `atexit`.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
         self._owner = os.getpid()
         self._passed_through = passed_through
         self._workers: list[WorkerProcess] = []
@@ -189,6 +192,7 @@ class WorkerPool:
         if self._owner != os.getpid():
             return
         _pools.discard(self)
+        self._at_exit.cancel()
         for worker in workers:
             if worker.rank in self._busy:
                 worker.kill()

@@ -1,7 +1,7 @@
 """The gloo group beside a ``shm`` one: what it is told, and what is handed to it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -32,6 +32,24 @@ class GlooBeside(dist.ProcessGroupGloo):
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)
         self.timeout = timeout
+
+
+class AllOf(dist.Work):
+    """Several of its handles as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Waits for one after the other, for each as long."""
+        for work in self._works:
+            work.wait() if timeout <= timedelta(0) else work.wait(timeout)
+        return True
 
 
 def or_by_dispatcher(name: str) -> Callable[[Collective], Collective]:

@@ -24,19 +24,13 @@ from lightning_strategies_ext.shm.across_hosts import AllReduceAcrossHosts
 from lightning_strategies_ext.shm.calls import Kind, number_of
 from lightning_strategies_ext.shm.collectives import Plan
 from lightning_strategies_ext.shm.compiled import CompiledAllReduce
-from lightning_strategies_ext.shm.execution import (
-    Exchange,
-    Execution,
-    Progress,
-    ShmWork,
-    deadline_of,
-    is_asynchronous,
-)
-from lightning_strategies_ext.shm.gloo import GlooBeside, or_by_dispatcher
+from lightning_strategies_ext.shm.execution import Execution, deadline_of, is_asynchronous
+from lightning_strategies_ext.shm.gloo import AllOf, GlooBeside, or_by_dispatcher
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.short_forms import or_in_short
-from lightning_strategies_ext.shm.tensors import flat, is_plain, is_tracing, then_copy
+from lightning_strategies_ext.shm.tensors import check_one_part_per_rank, flat, is_plain, is_tracing, then_copy
+from lightning_strategies_ext.shm.work import Exchange, Progress, ShmWork
 
 _NOT_RECORDED: Final[AbstractContextManager[Any]] = nullcontext()
 
@@ -73,6 +67,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         self.gloo = dist.ProcessGroup(rank, size)
         for group in (self, self.gloo):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            if hasattr(group, "_set_default_backend"):  # the flight recorder of torch 2.15 asks for it
+                group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._backend = gloo
         self._execution = execution
         self._rounds = rounds
@@ -120,7 +116,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @or_by_dispatcher("allreduce_coalesced")
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces tensors over all ranks, in place."""
-        return self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
+        return _of_each(self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions()), tensors)
 
     def _all_reduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         if self._spans_hosts:
@@ -198,13 +194,13 @@ class ShmProcessGroup(dist.ProcessGroup):
     @or_by_dispatcher("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Does what :meth:`all_gather_single` does for each of some tensors."""
-        return self._all_gather_singles(outputs, inputs, opts)
+        return _of_each(self._all_gather_singles(outputs, inputs, opts), outputs)
 
     def _all_gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or AllgatherOptions()
-        self._check_sizes(outputs, inputs, "output")
+        check_one_part_per_rank(outputs, inputs, self.size(), "output")
         if self._spans_hosts:
-            return _All([self.gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+            return AllOf([self.gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
@@ -271,13 +267,13 @@ class ShmProcessGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         """Does what :meth:`reduce_scatter_single` does for each of some tensors."""
-        return self._reduce_scatter_singles(outputs, inputs, opts)
+        return _of_each(self._reduce_scatter_singles(outputs, inputs, opts), outputs)
 
     def _reduce_scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or dist.ReduceScatterOptions()
-        self._check_sizes(inputs, outputs, "input")
+        check_one_part_per_rank(inputs, outputs, self.size(), "input")
         if self._spans_hosts:
-            return _All([self.gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+            return AllOf([self.gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
@@ -362,14 +358,14 @@ class ShmProcessGroup(dist.ProcessGroup):
             written: Those of the tensors that this rank's part changes; the outputs if None.
         """
         name = kind.name.lower()
-        with torch.inference_mode():  # nothing here is to be differentiated
+        with torch.inference_mode():
             flats = [flat(tensor, name) for tensor in tensors]
             steps, lookahead = make_plan(flats)
         deadline = deadline_of(opts, self._backend.timeout)
         number = number_of(kind, flats, getattr(op, "op", op), root)
         progress = self._rounds.go_through(number, steps, lookahead, deadline)
-        written = outputs if written is None else written
-        return self._carry_out(name, progress, self._rounds, flats, tensors, written, deadline, opts, outputs)
+        changed = outputs if written is None else written
+        return self._carry_out(name, progress, self._rounds, flats, tensors, changed, deadline, opts, outputs)
 
     def _carry_out(
         self,
@@ -394,29 +390,11 @@ class ShmProcessGroup(dist.ProcessGroup):
     def _reduction(self, opts: Any, tensor: Tensor) -> Reduction:
         return Reduction(opts.reduceOp, tensor.dtype, self.size())
 
-    def _check_sizes(self, larger: Sequence[Tensor], smaller: Sequence[Tensor], name: str) -> None:
-        for whole, part in zip(larger, smaller, strict=True):
-            if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
-                raise ValueError(
-                    f"`{name}` of {whole.numel()} {whole.dtype} elements must have {self.size()} times the"
-                    f" {part.numel()} {part.dtype} elements of the other tensor, one part per rank."
-                )
 
-
-class _All(dist.Work):
-    """Several handles as one."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        super().__init__()
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        for work in self._works:
-            work.wait() if timeout <= timedelta(0) else work.wait(timeout)
-        return True
+def _of_each(work: Any, outputs: Sequence[Tensor]) -> Any:
+    """The handle of a coalesced operation, for which C++ code waits once per tensor."""
+    work.num_claims = len(outputs)
+    return work
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:

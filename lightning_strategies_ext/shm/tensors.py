@@ -50,6 +50,26 @@ def flat(tensor: Tensor, name: str) -> Tensor:
         return row
 
 
+def check_one_part_per_rank(wholes: Sequence[Tensor], parts: Sequence[Tensor], num_ranks: int, name: str) -> None:
+    """Refuses tensors that are not as large as a part for each rank.
+
+    Args:
+        wholes: Those that have the parts of all ranks.
+        parts: One for each, of its dtype.
+        num_ranks: How many ranks there are.
+        name: The argument that the wholes are.
+
+    Raises:
+        ValueError: If one does not fit.
+    """
+    for whole, part in zip(wholes, parts, strict=True):
+        if whole.numel() != part.numel() * num_ranks or whole.dtype != part.dtype:
+            raise ValueError(
+                f"`{name}` of {whole.numel()} {whole.dtype} elements must have {num_ranks} times the"
+                f" {part.numel()} {part.dtype} elements of the other tensor, one part per rank."
+            )
+
+
 def then_copy(
     progress: Generator[None, None, None], flats: Sequence[Tensor], tensors: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Generator[None, None, None]:

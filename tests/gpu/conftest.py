@@ -1,0 +1,30 @@
+"""Collects the tests of this folder everywhere, and skips them, saying so, where there is no GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.devices import ON_CPU, Ranks, why_no_two_ranks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if ON_CPU or torch.cuda.is_available():
+        return
+    needs_gpu = pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False")
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(needs_gpu, append=False)
+
+
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """One rank, which NCCL allows, and two."""
+    return request.getfixturevalue("two_ranks") if request.param == 2 else Ranks(1)
+
+
+@pytest.fixture
+def two_ranks() -> Ranks:
+    if reason := why_no_two_ranks():
+        pytest.skip(reason)
+    return Ranks(2)

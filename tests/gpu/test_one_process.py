@@ -1,0 +1,102 @@
+"""``dp_ext`` with replicas on GPUs, and Fabric's strategies there."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_strategies_ext import DataParallelStrategy
+from lightning_strategies_ext.fabric.dp import DataParallelStrategy as FabricDataParallelStrategy
+from tests.gpu.devices import BACKEND, DEVICE_TYPE, ON_CPU, Ranks, cuda_only, run_main, two_gpus
+from tests.models import MLP, WithBatchNorm, assert_same_bits, dataset, fit, loader, state_of
+
+num_devices = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=two_gpus)])
+
+
+# --- dp_ext ---
+
+
+class Placed(MLP):
+    """Notes on which devices its steps run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[str] = []
+
+    def training_step(self, batch, batch_idx):
+        self.devices.append(str(batch[0].device))
+        return super().training_step(batch, batch_idx)
+
+
+class PlacedWithBatchNorm(Placed, WithBatchNorm):
+    pass
+
+
+def train_replicas(where: dict[str, Any], make_model: type[Placed], kwargs: dict[str, Any]) -> list[Any]:
+    _, ours = fit("dp_ext", make_model, **where, **kwargs)
+    _, single = fit("auto", make_model, **{**where, "devices": 1})
+    return [state_of(ours.cpu()), state_of(single.cpu()), set(ours.devices)]
+
+
+@num_devices
+@pytest.mark.parametrize(
+    ("make_model", "kwargs"), [(Placed, {}), (PlacedWithBatchNorm, {"sync_batchnorm": True})], ids=["plain", "norm"]
+)
+def test_replicas_train_as_one_device_on_the_whole_batch(
+    make_model: type[Placed], kwargs: dict[str, Any], num_devices: int
+) -> None:
+    ours, single, devices = run_main(train_replicas, num_devices, make_model, kwargs)
+    assert devices == ({"cpu"} if ON_CPU else {f"cuda:{index}" for index in range(num_devices)})
+    for name, tensor in single.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@cuda_only
+@pytest.mark.parametrize("strategy_class", [DataParallelStrategy, FabricDataParallelStrategy])
+def test_two_replicas_on_one_gpu_are_refused(strategy_class: type) -> None:
+    with pytest.raises(ValueError, match="names a GPU twice"):
+        strategy_class(parallel_devices=[torch.device("cuda", 0)] * 2)
+
+
+# --- Fabric ---
+
+
+def train_with_fabric(where: dict[str, Any], strategy: str, precision: str) -> dict[str, torch.Tensor]:
+    fabric = L.Fabric(strategy=strategy, precision=precision, **where)
+    fabric.launch()
+    L.seed_everything(11, verbose=False)
+    model = MLP()
+    model, optimizer = fabric.setup(model.net, model.configure_optimizers())
+    batches = fabric.setup_dataloaders(loader())
+    for index, (features, labels) in enumerate(batches):
+        is_accumulating = index % 2 == 0
+        with fabric.no_backward_sync(model, enabled=is_accumulating):
+            output = model(features)
+            assert output.device.type == DEVICE_TYPE
+            fabric.backward(torch.nn.functional.cross_entropy(output, labels))
+        if not is_accumulating:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: tensor.cpu() for name, tensor in fabric.strategy.get_module_state_dict(model.module).items()}
+
+
+def train_with_both(where: dict[str, Any], precision: str) -> tuple[Any, Any, str]:
+    theirs = train_with_fabric(where, "ddp", precision)
+    return train_with_fabric(where, "ddp_ext", precision), theirs, torch.distributed.get_backend()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_loop_of_fabric_arrives_at_the_bits_of_stock(ranks: Ranks, precision: str) -> None:
+    for ours, theirs, backend in ranks.run(train_with_both, precision):
+        assert backend == BACKEND
+        assert_same_bits(ours, theirs)
+
+
+@num_devices
+def test_a_loop_of_fabric_runs_on_replicas(num_devices: int) -> None:
+    weights = run_main(train_with_fabric, num_devices, "dp_ext", "32-true")
+    single = run_main(train_with_fabric, 1, "auto", "32-true")
+    assert len(dataset()) % (4 * num_devices) == 0  # else parts of a batch have unequal sizes
+    for name, tensor in single.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,230 @@
+"""``ddp_ext`` on GPUs against Lightning's ``ddp``: the same bits, with whatever the Trainer and DDP offer there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.utils.data import DistributedSampler
+
+from lightning_strategies_ext import DDPStrategy
+from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks, cuda_only, run_main, two_gpus
+from tests.models import (
+    LOADS_EVERYTHING,
+    MLP,
+    TwoOptimizers,
+    WithBatchNorm,
+    WithUnusedParameters,
+    assert_same_bits,
+    dataset,
+    fit,
+    loader,
+    make_trainer,
+    state_of,
+)
+from tests.ranks import run_script
+
+#: Has torch compute the same bits again; for cuBLAS see `devices.py`.
+REPEATABLE = {"deterministic": True}
+
+
+def train_with_both(where: dict[str, Any], make_model: type[MLP], variant: str, kwargs: dict[str, Any]) -> Any:
+    theirs = fit(f"ddp{variant}", make_model, **REPEATABLE, **where, **kwargs)
+    ours = fit(f"ddp_ext{variant}", make_model, **REPEATABLE, **where, **kwargs)
+    assert ours[0].global_step == theirs[0].global_step > 0
+    return state_of(ours[1]), state_of(theirs[1])
+
+
+@pytest.mark.parametrize(
+    ("make_model", "variant", "kwargs"),
+    [
+        (MLP, "", {}),
+        (MLP, "", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}),
+        (MLP, "", {"precision": "bf16-mixed"}),
+        (WithBatchNorm, "", {}),
+        (WithUnusedParameters, "_find_unused_parameters_true", {}),
+        (TwoOptimizers, "_find_unused_parameters_true", {}),
+    ],
+    ids=["plain", "accumulated and clipped", "bf16", "batch norm", "unused parameters", "two optimizers"],
+)
+def test_the_weights_have_the_bits_of_stock(
+    ranks: Ranks, make_model: type[MLP], variant: str, kwargs: dict[str, Any]
+) -> None:
+    for ours, theirs in ranks.run(train_with_both, make_model, variant, kwargs):
+        assert_same_bits(ours, theirs)
+
+
+# --- 16-mixed: the gradient scaler ---
+
+OVERFLOWING = 3
+
+
+class Overflowing(MLP):
+    """The gradients of one batch are infinite, on rank 0 alone; notes the scale and the weights after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+        self.weights: list[torch.Tensor] = []
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == OVERFLOWING and self.trainer.is_global_zero else loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+        self.weights.append(self.net[0].weight.detach().cpu().clone())
+
+
+def overflow_with_both(where: dict[str, Any]) -> list[tuple[Any, ...]]:
+    def precision() -> MixedPrecision:
+        # Torch's first scale, 65536, may itself be too much for this model.
+        return MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cuda", init_scale=1024))
+
+    trained = [
+        fit(name, Overflowing, plugins=[precision()], max_epochs=1, **REPEATABLE, **where)[1]
+        for name in ("ddp_ext", "ddp")
+    ]
+    return [(state_of(model), model.scales, model.weights) for model in trained]
+
+
+@cuda_only
+def test_an_overflow_on_one_rank_halves_the_scale_and_skips_the_step_on_all_as_with_stock(ranks: Ranks) -> None:
+    for (ours, scales, weights), (theirs, their_scales, _) in ranks.run(overflow_with_both):
+        steps = len(weights)
+        assert scales == [1024.0] * OVERFLOWING + [512.0] * (steps - OVERFLOWING) == their_scales
+        unchanged = [step for step in range(1, steps) if torch.equal(weights[step], weights[step - 1])]
+        assert unchanged == [OVERFLOWING]
+        assert_same_bits(ours, theirs)
+
+
+# --- communication hooks ---
+
+
+def fp16() -> dict[str, Any]:
+    return {"ddp_comm_hook": default_hooks.fp16_compress_hook}
+
+
+def bf16() -> dict[str, Any]:
+    return {"ddp_comm_hook": default_hooks.bf16_compress_hook}
+
+
+def power_sgd() -> dict[str, Any]:
+    state = PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=3)
+    return {"ddp_comm_state": state, "ddp_comm_hook": powerSGD_hook}
+
+
+def power_sgd_in_fp16() -> dict[str, Any]:
+    return {**power_sgd(), "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}
+
+
+def train_with_hook(where: dict[str, Any], hook: Callable[[], dict[str, Any]]) -> list[Any]:
+    plain, theirs = fit("ddp", **REPEATABLE, **where), fit(LightningDDPStrategy(**hook()), **REPEATABLE, **where)
+    ours = fit(DDPStrategy(**hook()), **REPEATABLE, **where)
+    return [state_of(model) for _, model in (ours, theirs, plain)]
+
+
+@cuda_only  # stock registers hooks on CUDA alone
+@pytest.mark.parametrize("hook", [fp16, bf16, power_sgd, power_sgd_in_fp16])
+def test_a_communication_hook_has_the_effect_that_it_has_with_stock(
+    ranks: Ranks, hook: Callable[[], dict[str, Any]]
+) -> None:
+    for ours, theirs, plain in ranks.run(train_with_hook, hook):
+        assert_same_bits(ours, theirs)
+        assert any(not torch.equal(tensor, plain[name]) for name, tensor in ours.items()), "the hook did nothing"
+
+
+# --- SyncBatchNorm ---
+
+
+def train_with_sync_batchnorm(where: dict[str, Any]) -> tuple[Any, Any]:
+    """One rank: what it arrived at, and what one process does that sees the whole batch of all ranks."""
+    pl.seed_everything(11, verbose=False)
+    ours, whole = WithBatchNorm(), WithBatchNorm()
+    whole.load_state_dict(ours.state_dict())
+    # With a sampler of its own: Lightning's would shuffle.
+    trainer = make_trainer("ddp_ext", sync_batchnorm=not ON_CPU, use_distributed_sampler=False, **where)
+    in_order = DistributedSampler(dataset(), trainer.world_size, trainer.global_rank, shuffle=False)
+    trainer.fit(ours, loader(sampler=in_order))
+    device = trainer.strategy.root_device
+    whole.to(device)
+    optimizer = whole.configure_optimizers()
+    for _ in range(2):
+        for batch in loader(batch_size=4 * trainer.world_size):
+            optimizer.zero_grad()
+            whole.loss([tensor.to(device) for tensor in batch]).backward()
+            optimizer.step()
+    return state_of(ours), state_of(whole.cpu())
+
+
+def test_sync_batchnorm_has_the_statistics_and_gradients_of_the_whole_batch(ranks: Ranks) -> None:
+    if ON_CPU and ranks.world_size > 1:
+        pytest.skip("LSE_GPU_TESTS_ON=cpu, where torch has no SyncBatchNorm, and plain ones differ")
+    for ours, whole in ranks.run(train_with_sync_batchnorm):
+        assert ours.keys() == whole.keys()  # BatchNorm again, no SyncBatchNorm
+        for name, tensor in whole.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+# --- checkpoints ---
+
+
+def save(where: dict[str, Any], path: Path) -> dict[str, torch.Tensor]:
+    trainer, model = fit("ddp_ext", **where)
+    trainer.save_checkpoint(path)
+    return state_of(model)
+
+
+def resume(where: dict[str, Any], path: Path) -> tuple[dict[str, torch.Tensor], int, set[str]]:
+    restored = MLP.load_from_checkpoint(path, map_location="cpu")
+    model = MLP()
+    trainer = make_trainer("ddp_ext", max_epochs=3, **where)
+    trainer.fit(model, loader(), ckpt_path=path, **LOADS_EVERYTHING)
+    states = trainer.optimizers[0].state.values()
+    return state_of(restored), trainer.global_step, {state["momentum_buffer"].device.type for state in states}
+
+
+def test_a_checkpoint_of_a_gpu_loads_and_goes_on_on_a_cpu(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    saved = ranks.run(save, path)[0]
+    steps = 3 * len(loader())
+    loaded, global_step, devices = run_main(on_cpu, 1, path)
+    assert_same_bits(loaded, saved)
+    assert global_step == 2 * steps // 3 // ranks.world_size + steps // 3
+    assert devices == {"cpu"}
+
+
+def on_cpu(where: dict[str, Any], path: Path) -> Any:
+    return resume({**where, "accelerator": "cpu"}, path)
+
+
+# --- as users start it ---
+
+SCRIPT = """
+import os, sys
+import lightning_strategies_ext
+from tests.models import fit
+
+if __name__ == "__main__":
+    trainer, model = fit("ddp_ext", devices=int(sys.argv[1]), accelerator=sys.argv[2])
+    total = sum(parameter.sum().item() for parameter in model.parameters())
+    os.write(1, f"rank {trainer.global_rank} on {trainer.strategy.root_device}: {total!r}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=two_gpus)])
+def test_a_script_starts_a_process_per_gpu(num_devices: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = run_script(script, str(num_devices), ACCELERATOR)
+    assert result.returncode == 0, result.stdout
+    lines = dict(line.split(": ") for line in result.stdout.splitlines() if line.startswith("rank "))
+    devices = ["cpu"] * num_devices if ON_CPU else [f"cuda:{rank}" for rank in range(num_devices)]
+    assert lines.keys() == {f"rank {rank} on {device}" for rank, device in enumerate(devices)}
+    assert len(set(lines.values())) == 1
