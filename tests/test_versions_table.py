@@ -98,6 +98,12 @@ def test_a_corner_that_could_not_run_says_so_and_why(pages: Path, tmp_path: Path
     assert "Not run: pytest ended without a report." in page
 
 
+def test_a_run_that_ended_early_is_not_taken_for_a_whole_one(pages: Path, report: Path) -> None:
+    versions_table.main(["py310", "--report", str(report), "--problem", "the run was interrupted"])
+    assert rows(pages)["py310"][4:7] == ["1", "4", "2"]
+    assert "Not all tests have run: the run was interrupted." in (pages / "versions.md").read_text()
+
+
 def test_a_corner_without_horovod_says_how_its_building_ended(pages: Path, report: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(f"Fetching the source.\n\nNinja is not here: {Path.home()}/bin is empty.\n")

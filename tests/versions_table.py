@@ -102,7 +102,7 @@ def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
 def _remarks(entry: Mapping[str, Any]) -> list[str]:
     lines = [entry["note"]] if "note" in entry else []
     if "problem" in entry:
-        lines.append(f"Not run: {entry['problem']}.")
+        lines.append(f"{'Not all tests have run' if 'passed' in entry else 'Not run'}: {entry['problem']}.")
     elif entry["horovod_problem"]:
         lines.append(f"No Horovod: {entry['horovod_problem']}")
     bullets = [f"- failed: `{name}`" for name in entry.get("failed", [])]
@@ -157,13 +157,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("corner")
     parser.add_argument("--report", type=Path, help="the JUnit report of pytest")
     parser.add_argument("--horovod-log", type=Path, help="what the building of Horovod said, if it failed")
-    parser.add_argument("--problem", help="why there is no report")
+    parser.add_argument("--problem", help="why not all tests have run, if so")
     given = parser.parse_args(arguments)
     entry = surroundings(given.horovod_log)
+    if given.problem:
+        entry["problem"] = given.problem
     if given.report is not None and given.report.exists():
         entry |= outcomes(given.report)
-    else:
-        entry["problem"] = given.problem or "pytest ended without a report"
+    elif not given.problem:
+        entry["problem"] = "pytest ended without a report"
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results = dict(sorted({**results, given.corner: entry}.items()))
     text = page(PAGE.read_text(), results)
