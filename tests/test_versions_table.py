@@ -72,6 +72,14 @@ def test_each_test_counts_once_and_a_skip_keeps_its_reason(report: Path) -> None
     }
 
 
+def test_a_test_that_was_interrupted_counts_as_nothing(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_passes(): pass\ndef test_is_stopped(): raise KeyboardInterrupt\n")
+    options = ("-p", "no:cacheprovider", "--junitxml=report.xml")
+    assert run_script("-m", "pytest", *options, "test_it.py", cwd=tmp_path).returncode == 2
+    seen = versions_table.outcomes(tmp_path / "report.xml")
+    assert (seen["passed"], seen["failed"], seen["skipped"]) == (1, [], {})
+
+
 def test_a_run_of_one_corner_leaves_the_others_and_the_text_around(pages: Path, report: Path) -> None:
     versions_table.main(["py399", "--problem", "no Python 3.99 was found"])
     before = rows(pages)
@@ -96,6 +104,12 @@ def test_a_corner_that_could_not_run_says_so_and_why(pages: Path, tmp_path: Path
     page = (pages / "versions.md").read_text()
     assert "Not run: no Python 3.99 was found." in page
     assert "Not run: pytest ended without a report." in page
+
+
+def test_a_run_that_ended_early_is_not_taken_for_a_whole_one(pages: Path, report: Path) -> None:
+    versions_table.main(["py310", "--report", str(report), "--problem", "the run was interrupted"])
+    assert rows(pages)["py310"][4:7] == ["1 (not all run)", "4", "2"]
+    assert "Not all tests have run: the run was interrupted." in (pages / "versions.md").read_text()
 
 
 def test_a_corner_without_horovod_says_how_its_building_ended(pages: Path, report: Path, tmp_path: Path) -> None:

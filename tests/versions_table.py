@@ -40,6 +40,8 @@ def outcomes(report: Path) -> dict[str, Any]:
         seconds += float(suite.get("time", 0))
         for case in suite.iter("testcase"):
             name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+            if not name:  # the test in which pytest was interrupted has no name there
+                continue
             skip = case.find("skipped")
             if case.find("failure") is not None or case.find("error") is not None:
                 failed.append(name)
@@ -95,14 +97,15 @@ def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
     if "passed" not in entry:
         return [name, *versions, "not run", "", "", "", entry["commit"]]
     num_skipped = sum(map(len, entry["skipped"].values()))
-    numbers = [entry["passed"], len(entry["failed"]), num_skipped, entry["minutes"]]
+    passed = f"{entry['passed']} (not all run)" if "problem" in entry else entry["passed"]
+    numbers = [passed, len(entry["failed"]), num_skipped, entry["minutes"]]
     return [name, *versions, *map(str, numbers), entry["commit"]]
 
 
 def _remarks(entry: Mapping[str, Any]) -> list[str]:
     lines = [entry["note"]] if "note" in entry else []
     if "problem" in entry:
-        lines.append(f"Not run: {entry['problem']}.")
+        lines.append(f"{'Not all tests have run' if 'passed' in entry else 'Not run'}: {entry['problem']}.")
     elif entry["horovod_problem"]:
         lines.append(f"No Horovod: {entry['horovod_problem']}")
     bullets = [f"- failed: `{name}`" for name in entry.get("failed", [])]
@@ -157,17 +160,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("corner")
     parser.add_argument("--report", type=Path, help="the JUnit report of pytest")
     parser.add_argument("--horovod-log", type=Path, help="what the building of Horovod said, if it failed")
-    parser.add_argument("--problem", help="why there is no report")
+    parser.add_argument("--problem", help="why not all tests have run, if so")
     given = parser.parse_args(arguments)
     entry = surroundings(given.horovod_log)
+    if given.problem:
+        entry["problem"] = given.problem
     if given.report is not None and given.report.exists():
         entry |= outcomes(given.report)
-    else:
-        entry["problem"] = given.problem or "pytest ended without a report"
+    elif not given.problem:
+        entry["problem"] = "pytest ended without a report"
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results = dict(sorted({**results, given.corner: entry}.items()))
     text = page(PAGE.read_text(), results)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     PAGE.write_text(text)
 
 
