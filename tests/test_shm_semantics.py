@@ -35,7 +35,7 @@ BORDERS = [
     *(INLINE_NUM_BYTES * size for size in (3, 5, 8)),
 ]
 #: Examples per world size; each is a batch of ten programs or more.
-NUM_EXAMPLES = {1: 8, 2: 45, 3: 30, 4: 20, 5: 8, 8: 5}
+NUM_EXAMPLES = {1: 4, 2: 22, 3: 15, 4: 10, 5: 4, 8: 3}
 
 
 @st.composite

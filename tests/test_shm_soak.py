@@ -1,6 +1,6 @@
 """The ``shm`` process group, again and again: ranks are killed at any moment, groups are made and destroyed.
 
-``SHM_SOAK_ROUNDS=1000`` makes the rounds of killed ranks that many, for a night; 25 take some 20 seconds.
+``SHM_SOAK_ROUNDS=1000`` makes the rounds of killed ranks that many, for a night; 12 take some 10 seconds.
 """
 
 import gc
@@ -19,7 +19,7 @@ from tests import ranks
 from tests.ranks import outcomes_of_ranks, run_ranks
 from tests.shm_pools import start_shm
 
-NUM_ROUNDS = int(os.environ.get("SHM_SOAK_ROUNDS", "25"))
+NUM_ROUNDS = int(os.environ.get("SHM_SOAK_ROUNDS", "12"))
 NUM_BATCHES = 5
 
 

@@ -13,7 +13,7 @@ from tests.shm_storms import HOWS, NUM_THREADS, SHORT_LIVED, Move, StormPool
 
 #: ``SHM_STORMS=100`` makes this many times as many, for a night.
 FACTOR = int(os.environ.get("SHM_STORMS", "1"))
-NUM_EXAMPLES = {2: 10, 3: 8}
+NUM_EXAMPLES = {2: 6, 3: 5}
 KINDS = ["all_reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter_tensor", "reduce", "barrier"]
 
 
