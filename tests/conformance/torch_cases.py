@@ -11,6 +11,7 @@ import io
 import logging
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 import unittest
@@ -152,10 +153,10 @@ def run(name: str, backend: str) -> Outcome:
 
 def reason(trace: str) -> str:
     """The error that a trace ends with, in one line; of the rank that comes first, if there are several."""
-    lines = [line for line in trace.splitlines() if line[:1].isalpha()]
+    of_ranks = re.split(r"^Process \d+ exited with error code .*$", trace, flags=re.MULTILINE)
+    lines = [line for line in of_ranks[min(1, len(of_ranks) - 1)].splitlines() if line[:1].isalpha()]
     errors = [line for line in lines if "Error" in line.partition(":")[0] or "Exception" in line.partition(":")[0]]
-    of_ranks = [line for line in errors if "exited with error code" not in line]
-    return next(iter([*of_ranks, *errors, *lines[-1:]]), "no message")[:300]
+    return next(iter([*errors[-1:], *lines[-1:]]), "no message")[:300]
 
 
 def _makes_a_group(cases: type, name: str) -> bool:

@@ -90,6 +90,22 @@ def needed(where: str) -> Any:
     raise unittest.SkipTest(f"torch {torch.__version__} has no {where}")
 
 
+def need_gloo_to_reduce_right() -> None:
+    """For programs that average by a reduce-scatter.
+
+    Raises:
+        unittest.SkipTest: If gloo cannot, as in torch 2.5, or sums whatever it is asked for, as in torch 2.7 and 2.8.
+    """
+    part = torch.empty(1)
+    try:
+        ones = torch.ones(dist.get_world_size())
+        dist.reduce_scatter_tensor(part, ones, dist.ReduceOp.AVG, group=dist.new_group(backend="gloo"))
+    except RuntimeError as error:
+        raise unittest.SkipTest(f"gloo of torch {torch.__version__} cannot average: {error}") from None
+    if part.item() != 1:
+        raise unittest.SkipTest(f"gloo of torch {torch.__version__} sums where it should average")
+
+
 def difference(ours: Any, theirs: Any, where: str = "") -> str:
     """Where two results differ, if they do: tensors are compared bit by bit."""
     if type(ours) is not type(theirs):

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.conformance.programs import program
+from tests.conformance.programs import need_gloo_to_reduce_right, program
 
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max"))
 
@@ -30,6 +30,7 @@ def distributed() -> Any:
 
 @program()
 def redistributed() -> Any:
+    need_gloo_to_reduce_right()
     mesh = init_device_mesh("cpu", (2,))
     return {
         f"{begin} to {end}": _redistributed(mesh, [begin], [end])
@@ -130,8 +131,8 @@ def all_reduce_of_a_dtensor_is_refused_alike() -> Any:
     tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     try:
         dist.all_reduce(tensor)
-    except NotImplementedError as error:
-        return type(error).__name__
+    except (NotImplementedError, AssertionError):  # the latter in torch 2.8 and before
+        return "refused"
     return _parts(tensor)
 
 

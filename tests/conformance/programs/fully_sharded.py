@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.conformance.programs import needed, program
+from tests.conformance.programs import need_gloo_to_reduce_right, needed, program
 
 FULLY_SHARD = "torch.distributed.fsdp:fully_shard torch.distributed._composable.fsdp:fully_shard"
 MIXED_PRECISION = "torch.distributed.fsdp:MixedPrecisionPolicy torch.distributed._composable.fsdp:MixedPrecisionPolicy"
@@ -158,6 +158,7 @@ def _trained_by_the_first_version(strategy: str) -> Any:
 
 def _sharded(**options: Any) -> Any:
     fully_shard: Callable[..., Any] = needed(FULLY_SHARD)
+    need_gloo_to_reduce_right()
     options.setdefault("mesh", init_device_mesh("cpu", (dist.get_world_size(),)))
     torch.manual_seed(3)
     model = Model()
