@@ -137,7 +137,7 @@ def test_a_host_of_two_ranks_of_which_one_is_killed():
 @pytest.mark.parametrize(("at", "num_repeated"), [("train", 0), ("validation", 10)])
 def test_a_rank_that_gets_a_sigterm_leaves(at, num_repeated):
     event = {"do": "signal", "signal": "SIGTERM", "at": at, "step": 70, "rank": 1}
-    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=0.1 if at == "validation" else 0.0)
+    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=0.5 if at == "validation" else 0.0)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "This rank leaves after a SIGTERM." in run.output
