@@ -123,6 +123,7 @@ def call_wrongly_on_one_rank() -> tuple[list[str], float]:
             lambda: dist.all_reduce(torch.ones(4), ReduceOp.BAND),
             lambda: dist.reduce_scatter_tensor(float8[:2].clone(), float8),
             lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)),
+            lambda: dist.group.WORLD.allreduce(torch.ones(3), dist.AllreduceOptions()),  # no list: not its first number
             lambda: torch.vmap(lambda row: dist.all_reduce(row) or row)(torch.ones(2, 3)),
         ]
         said = [first_words(call) for call in calls]

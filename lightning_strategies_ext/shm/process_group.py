@@ -99,8 +99,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Reduces a tensor over all ranks, in place."""
         compiled = self._compiled
         # The way that nearly all go is kept short: between two large tensors nothing of it is in the core's caches.
-        if compiled is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions:
-            (tensor, *_), opts = args
+        if compiled is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions and type(args[0]) is list:
+            tensor, opts = args[0][0], args[1]
             if is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and compiled.does(tensor, opts.reduceOp):
                 with _recorded("all_reduce"):
                     return self._execution.all_reduce(compiled, tensor, opts, self._backend.timeout)
@@ -362,8 +362,8 @@ class ShmProcessGroup(dist.ProcessGroup):
             flats = [flat(tensor, name) for tensor in tensors]
             steps, lookahead = make_plan(flats)
         deadline = deadline_of(opts, self._backend.timeout)
-        number = number_of(kind, flats, getattr(op, "op", op), root)
-        progress = self._rounds.go_through(number, steps, lookahead, deadline)
+        call = number_of(kind, flats, getattr(op, "op", op), root)
+        progress = self._rounds.go_through(call, steps, lookahead, deadline)
         changed = outputs if written is None else written
         return self._carry_out(name, progress, self._rounds, flats, tensors, changed, deadline, opts, outputs)
 
@@ -381,8 +381,8 @@ class ShmProcessGroup(dist.ProcessGroup):
     ) -> ShmWork:
         if any(row.data_ptr() != tensor.data_ptr() for row, tensor in zip(flats, tensors, strict=True)):
             progress = then_copy(progress, flats, tensors, written)
-        outputs = written if outputs is None else outputs
-        work = ShmWork(name, progress, exchange, list(outputs), deadline, self._execution)
+        filled = list(written if outputs is None else outputs)
+        work = ShmWork(name, progress, exchange, filled, deadline, self._execution)
         with _recorded(name):
             self._execution.start(work, is_asynchronous(opts))
         return work
