@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -81,13 +82,19 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     return ShmProcessGroup(rank, size, Execution(rounds), rounds, compiled, gloo, between)
 
 
+@cache
 def _keep_dynamo_out() -> None:
     """Has torch.compile leave the group's methods alone, which C++ code calls while a module is being traced.
 
     DDP broadcasts buffers so; dynamo would trace our method and fail on a process group that it cannot look into. The
-    name is not public; it is there from torch 2.5 to 2.15.
+    name is not public; it is there from torch 2.5 to 2.15. Where it is gone, the import of dynamo must not fail for it.
     """
-    wrapt.register_post_import_hook(lambda rules: rules.add(__package__), "torch._dynamo.trace_rules")
+
+    def leave_alone(rules: Any) -> None:
+        if hasattr(rules, "add"):
+            rules.add(__package__)
+
+    wrapt.register_post_import_hook(leave_alone, "torch._dynamo.trace_rules")
 
 
 def _compiled_library(rank: int) -> ctypes.CDLL | None:
