@@ -5,7 +5,6 @@ one of them is gone, so that a new Lightning release shows here first and nowher
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial
 from inspect import getclosurevars
 from typing import Any
@@ -33,7 +32,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
-from lightning.pytorch.utilities.seed import isolate_rng
 
 # The launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C, and
 # Fabric asks for its `_MultiProcessingLauncher`, so ours must be of those classes. In the Trainer, ours must not be a
@@ -58,7 +56,6 @@ __all__ = [
     "layer_sync",
     "leave_evaluation",
     "loader_states",
-    "load_data_aside",
     "logged_per_epoch",
     "loops_of",
     "move_optimizers",
@@ -73,6 +70,7 @@ __all__ = [
     "set_position_of_logging",
     "set_random_states",
     "skip_needless_moves",
+    "states_of_loaders",
     "surround_fit",
     "take_redirection",
     "tear_down",
@@ -344,6 +342,15 @@ def loader_states(trainer: Any) -> list[dict[str, Any]]:
     return states if trainer.fit_loop.restarting else []
 
 
+def states_of_loaders(trainer: Any) -> list[dict[str, Any]]:
+    """Where the training loaders of ``fit`` are, of those that say it, as a checkpoint has it.
+
+    ``FitLoop.on_save_checkpoint`` asks ``_combined_loader`` for it, which is where the stage ran (2.5 to 2.6).
+    """
+    loader = trainer.fit_loop._combined_loader
+    return [] if loader is None else list(loader._state_dicts())
+
+
 def forget_training_data(trainer: Any) -> None:
     """Lets ``fit`` make its training loaders anew, of ``_combined_loader`` and ``_data_fetcher`` (2.5 to 2.6)."""
     _forget_loaders(trainer.fit_loop)
@@ -401,25 +408,6 @@ def end_restart(trainer: Any) -> None:
     (2.5 to 2.6), which a checkpoint does not say that was taken right before a step.
     """
     trainer.fit_loop.epoch_loop._restarting = False
-
-
-def load_data_aside(trainer: Any) -> None:
-    """Lets a ``fit`` that goes on draw the same random numbers as the ``fit`` before would have, had it been longer.
-
-    ``FitLoop.setup_data`` makes an iterator over the training data, which draws a seed, and past the first epoch
-    ``_TrainingEpochLoop.on_run_start`` makes another in its place (2.5 to 2.6). The first draw is undone.
-    """
-    fit_loop = trainer.fit_loop
-    setup_data = fit_loop.setup_data
-
-    def setup_data_aside() -> None:
-        del fit_loop.setup_data
-        is_resuming = getattr(fit_loop, "is_resuming", False)  # from 2.5.5
-        is_iterator_used = trainer.current_epoch == 0 or is_resuming or fit_loop.epoch_loop.restarting
-        with nullcontext() if is_iterator_used else isolate_rng():
-            setup_data()
-
-    fit_loop.setup_data = setup_data_aside
 
 
 def tear_down(trainer: Any) -> None:

@@ -44,7 +44,6 @@ from lightning_strategies_ext.gradient_sync import (
     wrap_in_ddp,
 )
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
-from lightning_strategies_ext.launch.optimizers import carry_over
 from lightning_strategies_ext.launch.stage import WorkerContext
 from lightning_strategies_ext.parallel import ParallelStrategy
 
@@ -232,11 +231,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self.model_to_device()
         if is_fitting:
             self.configure_ddp()
-            earlier = self.optimizers, self.lr_scheduler_configs
             self.setup_optimizers(trainer)
-            if self._worker is not None and earlier[0]:
-                _lightning.load_data_aside(trainer)
-                carry_over(earlier, (self.optimizers, self.lr_scheduler_configs))
         elif not has_same_model:
             self.collectives.broadcast_module(self.model)
         self.setup_precision_plugin()

@@ -6,7 +6,7 @@ the stage had run in it: weights, optimizers, progress, callbacks, metrics, logg
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -44,9 +44,6 @@ class DDPSpawnStrategy(DDPStrategy):
             once, and nothing of the user's, so that it has no thread and no GPU that a fork would break. "spawn"
             starts Python anew for each worker. "fork" forks this process: the only one for notebooks.
         process_group_options: See :class:`.DDPStrategy`.
-        module_attributes: Attributes of the LightningModule to bring back, besides its weights and buffers. Dotted
-            names reach into submodules. A module may list them itself, in an attribute ``returned_attributes``.
-        datamodule_attributes: The same for the LightningDataModule.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -75,8 +72,6 @@ class DDPSpawnStrategy(DDPStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: WorkerStartMethod = "forkserver",
         process_group_options: Any | None = None,
-        module_attributes: Sequence[str] = (),
-        datamodule_attributes: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
@@ -101,8 +96,7 @@ class DDPSpawnStrategy(DDPStrategy):
             **kwargs,
         )
         self._wants_sync_batchnorm = False
-        self.module_attributes = _names("module_attributes", module_attributes)
-        self.datamodule_attributes = _names("datamodule_attributes", datamodule_attributes)
+        self.states_of_loaders: list[dict[str, Any]] = []
 
     @property
     def sync_batchnorm(self) -> bool:
@@ -122,6 +116,19 @@ class DDPSpawnStrategy(DDPStrategy):
         super()._configure_launcher()
         if self._wants_sync_batchnorm and _lightning.layer_sync(self) is None:
             _lightning.set_layer_sync(self, TorchSyncBatchNorm())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint. The main process's has the position in the training data too, as a worker's has.
+
+        Args:
+            checkpoint: What ``Trainer.save_checkpoint`` has collected.
+            filepath: Where to.
+            storage_options: See :class:`lightning.fabric.plugins.CheckpointIO`.
+        """
+        loops = checkpoint.get("loops", {})
+        if self.states_of_loaders and "fit_loop" in loops:
+            loops["fit_loop"]["state_dict"].setdefault("combined_loader", self.states_of_loaders)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
         """Runs a function in worker processes that form a process group; needs no Trainer.
@@ -168,6 +175,9 @@ class DDPSpawnStrategy(DDPStrategy):
         """Called in the main process with what :meth:`add_to_queue` has put, when all else has been brought back."""
         get_metrics(trainer, queue)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "states_of_loaders": []}
+
     def post_dispatch(self, trainer: "pl.Trainer") -> None:
         """Called in the main process when a stage has ended and its results are there. Does nothing by itself."""
 
@@ -212,9 +222,3 @@ class DDPSpawnPlugin(DDPSpawnStrategy):
             self.num_nodes = num_nodes
         if sync_batchnorm is not None:
             self.sync_batchnorm = sync_batchnorm
-
-
-def _names(argument: str, names: Any) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`{argument}` must be a list of attribute names, got {names!r}.")
-    return tuple(names)

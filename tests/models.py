@@ -26,6 +26,27 @@ def loader(num_samples: int = 64, batch_size: int = 4, **kwargs: Any) -> DataLoa
     return DataLoader(dataset(num_samples), batch_size=batch_size, **kwargs)
 
 
+class StatefulLoader(DataLoader):
+    """Says where it is, and goes on there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.position = self.start = 0
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        for index, batch in enumerate(super().__iter__()):
+            self.position = index + 1
+            if index >= start:
+                yield batch
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
 class MLP(pl.LightningModule):
     """Two layers, SGD with momentum."""
 

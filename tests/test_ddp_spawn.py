@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy
 from tests.ddp_spawn_trainers import Stateful, seeded, spawn_trainer
-from tests.models import MLP, assert_same_bits, dataset, loader, make_trainer, state_of
+from tests.models import MLP, NUM_CLASSES, assert_same_bits, dataset, loader, make_trainer, state_of
 from tests.ranks import run_ranks
 from tests.test_against_stock import single_process_reference
 
@@ -254,20 +254,26 @@ def test_the_scaler_comes_back_and_goes_on():
     assert trainer.precision_plugin.scaler.state_dict()["scale"] == 8 * 2 ** (16 // 3)
 
 
-class ListsAttributes(MLP):
-    returned_attributes = ("seen",)
-
+class Remembers(MLP):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[int] = []
+        self.also_seen = {"the same": self.seen}
         self.inner = nn.Module()
         self.inner.total = 0
-        self.kept_in_worker = 0
+        self.average = torch.zeros(NUM_CLASSES)
+        self.file = open(os.devnull)  # noqa: SIM115
+        self.temporary = 1
+
+    def __getstate__(self):
+        return {**vars(self), "file": None}
 
     def training_step(self, batch, batch_idx):
         self.seen.append(batch_idx)
         self.inner.total += 1
-        self.kept_in_worker += 1
+        self.average += 1
+        self.new = "from the worker"
+        vars(self).pop("temporary", None)
         return super().training_step(batch, batch_idx)
 
 
@@ -289,18 +295,19 @@ class Data(pl.LightningDataModule):
         return loader(num_samples=13)
 
 
-def test_attributes_come_back_that_the_user_lists(caplog):
-    model, data = ListsAttributes(), Data()
-    seen, vocabulary = model.seen, data.vocabulary
-    strategy = DDPSpawnStrategy(
-        module_attributes=["inner.total", "no_such_thing"], datamodule_attributes=["vocabulary"]
-    )
-    trainer = spawn_trainer(strategy, max_epochs=1)
+def test_attributes_of_the_module_and_the_datamodule_come_back():
+    model, data = Remembers(), Data()
+    seen, vocabulary, average, file = model.seen, data.vocabulary, model.average, model.file
+    trainer = spawn_trainer(max_epochs=1)
     trainer.fit(model, datamodule=data)
-    assert seen is model.seen
+    assert seen is model.seen is model.also_seen["the same"]
     assert seen == list(range(8))
     assert model.inner.total == 8
-    assert model.kept_in_worker == 0
+    assert average is model.average
+    assert average.tolist() == [8.0] * NUM_CLASSES
+    assert model.new == "from the worker"
+    assert not hasattr(model, "temporary")
+    assert model.file is file
     assert vocabulary is data.vocabulary
     assert vocabulary == {"fit": 0}
     assert trainer.datamodule is data

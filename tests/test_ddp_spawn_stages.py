@@ -13,22 +13,6 @@ from tests.ddp_spawn_trainers import Stateful, seeded, spawn_trainer
 from tests.models import MLP, assert_same_bits, loader, make_trainer, state_of
 
 
-def test_two_fits_are_one_long_fit():
-    whole, halves = seeded(Stateful), None
-    one = spawn_trainer(max_epochs=4)
-    one.fit(whole, loader(), loader())
-    halves = seeded(Stateful)
-    two = spawn_trainer(max_epochs=2)
-    two.fit(halves, loader(), loader())
-    pids = two.strategy.launcher.pids
-    two.fit_loop.max_epochs = 4
-    two.fit(halves, loader(), loader())
-    assert two.strategy.launcher.pids == pids
-    assert_same_bits(state_of(halves), state_of(whole))
-    assert (two.global_step, two.current_epoch) == (one.global_step, one.current_epoch) == (32, 4)
-    assert two.lr_scheduler_configs[0].scheduler.last_epoch == one.lr_scheduler_configs[0].scheduler.last_epoch
-
-
 def test_validation_between_two_fits_changes_nothing():
     expected = seeded(Stateful)
     one = spawn_trainer(max_epochs=2)
@@ -91,22 +75,6 @@ def test_another_module_starts_with_optimizers_of_its_own():
     trainer.fit_loop.max_epochs = 2
     trainer.fit(other, loader())
     assert trainer.optimizers[0].state[next(other.parameters())]["step"] == 8
-
-
-class ChangesOptimizer(MLP):
-    def configure_optimizers(self):
-        kind = torch.optim.Adam if self.trainer.current_epoch == 0 else torch.optim.RMSprop
-        return kind(self.parameters(), lr=0.01)
-
-
-def test_other_optimizers_than_before_start_anew_and_it_is_said(capfd):
-    model = ChangesOptimizer()
-    trainer = spawn_trainer(max_epochs=1)
-    trainer.fit(model, loader())
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, loader())
-    assert type(trainer.optimizers[0]) is torch.optim.RMSprop
-    assert "they start anew" in capfd.readouterr().err
 
 
 class CountsDescriptors(pl.Callback):

@@ -29,7 +29,7 @@ from packaging.version import Version
 
 from lightning_strategies_ext import DDPStrategy, _lightning
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
-from tests.models import MLP, fit, loader, make_trainer
+from tests.models import MLP, StatefulLoader, dataset, fit, loader, make_trainer
 from tests.ranks import REPOSITORY, run_ranks
 
 
@@ -457,35 +457,14 @@ def test_a_layer_sync_that_is_set_is_the_one_that_the_strategy_has() -> None:
     assert _lightning.layer_sync(strategy) is plugin
 
 
-class StatesOfRng(Callback):
-    """The generator's state at each epoch's first batch."""
-
-    def __init__(self) -> None:
-        self.states: list[list[int]] = []
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == 0:
-            self.states.append(torch.get_rng_state().tolist())
-
-
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_fit_that_goes_on_draws_once_more_unless_data_are_loaded_aside(aside: bool) -> None:
-    whole, halves = StatesOfRng(), StatesOfRng()
-    pl.seed_everything(3, verbose=False)
-    make_trainer("auto", devices=1, callbacks=[whole]).fit(MLP(), loader())
-    pl.seed_everything(3, verbose=False)
-    trainer, model = make_trainer("auto", devices=1, max_epochs=1, callbacks=[halves]), MLP()
-    trainer.fit(model, loader())
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit_loop._combined_loader = None  # as in a worker, whose Trainer has loaded no data yet
-    if aside:
-        _lightning.load_data_aside(trainer)
-    trainer.fit(model, loader())
-    assert halves.states[0] == whole.states[0]
-    assert (halves.states[1] == whole.states[1]) is aside
-    assert "setup_data" not in vars(trainer.fit_loop)
+def test_the_positions_of_loaders_are_those_of_a_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer("auto", devices=1, max_epochs=1, limit_train_batches=3)
+    assert _lightning.states_of_loaders(trainer) == []
+    trainer.fit(MLP(), StatefulLoader(dataset(), batch_size=4))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=False)
+    states = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert _lightning.states_of_loaders(trainer) == states == [{"position": 3}]
 
 
 class Fails(MLP):

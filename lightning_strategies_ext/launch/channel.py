@@ -57,20 +57,25 @@ class Envelope:
         pickled: The message.
         segment: Where its tensors are; None if it has none. Owned by this object.
         mapping: The mapping of that segment.
+
+    Attributes:
+        found: See :meth:`.Shared.with_message`.
     """
 
     def __init__(self, pickled: Pickled, segment: Segment | None = None, mapping: Mapping | None = None) -> None:
         self.pickled = pickled
         self.segment = segment
         self.mapping = mapping
+        self.found: dict[int, Any] = {}
 
     def open(self, shared: Shared | None = None) -> Any:
-        """Rebuilds the object.
+        """Rebuilds the object; :attr:`found` has then all that is in it.
 
         Raises:
             Exception: Whatever one of its classes raises, or is missing.
         """
-        return self.pickled.load(shared)
+        self.found = {}
+        return self.pickled.load(shared, self.found)
 
     def close(self) -> None:
         """Closes the segment's descriptor; tensors that were rebuilt stay valid."""
@@ -129,7 +134,7 @@ class Channel:
         """
         envelope = self.receive_envelope()
         envelope.close()
-        return envelope.open(shared)
+        return envelope.pickled.load(shared)
 
     def fileno(self) -> int:
         """The socket's descriptor, to wait on."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
@@ -60,7 +59,6 @@ class WorkerLauncher(_lightning.Launcher):
     def __init__(self, strategy: Any, start_method: WorkerStartMethod) -> None:
         self._strategy = strategy
         self.workers = Workers(strategy, start_method)
-        self._trained_module: Any = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -96,10 +94,8 @@ class WorkerLauncher(_lightning.Launcher):
             return self.workers.call(function, args, kwargs)
         self.workers.check_can_start()
         self._strategy.check_before_launch(trainer)
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        goes_on = is_fitting and trainer.lightning_module is self._trained_module
         job = StageJob(trainer, function, args, kwargs)
-        with _without_optimizers(self._strategy, keep=goes_on):
+        with _without_optimizers(self._strategy):
             outcome = self.workers.run(job)
         try:
             value = None
@@ -108,8 +104,6 @@ class WorkerLauncher(_lightning.Launcher):
                     value = job.bring_back(self.workers.pool, outcome.has_results)
                 else:
                     job.bring_back(self.workers.pool, {0}, timeout_s=GRACE_S)
-                if is_fitting:
-                    self._trained_module = trainer.lightning_module
             elif isinstance(outcome.error, KeyboardInterrupt):
                 log.warning("Rank 0 did not stop in time, it is killed: the state of this stage is lost.")
         except BaseException as error:
@@ -135,9 +129,6 @@ class WorkerLauncher(_lightning.Launcher):
     def close(self) -> None:
         """Ends the workers; the next launch starts new ones."""
         self.workers.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_trained_module": None}
 
 
 class FabricWorkerLauncher(_lightning.FabricMultiProcessingLauncher):
@@ -180,11 +171,10 @@ class FabricWorkerLauncher(_lightning.FabricMultiProcessingLauncher):
 
 
 @contextmanager
-def _without_optimizers(strategy: Any, keep: bool) -> Generator[None, None, None]:
-    """Keeps the optimizers of an earlier ``fit`` from being sent where they are not needed: they are large."""
+def _without_optimizers(strategy: Any) -> Generator[None, None, None]:
+    """Keeps the optimizers of an earlier ``fit`` from being sent: ``fit`` asks the module for them each time."""
     optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
-    if not keep:
-        strategy.optimizers, strategy.lr_scheduler_configs = [], []
+    strategy.optimizers, strategy.lr_scheduler_configs = [], []
     try:
         yield
     finally:

@@ -5,7 +5,8 @@ Two extras over plain pickle, both for objects that travel to another process an
 * Tensors on the CPU and NumPy arrays become references to their memory (pickle protocol 5, PEP 574). The receiver
   rebuilds them as views of the memory it was given. Tensors that share memory share it afterwards too.
 * Objects that both sides have (:class:`Shared`) travel as a number, so that what comes back refers to the very
-  objects that the user holds.
+  objects that the user holds. Pickle itself numbers what it writes, and the reader numbers alike (its memo): whatever
+  came in one message can be named in the answer.
 
 What it does not promise: tensors on other devices keep their device only where the receiver has it too; ask for
 ``to_cpu`` to have them copied to the CPU.
@@ -14,7 +15,7 @@ What it does not promise: tensors on other devices keep their device only where 
 import io
 import pickle
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -33,11 +34,24 @@ class Shared:
     def __init__(self, objects: Sequence[Any], never: tuple[type, ...] = ()) -> None:
         self.objects = list(objects)
         self.never = never
+        self._in_message: Mapping[int, Any] = {}
         self._numbers = {id(obj): number for number, obj in reversed(list(enumerate(self.objects)))}
 
     def number_of(self, obj: Any) -> int | None:
-        """The place of an object, or None if it is not shared."""
+        """The number of an object, or None if it is not shared; below zero for one of :meth:`with_message`."""
         return self._numbers.get(id(obj))
+
+    def object_of(self, number: int) -> Any:
+        """The object with that number."""
+        return self.objects[number] if number >= 0 else self._in_message[-1 - number]
+
+    def with_message(self, in_message: Mapping[int, Any]) -> "Shared":
+        """The same, and what a message held, by the numbers that pickle gave it on either side."""
+        more = Shared(self.objects, self.never)
+        more._in_message = in_message
+        for number, obj in in_message.items():
+            more._numbers.setdefault(id(obj), -1 - number)
+        return more
 
 
 @dataclass
@@ -52,21 +66,32 @@ class Pickled:
     data: bytes
     buffers: list[Any] = field(default_factory=list)
 
-    def load(self, shared: Shared | None = None) -> Any:
+    def load(self, shared: Shared | None = None, found: dict[int, Any] | None = None) -> Any:
         """Rebuilds the object; its tensors and arrays are views of :attr:`buffers`.
+
+        Args:
+            shared: What both sides have.
+            found: Gets all that was in it, see :meth:`Shared.with_message`.
 
         Raises:
             Exception: Whatever the object's class raises, or is missing.
         """
-        return _Unpickler(self, shared).load()
+        unpickler = _Unpickler(self, shared)
+        loaded = unpickler.load()
+        if found is not None:
+            found.update(unpickler.memo.copy())
+        return loaded
 
 
-def dump(obj: Any, shared: Shared | None = None, returning: bool = False) -> Pickled:
+def dump(
+    obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+) -> Pickled:
     """Pickles an object.
 
     Args:
         obj: The object.
         shared: What the receiver has already.
+        found: Gets all that is in it, as :meth:`Pickled.load` gives it to the receiver.
         returning: Whether it goes back to the process that the user sees: tensors go to the CPU and bring no more than
             they show, and a function that no other process could import arrives as one that raises when it is called.
 
@@ -76,7 +101,10 @@ def dump(obj: Any, shared: Shared | None = None, returning: bool = False) -> Pic
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     kind = _Pickler if shared is None else _SharingPickler
-    kind(stream, buffers, shared, returning).dump(obj)
+    pickler = kind(stream, buffers, shared, returning)
+    pickler.dump(obj)
+    if found is not None:
+        found.update(pickler.memo.copy().values())
     return Pickled(stream.getvalue(), buffers)
 
 
@@ -146,7 +174,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: int) -> Any:
         assert self._shared is not None
-        return self._shared.objects[number]
+        return self._shared.object_of(number)
 
 
 def _storage_from(buffer: Any) -> torch.UntypedStorage:

@@ -104,10 +104,9 @@ class Mapping:
         view = memoryview(self._memory)
         return [view[start : start + size] for start, size in spans]
 
-    @property
-    def address(self) -> int:
-        """Where it is mapped."""
-        return int(torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr())
+    def as_tensor(self) -> Tensor:
+        """All of it, as bytes."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8)
 
 
 class Received:
@@ -120,22 +119,37 @@ class Received:
 
     def __init__(self, segment: Segment, mapping: Mapping) -> None:
         self._segment = segment
-        self._address = mapping.address
+        self._memory = mapping.as_tensor()
+        self._address = self._memory.data_ptr()
         self._original: Tensor | None = None
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was received, with the values it had; False when in doubt."""
-        if self._segment.fd < 0 or tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return False
         storage = tensor.untyped_storage()
-        start = storage.data_ptr() - self._address
-        if not 0 <= start < self._segment.num_bytes:
+        original = self._original_of(storage.data_ptr(), storage.nbytes())
+        if original is None:
             return False
+        original = original.view(tensor.dtype)
+        return torch.equal(tensor, original.as_strided(tensor.shape, tensor.stride(), _offset(original, tensor)))
+
+    def is_unchanged_memory(self, address: int, num_bytes: int) -> bool:
+        """The same of memory of this process."""
+        original = self._original_of(address, num_bytes)
+        if original is None:
+            return False
+        start = address - self._address
+        return torch.equal(self._memory[start : start + num_bytes], original)
+
+    def _original_of(self, address: int, num_bytes: int) -> Tensor | None:
+        start = address - self._address
+        if self._segment.fd < 0 or not 0 <= start <= self._segment.num_bytes - num_bytes:
+            return None
         if self._original is None:
             shared = mmap.mmap(self._segment.fd, self._segment.num_bytes, access=mmap.ACCESS_WRITE)
             self._original = torch.frombuffer(shared, dtype=torch.uint8)
-        original = self._original[start : start + storage.nbytes()].view(tensor.dtype)
-        return torch.equal(tensor, original.as_strided(tensor.shape, tensor.stride(), _offset(original, tensor)))
+        return self._original[start : start + num_bytes]
 
 
 def _offset(original: Tensor, tensor: Tensor) -> int:

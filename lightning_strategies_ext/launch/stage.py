@@ -16,14 +16,16 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.launch.changes import updatable
 from lightning_strategies_ext.launch.channel import Envelope
 from lightning_strategies_ext.launch.messages import Pickled, dump
 from lightning_strategies_ext.launch.pool import WorkerPool
 from lightning_strategies_ext.launch.rank_predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.segments import Received
-from lightning_strategies_ext.launch.trainer_state import TrainerSnapshot, shared_objects
+from lightning_strategies_ext.launch.trainer_state import Before, TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.worker import JobFailedError, Place
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,17 @@ class StageJob:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "shared": self.shared.objects}
 
+    def pickled(self) -> Pickled:
+        """Pickles it, and notes what the workers know then.
+
+        Raises:
+            TypeError: If a part of it cannot be pickled; says which.
+        """
+        sent: dict[int, Any] = {}
+        pickled = pickled_or_explained(self, sent)
+        self.shared = self.shared.with_message(sent)
+        return pickled
+
     # --- in a worker ---
 
     def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
@@ -77,10 +90,12 @@ class StageJob:
         trainer = self.trainer
         if isinstance(self.shared, list):
             self.shared = shared_objects(trainer, [], self.shared)
-        names = names_in(trainer.lightning_module)
         received = None
         if envelope.segment is not None and envelope.mapping is not None:
             received = Received(envelope.segment, envelope.mapping)
+        before = None
+        if place.local_rank == 0:
+            before = Before(trainer, self.shared, updatable(envelope.found), received)
         context = WorkerContext(place.continues, received)
         os.environ["LOCAL_RANK"] = str(place.local_rank)
         place.on_interrupt = trainer.strategy.request_interrupt
@@ -91,7 +106,7 @@ class StageJob:
         except BaseException as exception:
             place.on_interrupt = lambda: None  # the results are still to be handed over
             trainer.strategy.note_failure(exception)
-            results = self._results(context, names, None) if place.local_rank == 0 else None
+            results = None if before is None else self._results(before, None)
             raise JobFailedError(partial(_end_failed_stage, trainer), results) from exception
         predictions = None
         if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
@@ -100,18 +115,16 @@ class StageJob:
                 value, predictions = predictions.gathered(trainer.world_size), None
             else:
                 value = None
-        if place.local_rank > 0:
+        if before is None:
             return iter(()) if predictions is None else predictions.pieces()
-        return self._results(context, names, value, predictions)
+        return self._results(before, value, predictions)
 
-    def _results(
-        self, context: WorkerContext, names: set[str], value: Any, predictions: "PredictionsOfRank | None" = None
-    ) -> Iterator[Any]:
+    def _results(self, before: Before, value: Any, predictions: "PredictionsOfRank | None" = None) -> Iterator[Any]:
         module = self.trainer.lightning_module
-        received = context.received
-        piece: dict[str, Tensor] = {}
+        received = before.received
+        piece: dict[Any, Tensor] = {}
         for name, tensor in tensors_of(module).items():
-            if name not in names or (received is not None and received.is_unchanged(tensor)):
+            if is_lazy(tensor) or name not in before.names or (received is not None and received.is_unchanged(tensor)):
                 continue
             for part_name, part in _parts(name, tensor.detach()):
                 if piece and sum(other.nbytes for other in piece.values()) + part.nbytes > PIECE_BYTES:
@@ -120,7 +133,7 @@ class StageJob:
                 piece[part_name] = part
         yield _ModulePiece(piece)
         del piece
-        yield TrainerSnapshot.collect(self.trainer, self.shared, names, value)
+        yield TrainerSnapshot.collect(self.trainer, before, value)
         if predictions is not None:
             yield from predictions.pieces()
 
@@ -153,16 +166,18 @@ class StageJob:
 
 @dataclass
 class _ModulePiece:
-    """Some of the module's tensors, or slices of large ones: (name, first row) → rows."""
+    """Some of the module's tensors, or slices of large ones: (name, shape, first element) → elements."""
 
-    tensors: dict[Any, Tensor]
+    tensors: dict[tuple[str, torch.Size, int | None], Tensor]
 
     def copy_into(self, tensors: dict[str, Tensor]) -> None:
         with torch.no_grad():
-            for key, value in self.tensors.items():
-                name, start = key
+            for (name, shape, start), value in self.tensors.items():
                 if name not in tensors:
                     continue
+                lazy: Any = tensors[name]
+                if is_lazy(lazy):
+                    lazy.materialize(shape, dtype=value.dtype)
                 target = tensors[name].detach()
                 if start is not None:
                     target.view(-1)[start : start + value.numel()].copy_(value)
@@ -175,22 +190,17 @@ class _ModulePiece:
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
     # A tensor beyond the size of a piece is cut, unless the receiver's may have other strides.
     if tensor.nbytes <= PIECE_BYTES or not tensor.is_contiguous():
-        yield (name, None), tensor
+        yield (name, tensor.shape, None), tensor
         return
     flat = tensor.view(-1)
     step = PIECE_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), step):
-        yield (name, start), flat[start : start + step]
+        yield (name, tensor.shape, start), flat[start : start + step]
 
 
 def tensors_of(module: Module) -> dict[str, Tensor]:
     """All parameters and buffers of a module by name, each once, also the buffers that no checkpoint holds."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def names_in(module: Module) -> set[str]:
-    """The names of all submodules, parameters and buffers."""
-    return {*dict(module.named_modules()), *tensors_of(module)}
 
 
 def _end_failed_stage(trainer: Any) -> None:
@@ -234,6 +244,14 @@ class CallJob:
         self.return_result = return_result
         self.joins_group = joins_group
 
+    def pickled(self) -> Pickled:
+        """Pickles it.
+
+        Raises:
+            TypeError: If a part of it cannot be pickled; says which.
+        """
+        return pickled_or_explained(self)
+
     def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
         """Runs the function; see :class:`.Job`."""
         os.environ["LOCAL_RANK"] = str(place.local_rank)
@@ -246,14 +264,18 @@ class CallJob:
         return iter([value])
 
 
-def pickled_or_explained(job: StageJob | CallJob) -> Pickled:
+def pickled_or_explained(job: StageJob | CallJob, found: dict[int, Any] | None = None) -> Pickled:
     """Pickles a job.
+
+    Args:
+        job: The job.
+        found: See :func:`.dump`.
 
     Raises:
         TypeError: If a part of it cannot be pickled; says which.
     """
     try:
-        return dump(job)
+        return dump(job, found=found)
     except Exception as error:
         culprit = "What the workers need" if isinstance(job, CallJob) else _culprit(job)
         raise TypeError(

@@ -1,10 +1,9 @@
 """What the main process learns from a worker about a Trainer that has run there, but for the module's tensors.
 
-It goes by attributes, not by ``state_dict``: a callback's or a logger's every attribute comes back, also what its
-author never thought of saving. An attribute that cannot be pickled (an open file, a progress bar, a thread) stays as it
-is in the main process. Objects that the user holds keep their identity.
-
-Of the LightningModule and the datamodule, which may be large, the parts come back that the user names.
+It goes by attributes, not by ``state_dict``: every attribute of a callback, a logger, the LightningModule and its parts
+or the datamodule comes back, also what its author never thought of saving. Of the last three, which may be large, only
+what the stage has changed. An attribute that cannot be pickled (an open file, a progress bar, a thread) stays as it is
+in the main process. Objects that the user holds keep their identity (:mod:`.changes`).
 """
 
 import logging
@@ -21,8 +20,10 @@ from torch.nn import Module, Parameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.launch.changes import Fingerprints, Teller, Told, attributes_of
 from lightning_strategies_ext.launch.messages import Pickled, Shared, dump
 from lightning_strategies_ext.launch.result_queue import ResultQueue, fill_queue, read_queue
+from lightning_strategies_ext.launch.segments import Received
 
 log = logging.getLogger(__name__)
 
@@ -63,68 +64,142 @@ def _data_in(value: Any) -> Iterator[Any]:
         yield value
 
 
+class Before:
+    """What the first worker notes before a stage, to tell afterwards what has changed.
+
+    Args:
+        trainer: The Trainer.
+        shared: What the main process has, without what it sent.
+        sent: What it sent.
+        received: Where that came in.
+
+    Attributes:
+        names: The names of the module's parts: submodules, parameters and buffers.
+        shared: What the main process has, with what it sent.
+        received: Where that came in.
+    """
+
+    def __init__(self, trainer: Any, shared: Shared, sent: dict[int, Any], received: Received | None) -> None:
+        module = trainer.lightning_module
+        self.names = names_in(module)
+        self.received = received
+        # The stage itself gives the Trainer its datamodule, later.
+        datamodules = {id(obj): obj for obj in shared.objects if isinstance(obj, LightningDataModule)}
+        self._holders = [*module.modules(), *datamodules.values()]
+        self._classes = [type(holder) for holder in self._holders]
+        self._fingerprints = Fingerprints(self._holders, shared, received)
+        self.shared = shared.with_message(sent)
+
+    def changed_attributes(self) -> Iterator[tuple[Any, str]]:
+        """Attributes of the LightningModule, of its submodules and of the datamodule that are new or have changed."""
+        for holder in self._holders:
+            for name in self._fingerprints.changed(holder):
+                yield holder, name
+
+    def vanished_attributes(self) -> Iterator[tuple[Any, str]]:
+        """Those that are not there any more."""
+        for holder in self._holders:
+            for name in self._fingerprints.vanished(holder):
+                yield holder, name
+
+    def changed_classes(self) -> Iterator[Any]:
+        """Those that are of another class now, as a lazy layer is once it has seen a batch."""
+        for holder, before in zip(self._holders, self._classes, strict=True):
+            if type(holder) is not before:
+                yield holder
+
+
+def names_in(module: Module) -> set[str]:
+    """The names of all submodules, parameters and buffers."""
+    return {name for name, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers())}
+
+
 @dataclass
 class TrainerSnapshot:
     """The state of a Trainer, ready to be sent.
 
     Attributes:
-        attributes: (number of a shared object, attribute, value).
-        training: New submodules, optimizers and schedulers, in one pickle since they refer to each other.
+        classes: (number of a shared object, its class).
+        attributes: (number of a shared object, attribute, value); no value for an attribute that vanished.
+        removed: Names of the module's parts that are not there any more.
+        training: New submodules, optimizers and schedulers, in one message since they refer to each other.
         modes: ``training`` of each submodule by name.
         trainable: ``requires_grad`` of each parameter by name.
-        named: (0 for the module or 1 for the datamodule, dotted name, value) as the user asked for.
+        loaders: Where the training loaders are, of those that say it.
         precision: State of the precision plugin.
         queue: What ``add_to_queue`` put.
         value: What the stage returned.
     """
 
-    attributes: list[tuple[int, str, Pickled]]
-    training: Pickled | None
+    classes: list[tuple[int, Pickled]]
+    attributes: list[tuple[int, str, Told | None]]
+    removed: list[str]
+    training: Told | None
     modes: dict[str, bool]
     trainable: dict[str, bool]
-    named: list[tuple[int, str, Pickled]]
-    precision: Pickled | None
-    queue: list[Pickled] = field(default_factory=list)
-    value: Pickled | None = None
+    loaders: Told | None
+    precision: Told | None
+    queue: list[Told] = field(default_factory=list)
+    value: Told | None = None
 
     # --- in a worker ---
 
     @classmethod
-    def collect(cls, trainer: Any, shared: Shared, names: set[str], value: Any) -> "TrainerSnapshot":
+    def collect(cls, trainer: Any, before: Before, value: Any) -> "TrainerSnapshot":
         """Collects the state after a stage.
 
         Args:
             trainer: The Trainer.
-            shared: What the main process has.
-            names: Submodules, parameters and buffers that the module had when it came; others are new.
+            before: What was noted before it.
             value: What the stage returned.
+
+        Raises:
+            Exception: If what the user put in the queue, or what the stage returned, cannot be pickled.
         """
-        module = trainer.lightning_module
-        training = None
+        module, shared = trainer.lightning_module, before.shared
+        teller = Teller(shared, before.received)
+        training = loaders = None
         if trainer.state.fn == TrainerFn.FITTING:
             strategy = trainer.strategy
-            parts = list(_new_parts(module, names, shared)), strategy.optimizers, strategy.lr_scheduler_configs
-            training = _pickled(parts, shared, "The optimizers' state")
+            parts = list(_new_parts(module, before.names, shared)), strategy.optimizers, strategy.lr_scheduler_configs
+            training = _told(teller, parts, "The optimizers' state")
+            loaders = _told(teller, _lightning.states_of_loaders(trainer), "The position in the training data")
+        now = names_in(module)
         queue = ResultQueue()
         fill_queue(trainer, queue)
         return cls(
-            attributes=list(_attributes(trainer, shared)),
+            classes=[(_number(shared, holder), dump(type(holder))) for holder in before.changed_classes()],
+            attributes=list(_attributes(trainer, before, teller)),
+            removed=[name for name in before.names - now if name.rpartition(".")[0] in now],
             training=training,
             modes={name: child.training for name, child in module.named_modules()},
             trainable={name: parameter.requires_grad for name, parameter in module.named_parameters()},
-            named=list(_named(trainer, shared)),
-            precision=_pickled(trainer.precision_plugin.state_dict(), shared, "The precision plugin's state"),
-            queue=[dump(item, shared, returning=True) for item in queue],
-            value=dump(value, shared, returning=True),
+            loaders=loaders,
+            precision=_told(teller, trainer.precision_plugin.state_dict(), "The precision plugin's state"),
+            queue=[teller.tell(item) for item in queue],
+            value=teller.tell(value),
         )
 
     # --- in the main process ---
 
     def restore(self, trainer: Any, shared: Shared) -> Any:
-        """Makes the main process's objects so, and returns what the stage returned."""
+        """Makes the main process's objects so, and returns what the stage returned.
+
+        Args:
+            trainer: The Trainer.
+            shared: What the workers had of it, with what was sent.
+        """
         module, strategy = trainer.lightning_module, trainer.strategy
-        for number, name, pickled in self.attributes:
-            _set(shared.objects[number], name, _loaded(pickled, shared, name))
+        for number, pickled in self.classes:
+            shared.object_of(number).__class__ = pickled.load()
+        for name in self.removed:
+            parent, _, last = name.rpartition(".")
+            delattr(module.get_submodule(parent), last)
+        for number, name, told in self.attributes:
+            if told is None:
+                vars(shared.object_of(number)).pop(name, None)
+            else:
+                _set(shared.object_of(number), name, _loaded(told, shared, name))
         if self.training is not None:
             new, optimizers, schedulers = self.training.load(shared)
             for path, part, is_persistent in new:
@@ -144,38 +219,36 @@ class TrainerSnapshot:
                 parameters[name].requires_grad_(needs_grad)
         if self.precision is not None:
             trainer.precision_plugin.load_state_dict(self.precision.load(shared))
+        if self.loaders is not None:
+            strategy.states_of_loaders = self.loaders.load(shared)
         strategy.connect(module)
         module.trainer = trainer
-        for which, path, pickled in self.named:
-            parent, _, name = path.rpartition(".")
-            _set(_at((module, trainer.datamodule)[which], parent), name, pickled.load(shared))
         read_queue(trainer, ResultQueue(item.load(shared) for item in self.queue))
         return None if self.value is None else self.value.load(shared)
 
 
-def _attributes(trainer: Any, shared: Shared) -> Iterator[tuple[int, str, Pickled]]:
+def _attributes(trainer: Any, before: Before, teller: Teller) -> Iterator[tuple[int, str, Told | None]]:
     metrics, _ = _lightning.connectors_of(trainer)
     holders = [trainer, metrics, *_lightning.loops_of(trainer), trainer.profiler, *trainer.callbacks, *trainer.loggers]
-    for holder in holders:
-        number = shared.number_of(holder)
+    attributes = [(holder, name) for holder in holders for name in attributes_of(holder)]
+    for holder, name in (*attributes, *before.changed_attributes()):
+        number, value = before.shared.number_of(holder), attributes_of(holder)[name]
         if number is None:  # a new callback, say: it comes with the list that holds it
             continue
-        for name, value in _state_of(holder).items():
-            if isinstance(value, FunctionType) or _lightning.is_bound_to_stage(value):
-                continue
-            try:
-                yield number, name, dump(value, shared, returning=True)
-            except Exception as error:
-                log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
+        if isinstance(value, FunctionType) or _lightning.is_bound_to_stage(value):
+            continue
+        try:
+            yield number, name, teller.tell(value)
+        except Exception as error:
+            log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
+    for holder, name in before.vanished_attributes():
+        yield _number(before.shared, holder), name, None
 
 
-def _state_of(holder: Any) -> dict[str, Any]:
-    state: dict[str, Any] = vars(holder)
-    if getattr(type(holder), "__getstate__", None) is not getattr(object, "__getstate__", None):
-        own = holder.__getstate__()
-        if isinstance(own, dict):  # what it empties for pickling is this process's, and the main process has its own
-            return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
-    return state
+def _number(shared: Shared, obj: Any) -> int:
+    number = shared.number_of(obj)
+    assert number is not None
+    return number
 
 
 def _new_parts(module: Module, names: set[str], shared: Shared) -> Iterator[tuple[str, Any, bool]]:
@@ -194,29 +267,9 @@ def _new_parts(module: Module, names: set[str], shared: Shared) -> Iterator[tupl
             yield name, part, name in persistent
 
 
-def _named(trainer: Any, shared: Shared) -> Iterator[tuple[int, str, Pickled]]:
-    strategy = trainer.strategy
-    holders = (
-        ("LightningModule", trainer.lightning_module, getattr(strategy, "module_attributes", ())),
-        ("LightningDataModule", trainer.datamodule, getattr(strategy, "datamodule_attributes", ())),
-    )
-    for which, (kind, holder, names) in enumerate(holders):
-        for path in dict.fromkeys([*names, *getattr(holder, "returned_attributes", ())]):
-            try:
-                yield which, path, dump(_at(holder, path), shared, returning=True)
-            except Exception as error:
-                log.warning("The attribute %r of the %s does not come back from the workers: %s", path, kind, error)
-
-
-def _at(holder: Any, path: str) -> Any:
-    for name in filter(None, path.split(".")):
-        holder = getattr(holder, name)
-    return holder
-
-
-def _pickled(obj: Any, shared: Shared, what: str) -> Pickled | None:
+def _told(teller: Teller, value: Any, what: str) -> Told | None:
     try:
-        return dump(obj, shared, returning=True)
+        return teller.tell(value)
     except Exception as error:
         log.warning("%s does not come back from the workers, since it cannot be pickled: %s", what, error)
         return None
@@ -225,9 +278,9 @@ def _pickled(obj: Any, shared: Shared, what: str) -> Pickled | None:
 _MISSING = object()
 
 
-def _loaded(pickled: Pickled, shared: Shared, name: str) -> Any:
+def _loaded(told: Told, shared: Shared, name: str) -> Any:
     try:
-        return pickled.load(shared)
+        return told.load(shared)
     except Exception as error:
         log.debug("%s stays as it is in the main process: %s", name, error)
         return _MISSING
@@ -237,7 +290,7 @@ def _set(holder: Any, name: str, value: Any) -> None:
     """Sets an attribute. A list, dictionary or the like that the user may hold is filled in place."""
     if value is _MISSING:
         return
-    old: Any = getattr(holder, name, None)
+    old = vars(holder).get(name)
     if type(old) is type(value) and old is not value:
         if isinstance(old, list):
             old[:] = value
@@ -250,4 +303,4 @@ def _set(holder: Any, name: str, value: Any) -> None:
             old.clear()
             old.extend(value)
             return
-    setattr(holder, name, value)
+    vars(holder)[name] = value

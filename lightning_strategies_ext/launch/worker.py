@@ -295,6 +295,7 @@ def _run(order: Order, envelope: Envelope, inherited: Job | None, place: Place) 
         assert job is not None
         return job.run(place, envelope)
     finally:
+        envelope.found = {}  # it would keep the job's objects
         place.is_running = False
         place.on_interrupt = None
 

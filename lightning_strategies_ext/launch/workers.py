@@ -15,7 +15,7 @@ from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.channel import Packed
 from lightning_strategies_ext.launch.pool import Outcome, WorkerPool
 from lightning_strategies_ext.launch.process import WorkerStartMethod
-from lightning_strategies_ext.launch.stage import CallJob, StageJob, pickled_or_explained
+from lightning_strategies_ext.launch.stage import CallJob, StageJob
 from lightning_strategies_ext.launch.worker import Conditions, RngState, is_importing_main
 
 
@@ -88,7 +88,7 @@ class Workers:
         inherits = False
         packed = None
         try:
-            packed = Packed(pickled_or_explained(job))
+            packed = Packed(job.pickled())
         except TypeError:
             if self._start_method != "fork":
                 raise

@@ -19,8 +19,6 @@ class Located(MLP):
     def on_train_end(self) -> None:
         self.trained_on = self.device.type
 
-    returned_attributes = ("trained_on",)
-
 
 def train_ranks(where: dict[str, Any]) -> dict[str, torch.Tensor]:
     return state_of(fit("ddp_ext", deterministic=True, **where)[1])

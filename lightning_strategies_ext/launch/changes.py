@@ -1,0 +1,228 @@
+"""What a stage has changed of the objects that the main process sent: told by the worker, applied in the main process.
+
+What the user holds in the main process keeps its identity: a list, a tensor, an object of a class of the user's is
+updated in place, wherever it hangs, as if the stage had run there. What is new comes as it is. An object of a class
+that pickles itself in its own way (``__reduce__``) is replaced, and so is all of a stage that was not sent but forked.
+"""
+
+import copyreg
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_strategies_ext.launch.messages import Pickled, Shared, dump
+from lightning_strategies_ext.launch.segments import Received
+
+_NOT_OBJECTS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+_OF_THE_TREE = ("_parameters", "_buffers", "_modules", "training")
+
+
+@dataclass
+class Told:
+    """A value for the main process, and what its own objects in it have become.
+
+    Attributes:
+        value: The value, in which these objects are numbers.
+        states: (number, state) of each, where nobody has told it before.
+    """
+
+    value: Pickled
+    states: list[Pickled]
+
+    def load(self, shared: Shared) -> Any:
+        """Updates the objects and returns the value.
+
+        Raises:
+            Exception: Whatever a class raises, or is missing; nothing has been updated then.
+        """
+        states = [states.load(shared) for states in self.states]
+        value = self.value.load(shared)
+        for number, state in chain.from_iterable(states):
+            _update(shared.object_of(number), *state)
+        return value
+
+
+class Teller:
+    """Writes values for the main process.
+
+    Args:
+        shared: What it has, with what it sent.
+        received: Where the memory of tensors came in; None if nothing was sent.
+    """
+
+    def __init__(self, shared: Shared, received: Received | None = None) -> None:
+        self._shared = shared
+        self._received = received
+        self._told: set[int] = set()
+
+    def tell(self, value: Any) -> Told:
+        """Writes a value.
+
+        Raises:
+            Exception: Whatever pickle raises for an object that it cannot take; nothing counts as told then.
+        """
+        told: set[int] = set()
+        pickled, met = self._dump(value)
+        states = []
+        while new := {number: obj for number, obj in met.items() if number not in self._told | told}:
+            told.update(new)
+            changed = [(number, obj) for number, obj in new.items() if not self._is_unchanged_memory(obj)]
+            pickled_states, met = self._dump([(number, _state_of(obj)) for number, obj in changed])
+            states.append(pickled_states)
+        self._told |= told
+        return Told(pickled, states)
+
+    def _is_unchanged_memory(self, obj: Any) -> bool:
+        if isinstance(obj, np.ndarray) and obj.flags.c_contiguous and not obj.dtype.hasobject:
+            return self._received is not None and self._received.is_unchanged_memory(obj.ctypes.data, obj.nbytes)
+        return isinstance(obj, Tensor) and self._received is not None and self._received.is_unchanged(obj)
+
+    def _dump(self, value: Any) -> tuple[Pickled, dict[int, Any]]:
+        met: dict[int, Any] = {}
+        return dump(value, _Meeting(self._shared, met), returning=True), met
+
+
+class _Meeting(Shared):
+    """Notes which of the objects that a message held are met."""
+
+    def __init__(self, shared: Shared, met: dict[int, Any]) -> None:
+        self.never = shared.never
+        self._number_of = shared.number_of
+        self._met = met
+
+    def number_of(self, obj: Any) -> int | None:
+        number = self._number_of(obj)
+        if number is not None and number < 0:
+            self._met[number] = obj
+        return number
+
+
+def updatable(objects: dict[int, Any]) -> dict[int, Any]:
+    """Those that are updated in place."""
+    return {number: obj for number, obj in objects.items() if _is_updatable(obj)}
+
+
+def _is_updatable(obj: Any) -> bool:
+    kind: Any = type(obj)
+    if kind in (Tensor, Parameter, np.ndarray) or isinstance(obj, (list, dict, set, deque)):
+        return True
+    if not hasattr(obj, "__dict__") or isinstance(obj, _NOT_OBJECTS) or kind in copyreg.dispatch_table:
+        return False
+    return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+
+
+def pickles_own_state(obj: Any) -> bool:
+    """Whether an object's class says itself what pickle takes of it."""
+    # Every object has the method from Python 3.11 on.
+    return getattr(type(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
+
+
+def _state_of(obj: Any) -> tuple[Any, Any]:
+    """What an object holds, in objects of its own that are not shared, and its attributes."""
+    if isinstance(obj, Tensor):
+        return obj.detach(), None
+    if isinstance(obj, np.ndarray):
+        return obj[...], None
+    contents: Any = None
+    if isinstance(obj, (list, deque)):
+        contents = list(obj)
+    elif isinstance(obj, dict):
+        contents = dict(obj)
+    elif isinstance(obj, set):
+        contents = set(obj)
+    attributes = obj.__getstate__() if pickles_own_state(obj) else dict(getattr(obj, "__dict__", {}))
+    return contents, attributes
+
+
+def _update(obj: Any, contents: Any, attributes: Any) -> None:
+    if isinstance(obj, Tensor):
+        _write(obj, contents)
+    elif isinstance(obj, np.ndarray):
+        obj[...] = contents
+    elif isinstance(obj, list):
+        obj[:] = contents
+    elif isinstance(obj, (dict, set)):
+        obj.clear()
+        obj.update(contents)
+    elif isinstance(obj, deque):
+        obj.clear()
+        obj.extend(contents)
+    if hasattr(type(obj), "__setstate__") and attributes:
+        obj.__setstate__(attributes)
+    elif isinstance(attributes, dict) and hasattr(obj, "__dict__"):
+        if not pickles_own_state(obj):  # otherwise what it leaves out is this process's
+            for name in vars(obj).keys() - attributes.keys():
+                del vars(obj)[name]
+        vars(obj).update(attributes)
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        if target.shape == value.shape and target.dtype == value.dtype:
+            target.copy_(value)
+        else:
+            target.data = value.clone()
+
+
+class Fingerprints:
+    """What some objects' attributes were, to find those that have changed.
+
+    Args:
+        holders: The objects.
+        shared: What the main process has.
+        received: Where the memory of their tensors came in; None if nothing was sent.
+    """
+
+    def __init__(self, holders: Iterable[Any], shared: Shared, received: Received | None) -> None:
+        self._shared = shared
+        self._received = received
+        self._before = {id(holder): (holder, dict(self._prints_of(holder))) for holder in holders}
+
+    def changed(self, holder: Any) -> Iterator[str]:
+        """The names of the attributes that are new or have changed."""
+        before = self._before[id(holder)][1]
+        for name, (digest, buffers) in self._prints_of(holder):
+            if before.get(name) != (digest, buffers) or not all(map(self._is_unchanged, buffers)):
+                yield name
+
+    def vanished(self, holder: Any) -> Iterator[str]:
+        """The names of the attributes that are not there any more."""
+        yield from self._before[id(holder)][1].keys() - vars(holder).keys()
+
+    def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[bytes, list[Any]]]]:
+        for name, value in attributes_of(holder).items():
+            try:
+                pickled = dump(value, self._shared, returning=True)
+            except Exception:  # an open file, say: it is this process's
+                continue
+            arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in pickled.buffers]
+            buffers = [(array.ctypes.data, array.nbytes) if self._received else _digest(array) for array in arrays]
+            yield name, (_digest(pickled.data), buffers)
+
+    def _is_unchanged(self, buffer: Any) -> bool:
+        return self._received is None or self._received.is_unchanged_memory(*buffer)
+
+
+def attributes_of(holder: Any) -> dict[str, Any]:
+    """An object's attributes, without those that it empties for pickling, and without what makes a module a tree."""
+    state: dict[str, Any] = vars(holder)
+    if isinstance(holder, Module):
+        state = {name: value for name, value in state.items() if name not in _OF_THE_TREE}
+    if pickles_own_state(holder):
+        own = holder.__getstate__()
+        if isinstance(own, dict):  # what it empties is this process's, and the main process has its own
+            return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
+    return state
+
+
+def _digest(data: Any) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
