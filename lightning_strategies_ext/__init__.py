@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.horovod.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.horovod.even_fetcher import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.horovod.strategy import HorovodStrategy as HorovodStrategy
+    from lightning_strategies_ext.launch.errors import ResultsError as ResultsError
     from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
     from lightning_strategies_ext.launch.errors import WorkerRaisedError as WorkerRaisedError
     from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
@@ -41,6 +42,7 @@ _EXPORTS = {
     "DataParallelStrategy": "lightning_strategies_ext.dp",
     "HorovodStrategy": "lightning_strategies_ext.horovod.strategy",
     "KeepGlobalBatch": "lightning_strategies_ext.horovod.elastic.policy",
+    "ResultsError": "lightning_strategies_ext.launch.errors",
     "ScaleLearningRate": "lightning_strategies_ext.horovod.elastic.policy",
     "ShmOptions": "lightning_strategies_ext.shm.options",
     "UnevenInputsError": "lightning_strategies_ext.horovod.even_fetcher",

@@ -17,6 +17,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
+from typing_extensions import Self
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, DDPStrategy
@@ -44,6 +45,8 @@ class DDPSpawnStrategy(DDPStrategy):
             once, and nothing of the user's, so that it has no thread and no GPU that a fork would break. "spawn"
             starts Python anew for each worker. "fork" forks this process: the only one for notebooks.
         process_group_options: See :class:`.DDPStrategy`.
+        keep_workers: Whether workers stay for the next stage. While no stage runs, a process has those of one strategy
+            at most: the next one takes them over if its process group is alike, and ends them otherwise.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -55,6 +58,9 @@ class DDPSpawnStrategy(DDPStrategy):
         trainer = Trainer(strategy="ddp_spawn_ext", devices=2)
         trainer.fit(model)
         predictions = trainer.predict(model, loader)  # in the same workers; of all ranks, in order
+
+        with DDPSpawnStrategy() as strategy:  # workers end here at the latest
+            Trainer(strategy=strategy, devices=2).fit(model)
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class DDPSpawnStrategy(DDPStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: WorkerStartMethod = "forkserver",
         process_group_options: Any | None = None,
+        keep_workers: bool = True,
         **kwargs: Any,
     ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
@@ -96,6 +103,7 @@ class DDPSpawnStrategy(DDPStrategy):
             **kwargs,
         )
         self._wants_sync_batchnorm = False
+        self.keep_workers = keep_workers
         self.states_of_loaders: list[dict[str, Any]] = []
 
     @property
@@ -162,6 +170,17 @@ class DDPSpawnStrategy(DDPStrategy):
             self._configure_launcher()
         assert isinstance(self._launcher, WorkerLauncher)
         return self._launcher.workers.call(function, args, kwargs, return_result)
+
+    def close(self) -> None:
+        """Ends the workers; the next stage starts new ones. They also end with the strategy and the interpreter."""
+        if isinstance(self._launcher, WorkerLauncher):
+            self._launcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def add_to_queue(self, trainer: "pl.Trainer", queue: ResultQueue) -> None:
         """Called in the first worker when a stage has ended; what it puts, :meth:`get_from_queue` gets.

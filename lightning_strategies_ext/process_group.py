@@ -7,12 +7,15 @@ when the interpreter ends, so that no backend complains about a group that was n
 import atexit
 import logging
 import os
+from collections.abc import Iterator
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_strategies_ext import shm
 from lightning_strategies_ext.shm.options import ShmOptions
@@ -26,6 +29,9 @@ _AVAILABILITY = {
     "ucc": "is_ucc_available",
     "xccl": "is_xccl_available",
 }
+
+# The store where this process has met the others: (process id, address, port, rank, world size) → store, next number.
+_stores: dict[tuple[int, str, str, int, int], tuple[dist.Store, Iterator[int]]] = {}
 
 
 def is_initialized() -> bool:
@@ -170,6 +176,7 @@ def start(
     check_options(options, backend)
     dist.init_process_group(
         backend,
+        store=_next_store(rank, world_size, timeout),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -181,6 +188,23 @@ def start(
     atexit.unregister(stop)
     atexit.register(stop)
     return backend
+
+
+def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:
+    """The store of the next default process group of this process; where ranks meet for the first, they do once more.
+
+    What an earlier group has left in a store must not be read by the next one, as it is where ``destroy_process_group``
+    was called in between: somebody may hold the group and so the store, which all in this process share that have its
+    port.
+    """
+    place = os.getpid(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size
+    if place not in _stores:
+        _stores.clear()
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout or default_pg_timeout)))
+        _stores[place] = store, count()
+    store, numbers = _stores[place]
+    store.set_timeout(timeout or default_pg_timeout)
+    return dist.PrefixStore(f"lightning_strategies_ext/groups/{next(numbers)}", store)
 
 
 def stop() -> None:

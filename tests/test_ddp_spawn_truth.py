@@ -3,30 +3,37 @@
 With one device, everything must have the same bits as Lightning's own single process: the reference of these tests.
 """
 
+import os
 from collections import OrderedDict, defaultdict, deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from tests.ddp_spawn_trainers import seeded, spawn_trainer
+from lightning_strategies_ext import DDPSpawnStrategy, ResultsError, WorkerRaisedError
+from tests.ddp_spawn_trainers import Stateful, seeded, spawn_trainer
 from tests.models import (
     LOADS_EVERYTHING,
     MLP,
     StatefulLoader,
     assert_same_bits,
     dataset,
+    fit,
     loader,
     make_trainer,
     state_of,
 )
+from tests.ranks import run_ranks
 
 #: With a sampler for several ranks, the order of the samples would not be that of one process.
 ALONE: dict[str, Any] = {"devices": 1, "use_distributed_sampler": False}
@@ -340,9 +347,14 @@ class HoldsObjects(pl.Callback):
         self.queue[0].values.append(5)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp_spawn_ext"])
-def test_objects_that_the_user_holds_are_updated(strategy):
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("auto", None), ("ddp_spawn_ext", None), ("ddp_fork_ext", None), ("ddp_fork_ext", lambda: None)],
+    ids=["one process", "sent", "sent to forked", "inherited"],
+)
+def test_objects_that_the_user_holds_are_updated(strategy, more):
     callback = HoldsObjects()
+    callback.same["more"] = more
     node, tensor, array, ordered, metric = (
         callback.node,
         callback.tensor,
@@ -361,6 +373,7 @@ def test_objects_that_the_user_holds_are_updated(strategy):
     assert parameter.tolist() == [3, 3]
     assert ordered is callback.same is callback.nested["deep"][0]
     assert ordered["a"] == [0, 1, 1, 1]
+    assert ordered["more"] is more
     assert default == {"x": [2, 2, 2]}
     assert default["new"] == []
     assert list(recent) == [1, 2, 3]
@@ -458,3 +471,196 @@ def test_best_weights_of_a_checkpoint_are_those_of_one_process(tmp_path):
         paths.append(checkpoint.best_model_path)
     theirs, ours = (torch.load(path, weights_only=False)["state_dict"] for path in paths)
     assert_same_bits(ours, theirs)
+
+
+# --- nothing is lost ---
+
+
+class Unloadable:
+    """Can be sent, and not be received."""
+
+    def __reduce__(self):
+        return fail_to_load, ()
+
+
+def fail_to_load() -> None:
+    raise ValueError("cannot be loaded here")
+
+
+class PutsUnloadable(HasEverything):
+    def add_to_queue(self, queue):
+        queue.put(Unloadable())
+
+    def get_from_queue(self, queue):
+        queue.get()
+
+
+class PutsUnpicklable(HasEverything):
+    def add_to_queue(self, queue):
+        queue.put(lambda: None if queue else (yield))
+        queue.put(open(os.devnull))  # noqa: SIM115
+
+
+class FailsToGet(HasEverything):
+    def add_to_queue(self, queue):
+        queue.put(1)
+
+    def get_from_queue(self, queue):
+        raise ValueError("not now")
+
+
+@pytest.mark.parametrize("make_model", [PutsUnloadable, PutsUnpicklable, FailsToGet])
+def test_a_run_whose_results_cannot_be_brought_back_is_saved_and_it_is_said_where(make_model, tmp_path):
+    model, expected = seeded(make_model), seeded(HasEverything)
+    spawn_trainer(max_epochs=1).fit(expected, loader())
+    trainer = spawn_trainer(max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(ResultsError, match="is saved in") as caught:
+        trainer.fit(model, loader())
+    assert caught.value.__cause__ is not None
+    (path,) = tmp_path.glob("not-brought-back-*.ckpt")
+    assert str(path) in str(caught.value)
+    checkpoint = torch.load(path, weights_only=False)
+    assert checkpoint["steps_seen"] == 8
+    assert_same_bits(checkpoint["state_dict"], state_of(expected))
+    resumed = spawn_trainer(max_epochs=2)
+    resumed.fit(HasEverything(), loader(), ckpt_path=path, **LOADS_EVERYTHING)
+    assert resumed.global_step == 16
+
+
+class RaisesFromC(MLP):
+    def training_step(self, batch, batch_idx):
+        error = ValueError("the real reason")
+        if hasattr(error, "add_note"):
+            error.add_note("  a note\nthat ends in: threading.py(1002): _bootstrap")
+        raise error
+
+
+def test_the_headline_of_a_failure_is_the_exception():
+    with pytest.raises(WorkerRaisedError, match=r"^\W*rank \d \(pid \d+\) failed: ValueError: the real reason\n"):
+        spawn_trainer().fit(RaisesFromC(), loader())
+
+
+class HasLambda(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].choices = {"a": [1, lambda x: x]}
+
+
+class IsParametrized(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.orthogonal(self.net[2])
+
+
+class HasUnpicklable(pl.Callback):
+    def __init__(self) -> None:
+        self.node = Node()
+        self.node.on_end = lambda: None
+
+
+@pytest.mark.parametrize(
+    ("make_model", "options", "said"),
+    [
+        (HasLambda, {}, r"`net\.1\.choices\['a'\]\[1\]` of the LightningModule HasLambda cannot be sent"),
+        (IsParametrized, {}, r"`net\.2` of the LightningModule IsParametrized cannot be sent"),
+        (MLP, {"callbacks": [HasUnpicklable()]}, r"`node\.on_end` of the callback HasUnpicklable cannot be sent"),
+        (
+            MLP,
+            {"profiler": "pytorch"},
+            r"`_profiler_kwargs\['schedule'\]\._schedule` of the profiler PyTorchProfiler cannot be sent",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_named_by_its_path(make_model, options, said):
+    with pytest.raises(TypeError, match=said):
+        spawn_trainer(**options).fit(make_model(), loader())
+
+
+def test_a_profiler_goes_through_several_stages_of_forked_workers(tmp_path):
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
+    trainer, model = spawn_trainer("ddp_fork_ext", max_epochs=1, profiler=profiler), MLP()
+    trainer.fit(model, loader())
+    trainer.test(model, loader(), verbose=False)
+    assert {path.name.split("-")[0] for path in tmp_path.glob("*.txt")} == {"fit", "test"}
+    assert "test_step" in profiler.summary()
+
+
+# --- workers ---
+
+
+def workers_of_this_process() -> list[psutil.Process]:
+    workers = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and "fork_server" in " ".join(process.cmdline()):
+                workers.append(process)
+    return workers
+
+
+def test_a_search_over_many_trainers_has_the_workers_of_one():
+    kept = []
+    pids = set()
+    for _ in range(4):
+        model = MLP()
+        trainer = spawn_trainer(max_epochs=1)
+        trainer.fit(model, loader())
+        pids.update(trainer.strategy.launcher.pids)
+        kept.append((model, trainer))
+    assert len(pids) == 2
+    assert len(workers_of_this_process()) == 3  # and what they are forked from
+    first = kept[0][1]
+    first.fit_loop.max_epochs = 2
+    first.fit(kept[0][0], loader())
+    assert set(first.strategy.launcher.pids) == pids
+    assert first.global_step == 16
+    three = spawn_trainer(devices=3, max_epochs=1)
+    three.fit(MLP(), loader())
+    assert len(workers_of_this_process()) == 4
+    assert not pids & set(three.strategy.launcher.pids)
+
+
+def test_workers_that_are_taken_over_start_as_new_ones_do():
+    expected = state_of(fit("ddp_spawn_ext", Stateful)[1])
+    fit("ddp_spawn_ext", Configurable)
+    assert_same_bits(state_of(fit("ddp_spawn_ext", Stateful)[1]), expected)
+
+
+def test_workers_need_not_be_kept_and_can_be_closed():
+    trainer, model = spawn_trainer(DDPSpawnStrategy(keep_workers=False), max_epochs=1), seeded(Stateful)
+    trainer.fit(model, loader())
+    assert trainer.strategy.launcher.pids == []
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader())
+    assert trainer.global_step == 16
+    with DDPSpawnStrategy() as strategy:
+        again, other = spawn_trainer(strategy, max_epochs=1), seeded(Stateful)
+        again.fit(other, loader())
+        strategy.close()
+        assert strategy.launcher.pids == []
+        again.fit_loop.max_epochs = 2
+        again.fit(other, loader())
+        pids = strategy.launcher.pids
+        assert len(pids) == 2
+    assert not any(map(psutil.pid_exists, pids))
+    assert_same_bits(state_of(model), state_of(other))
+
+
+class LeavesGroup(pl.Callback):
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        torch.distributed.destroy_process_group()
+
+
+def fit_after_leaving_the_group() -> int:
+    trainers = [make_trainer("ddp_ext", max_epochs=1, callbacks=[LeavesGroup()]) for _ in range(2)]
+    for trainer in trainers:
+        trainer.fit(MLP(), loader())
+    return trainers[1].global_step
+
+
+def test_a_stage_can_follow_where_the_user_has_left_the_process_group():
+    trainer, model = spawn_trainer(max_epochs=1, callbacks=[LeavesGroup()]), MLP()
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader())
+    assert trainer.global_step == 16
+    assert run_ranks(fit_after_leaving_the_group, timeout_s=100) == [8, 8]

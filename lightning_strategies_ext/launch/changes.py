@@ -2,13 +2,13 @@
 
 What the user holds in the main process keeps its identity: a list, a tensor, an object of a class of the user's is
 updated in place, wherever it hangs, as if the stage had run there. What is new comes as it is. An object of a class
-that pickles itself in its own way (``__reduce__``) is replaced, and so is all of a stage that was not sent but forked.
+that pickles itself in its own way (``__reduce__``) stays as it was.
 """
 
 import copyreg
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -101,14 +101,18 @@ class _Meeting(Shared):
 
     def number_of(self, obj: Any) -> int | None:
         number = self._number_of(obj)
-        if number is not None and number < 0:
+        if number is not None and number < 0 and _is_updatable(obj):
             self._met[number] = obj
         return number
 
 
-def updatable(objects: dict[int, Any]) -> dict[int, Any]:
-    """Those that are updated in place."""
-    return {number: obj for number, obj in objects.items() if _is_updatable(obj)}
+def with_identity(objects: Mapping[int, Any]) -> dict[int, Any]:
+    """Those of which the user's own must come back, not a copy; all but what is a value, as a string is."""
+    return {number: obj for number, obj in objects.items() if isinstance(obj, FunctionType) or not _is_value(obj)}
+
+
+def _is_value(obj: Any) -> bool:
+    return isinstance(obj, (*_NOT_OBJECTS, str, bytes, int, float, complex, tuple, frozenset))
 
 
 def _is_updatable(obj: Any) -> bool:
@@ -191,18 +195,19 @@ class Fingerprints:
         """The names of the attributes that are new or have changed."""
         before = self._before[id(holder)][1]
         for name, (digest, buffers) in self._prints_of(holder):
-            if before.get(name) != (digest, buffers) or not all(map(self._is_unchanged, buffers)):
+            if digest is None or before.get(name) != (digest, buffers) or not all(map(self._is_unchanged, buffers)):
                 yield name
 
     def vanished(self, holder: Any) -> Iterator[str]:
         """The names of the attributes that are not there any more."""
         yield from self._before[id(holder)][1].keys() - vars(holder).keys()
 
-    def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[bytes, list[Any]]]]:
+    def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[bytes | None, list[Any]]]]:
         for name, value in attributes_of(holder).items():
             try:
                 pickled = dump(value, self._shared, returning=True)
-            except Exception:  # an open file, say: it is this process's
+            except Exception:  # there is an open file in it, say
+                yield name, (None, [])
                 continue
             arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in pickled.buffers]
             buffers = [(array.ctypes.data, array.nbytes) if self._received else _digest(array) for array in arrays]

@@ -1,4 +1,4 @@
-"""What the main process raises when a worker fails. Both are torch.multiprocessing's, as the stock strategies raise."""
+"""What the main process raises: when a worker fails, torch.multiprocessing's errors, as the stock strategies do."""
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
@@ -30,3 +30,7 @@ class WorkerDiedError(ProcessExitedException):
     ) -> None:
         super().__init__(msg, error_index, error_pid, exit_code, signal_name)
         self.error_pid = error_pid
+
+
+class ResultsError(RuntimeError):
+    """``fit`` has run, and not all that came of it could be brought back; the message says where it is saved."""

@@ -5,13 +5,17 @@ is nothing to clean up.
 """
 
 import logging
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.launch.errors import ResultsError, WorkerDiedError
 from lightning_strategies_ext.launch.pool import GRACE_S
 from lightning_strategies_ext.launch.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage import StageJob
@@ -86,6 +90,7 @@ class WorkerLauncher(_lightning.Launcher):
         Raises:
             WorkerRaisedError: If a worker raised.
             WorkerDiedError: If a worker died.
+            ResultsError: If ``fit`` has run and what came of it could not be brought back; says where it is saved.
             TypeError: If something that the workers need cannot be pickled.
             ValueError: If the processes are there already, started by torchrun or the like.
             RuntimeError: If workers cannot be started from here.
@@ -107,20 +112,34 @@ class WorkerLauncher(_lightning.Launcher):
             elif isinstance(outcome.error, KeyboardInterrupt):
                 log.warning("Rank 0 did not stop in time, it is killed: the state of this stage is lost.")
         except BaseException as error:
+            can_be_saved = trainer.state.fn == TrainerFn.FITTING and isinstance(error, Exception)
+            where = self._save_in_worker(trainer) if can_be_saved and not isinstance(error, WorkerDiedError) else None
             self.close()
-            if outcome.error is None:
+            if outcome.error is not None:
+                log.warning("The state of the stage that failed %s: %s", where or "is lost", error)
+                raise outcome.error from outcome.error.__cause__
+            if where is None:
                 raise
-            log.warning("The state of the stage that failed is lost: %s", error)
-            raise outcome.error from outcome.error.__cause__
+            message = f"`fit` has run, but not all that came of it could be brought back: {error}\nThe state of rank 0"
+            raise ResultsError(f"{message} {where}.") from error
         if outcome.error is not None:
             self.close()
             if isinstance(outcome.error, SIGTERMException):
                 _lightning.note_sigterm(trainer)
             raise outcome.error
         self.workers.keep_rng(outcome)
+        self.workers.end_unless_kept()
         if hasattr(self._strategy, "post_dispatch"):
             self._strategy.post_dispatch(trainer)
         return value
+
+    def _save_in_worker(self, trainer: Any) -> str:
+        name = f"not-brought-back-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.ckpt"
+        path = os.path.join(trainer.default_root_dir, name)
+        problem = self.workers.pool.save(0, path)
+        if problem is not None:
+            return f"is lost, since it could not be saved either ({problem})"
+        return f"is saved in {path}, for `fit(ckpt_path=...)` and `load_from_checkpoint(...)`"
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the workers."""

@@ -12,10 +12,12 @@ What it does not promise: tensors on other devices keep their device only where 
 ``to_cpu`` to have them copied to the CPU.
 """
 
+import copyreg
 import io
 import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -29,12 +31,15 @@ class Shared:
     Args:
         objects: Any objects; the first of equal identity counts.
         never: Types of which an object that is not among ``objects`` must not travel.
+
+    Attributes:
+        in_message: See :meth:`with_message`.
     """
 
     def __init__(self, objects: Sequence[Any], never: tuple[type, ...] = ()) -> None:
         self.objects = list(objects)
         self.never = never
-        self._in_message: Mapping[int, Any] = {}
+        self.in_message: Mapping[int, Any] = {}
         self._numbers = {id(obj): number for number, obj in reversed(list(enumerate(self.objects)))}
 
     def number_of(self, obj: Any) -> int | None:
@@ -43,12 +48,12 @@ class Shared:
 
     def object_of(self, number: int) -> Any:
         """The object with that number."""
-        return self.objects[number] if number >= 0 else self._in_message[-1 - number]
+        return self.objects[number] if number >= 0 else self.in_message[-1 - number]
 
     def with_message(self, in_message: Mapping[int, Any]) -> "Shared":
         """The same, and what a message held, by the numbers that pickle gave it on either side."""
         more = Shared(self.objects, self.never)
-        more._in_message = in_message
+        more.in_message = in_message
         for number, obj in in_message.items():
             more._numbers.setdefault(id(obj), -1 - number)
         return more
@@ -108,6 +113,14 @@ def dump(
     return Pickled(stream.getvalue(), buffers)
 
 
+def walk(obj: Any) -> dict[int, Any]:
+    """All that an object holds, by number, also what cannot be pickled; for two processes that share it by a fork."""
+    pickler = _Walker(io.BytesIO(), [], None, returning=False)
+    with suppress(Exception):  # then it is what was found so far
+        pickler.dump(obj)
+    return dict(pickler.memo.copy().values())
+
+
 class _Memory:
     """A tensor's whole storage. One object per storage and message, so that pickle's memo keeps aliases."""
 
@@ -165,6 +178,21 @@ class _SharingPickler(_Pickler):  # apart, since it is asked about every single 
     def persistent_id(self, obj: Any) -> int | None:
         assert self._shared is not None
         return self._shared.number_of(obj)
+
+
+class _Walker(_Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = NotImplemented if obj is dict else super().reducer_override(obj)
+        if obj is dict or reduced is not NotImplemented:
+            return reduced
+        if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
+            return dict, ()  # of no interest inside
+        reduce = copyreg.dispatch_table.get(type(obj))
+        try:
+            reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
+        except Exception:
+            return dict, ()
+        return NotImplemented if isinstance(reduced, str) else reduced
 
 
 class _Unpickler(pickle.Unpickler):

@@ -33,6 +33,7 @@ from lightning_strategies_ext.launch.worker import (
     Order,
     Pull,
     RngState,
+    Save,
     Start,
 )
 
@@ -180,6 +181,27 @@ class WorkerPool:
                 raise self._raised(rank, result)
             yield result
             del result
+
+    def save(self, rank: int, path: str, timeout_s: float | None = None) -> str | None:
+        """Lets a worker write the state of its stage to a file, where it cannot be pulled.
+
+        Args:
+            rank: The worker's local rank.
+            path: The file.
+            timeout_s: How long it may take.
+
+        Returns:
+            None, or why there is no such file.
+        """
+        worker = self._workers[rank]
+        try:
+            worker.channel.send(Save(path))
+            if not wait([worker.channel.socket], timeout_s):
+                return f"rank {rank} did not write it in {timeout_s} s"
+            answer = worker.channel.receive()
+        except (OSError, EOFError):
+            return str(worker.death())
+        return answer.summary if isinstance(answer, Failure) else None
 
     def signal(self, signum: int) -> None:
         """Sends a signal to every worker."""

@@ -7,7 +7,7 @@ the user holds, then the state of everything else (:mod:`.trainer_state`). Predi
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,10 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.launch.changes import updatable
+from lightning_strategies_ext.launch.changes import with_identity
 from lightning_strategies_ext.launch.channel import Envelope
-from lightning_strategies_ext.launch.messages import Pickled, dump
+from lightning_strategies_ext.launch.culprit import culprit
+from lightning_strategies_ext.launch.messages import Pickled, dump, walk
 from lightning_strategies_ext.launch.pool import WorkerPool
 from lightning_strategies_ext.launch.rank_predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.segments import Received
@@ -83,19 +84,27 @@ class StageJob:
         self.shared = self.shared.with_message(sent)
         return pickled
 
+    def note_inherited(self) -> None:
+        """Notes what the workers know where they get it by being forked."""
+        self.shared = self.shared.with_message(walk(self))
+
     # --- in a worker ---
 
     def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
         """Runs the stage; see :class:`.Job`."""
         trainer = self.trainer
+        sent: Mapping[int, Any] = envelope.found
         if isinstance(self.shared, list):
             self.shared = shared_objects(trainer, [], self.shared)
+        else:
+            sent, self.shared = self.shared.in_message, shared_objects(trainer, [], self.shared.objects)
         received = None
         if envelope.segment is not None and envelope.mapping is not None:
             received = Received(envelope.segment, envelope.mapping)
         before = None
         if place.local_rank == 0:
-            before = Before(trainer, self.shared, updatable(envelope.found), received)
+            before = Before(trainer, self.shared, with_identity(sent), received)
+        place.save = partial(_save, trainer)
         context = WorkerContext(place.continues, received)
         os.environ["LOCAL_RANK"] = str(place.local_rank)
         place.on_interrupt = trainer.strategy.request_interrupt
@@ -203,6 +212,15 @@ def tensors_of(module: Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def _save(trainer: Any, path: str) -> None:
+    try:
+        checkpoint = _lightning.dump_checkpoint(trainer)
+    except Exception:  # a hook of the user's, perhaps the one that did not let the results go
+        log.warning("The weights alone are saved, since the rest of the checkpoint failed:", exc_info=True)
+        checkpoint = {"state_dict": trainer.lightning_module.state_dict()}
+    trainer.strategy.checkpoint_io.save_checkpoint(checkpoint, path)
+
+
 def _end_failed_stage(trainer: Any) -> None:
     for logger in trainer.loggers:
         _try(logger.finalize, "failed")
@@ -252,6 +270,9 @@ class CallJob:
         """
         return pickled_or_explained(self)
 
+    def note_inherited(self) -> None:
+        """Does nothing: only the function's value comes back."""
+
     def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
         """Runs the function; see :class:`.Job`."""
         os.environ["LOCAL_RANK"] = str(place.local_rank)
@@ -277,24 +298,9 @@ def pickled_or_explained(job: StageJob | CallJob, found: dict[int, Any] | None =
     try:
         return dump(job, found=found)
     except Exception as error:
-        culprit = "What the workers need" if isinstance(job, CallJob) else _culprit(job)
+        what, reason = ("What the workers need", error) if isinstance(job, CallJob) else culprit(job, error)
         raise TypeError(
-            f"{culprit} cannot be sent to the worker processes: {error}. Define classes and functions at the top of a"
+            f"{what} cannot be sent to the worker processes: {reason}. Define classes and functions at the top of a"
             " module and keep open files, locks and lambdas out of attributes, or use"
             " `strategy='ddp_fork_ext'`, whose workers get everything by being forked."
         ) from error
-
-
-def _culprit(job: StageJob) -> str:
-    trainer = job.trainer
-    parts = [("The LightningModule", trainer.lightning_module)]
-    parts += [("The callback", callback) for callback in trainer.callbacks]
-    parts += [("The logger", logger) for logger in trainer.loggers]
-    parts += [("The argument", arg) for arg in [*job.args, *job.kwargs.values()] if arg is not trainer.lightning_module]
-    for name, part in parts:
-        try:
-            # Alone, without what hangs on it: each is looked at on its own.
-            dump(vars(part) if hasattr(part, "__dict__") else part, job.shared)
-        except Exception:
-            return f"{name} {type(part).__name__}"
-    return "The Trainer, or something that hangs on it,"

@@ -16,6 +16,8 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import profiler
+from torch.autograd import profiler as autograd_profiler
 from torch.nn import Module, Parameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -27,8 +29,9 @@ from lightning_strategies_ext.launch.segments import Received
 
 log = logging.getLogger(__name__)
 
-# Loaders and data stay in the worker that made them: the main process has the user's.
-_NEVER_SENT = (DataLoader, Dataset, Sampler, CombinedLoader)
+# Loaders and data stay in the worker that made them: the main process has the user's. A profiler that runs is of no use
+# anywhere else, and pickle takes it nevertheless.
+_NEVER_SENT = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
 
 
 def shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) -> Shared:

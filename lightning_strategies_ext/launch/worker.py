@@ -151,6 +151,16 @@ class Pull:
     """Asks a worker for the next of its job's results."""
 
 
+@dataclass
+class Save:
+    """Asks a worker to write the state of its stage to a file, since it could not be pulled.
+
+    The worker answers with a :class:`Done`, or a :class:`Failure`.
+    """
+
+    path: str
+
+
 class End:
     """Tells a worker to end. Also the answer to a :class:`Pull` when there are no more results."""
 
@@ -168,12 +178,14 @@ class Failure:
 
     Attributes:
         pickled: The exception, if it can be pickled; otherwise None.
+        summary: Its class, and the first line of its message.
         trace: Its trace, as text.
         time: When, on the clock that all processes of a host share.
         has_results: Whether there are results to pull.
     """
 
     pickled: Pickled | None
+    summary: str
     trace: str
     time: float
     has_results: bool
@@ -185,12 +197,8 @@ class Failure:
         pickled = None
         with suppress(Exception):
             pickled = dump(exception, returning=True)
-        return cls(pickled, trace, time.monotonic(), has_results)
-
-    @property
-    def summary(self) -> str:
-        """The last line of the trace."""
-        return self.trace.strip().splitlines()[-1]
+        summary = f"{type(exception).__qualname__}: {exception}".splitlines()[0]
+        return cls(pickled, summary, trace, time.monotonic(), has_results)
 
     @property
     def exception(self) -> BaseException | None:
@@ -209,6 +217,7 @@ class Place:
         continues: Whether the job goes on where an earlier one of this pool ended.
         is_running: Whether a job runs now.
         on_interrupt: What to do then on Ctrl-C instead of raising KeyboardInterrupt.
+        save: Writes the state of the stage that ran to a file, until the next job.
     """
 
     def __init__(self, local_rank: int) -> None:
@@ -216,6 +225,7 @@ class Place:
         self.continues = False
         self.is_running = False
         self.on_interrupt: Callable[[], None] | None = None
+        self.save: Callable[[str], None] | None = None
 
 
 def is_importing_main() -> bool:
@@ -257,6 +267,9 @@ def _serve(channel: Channel, inherited: Job | None) -> None:
         if isinstance(message, Ping):
             channel.send(message)
             continue
+        if isinstance(message, Save):
+            channel.send(_save(message.path, place))
+            continue
         if isinstance(message, Pull):
             try:
                 result = next(results, End())
@@ -268,6 +281,7 @@ def _serve(channel: Channel, inherited: Job | None) -> None:
                 continue
             results = iter(())
         else:
+            place.save = None
             envelope.close()
             envelope = Envelope(Pickled(b"")) if message.is_inherited else channel.receive_envelope(private=True)
             try:
@@ -284,6 +298,16 @@ def _serve(channel: Channel, inherited: Job | None) -> None:
                 return
             inherited = None
         gc.collect()  # the trainer of a job that is over, with its memory and the workers of its dataloaders
+
+
+def _save(path: str, place: Place) -> "Done | Failure":
+    try:
+        if place.save is None:
+            raise RuntimeError("no stage of a Trainer has run here")
+        place.save(path)
+        return Done(RngState.now())
+    except Exception as exception:
+        return Failure.of(exception)
 
 
 def _run(order: Order, envelope: Envelope, inherited: Job | None, place: Place) -> Iterator[Any]:

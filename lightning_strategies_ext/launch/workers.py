@@ -18,6 +18,8 @@ from lightning_strategies_ext.launch.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage import CallJob, StageJob
 from lightning_strategies_ext.launch.worker import Conditions, RngState, is_importing_main
 
+_all: "weakref.WeakSet[Workers]" = weakref.WeakSet()
+
 
 class Workers:
     """What launchers of both front ends start workers with. They end with this object at the latest.
@@ -35,6 +37,8 @@ class Workers:
         self._rendezvous: dict[str, str] = {}
         self._rng: list[RngState] = []
         self._has_run = False
+        self._is_running = False
+        _all.add(self)
 
     @property
     def are_interactive_compatible(self) -> bool:
@@ -85,6 +89,13 @@ class Workers:
         Raises:
             TypeError: If something that the workers need cannot be pickled.
         """
+        self._is_running = True
+        try:
+            return self._run(job)
+        finally:
+            self._is_running = False
+
+    def _run(self, job: StageJob | CallJob) -> Outcome:
         inherits = False
         packed = None
         try:
@@ -93,6 +104,7 @@ class Workers:
             if self._start_method != "fork":
                 raise
             inherits = True
+            job.note_inherited()
         try:
             pool = self._usable_pool(job if inherits else None)
             now = RngState.now()
@@ -108,6 +120,11 @@ class Workers:
                 packed.close()
         self._has_run = True
         return outcome
+
+    def end_unless_kept(self) -> None:
+        """Ends them after a job if the strategy wants that."""
+        if not getattr(self._strategy, "keep_workers", True):
+            self.close()
 
     def call(
         self,
@@ -138,6 +155,7 @@ class Workers:
         value = None
         for value in self.pool.pull(0):  # noqa: B007
             pass
+        self.end_unless_kept()
         return value
 
     def keep_rng(self, outcome: Outcome) -> None:
@@ -154,10 +172,7 @@ class Workers:
         """Ends them; the next job starts new ones."""
         if self._pool is not None:
             self._pool.close()
-            self._pool = None
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            self._finalizer = None
+            self._let_go()
 
     def _usable_pool(self, inherited: StageJob | CallJob | None) -> WorkerPool:
         # A forked worker knows what was defined when it was forked, and in a notebook more is defined all the time.
@@ -165,11 +180,48 @@ class Workers:
         if self._pool is not None and (must_be_new or not self._pool.is_usable()):
             self.close()
         if self._pool is None:
-            self._rendezvous = _rendezvous(self._strategy)
-            passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
-            self._pool = WorkerPool(self._strategy.num_processes, self._start_method, passed_through, inherited)
+            taken = self._taken_from_idle(must_be_new)
+            if taken is None:
+                self._rendezvous = _rendezvous(self._strategy)
+                passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
+                taken = WorkerPool(self._strategy.num_processes, self._start_method, passed_through, inherited)
+            self._pool = taken
             self._finalizer = weakref.finalize(self, self._pool.close)
         return self._pool
+
+    def _taken_from_idle(self, must_be_new: bool) -> WorkerPool | None:
+        """Takes over the workers of another strategy of this process that is idle, and ends those that do not fit.
+
+        So a search over many Trainers has the workers of one, and no more of them idle at any time.
+        """
+        taken: WorkerPool | None = None
+        for other in [other for other in _all if other is not self and not other._is_running]:
+            pool = other._pool
+            if (
+                pool is not None
+                and taken is None
+                and not must_be_new
+                and other._kind == self._kind
+                and pool.is_usable()
+            ):
+                other._let_go()
+                taken, self._rendezvous = pool, other._rendezvous
+            else:
+                other.close()
+        return taken
+
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        """What has to be alike in strategies for one's workers to be of use to the other: their process group is."""
+        names = ("_process_group_backend", "_timeout", "_process_group_options", "num_nodes", "parallel_devices")
+        group = [getattr(self._strategy, name, None) for name in names]
+        return self._start_method, self._strategy.num_processes, type(self._strategy.cluster_environment), *group
+
+    def _let_go(self) -> None:
+        self._pool = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_pool": None, "_finalizer": None, "_rng": []}

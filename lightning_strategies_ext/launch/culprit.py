@@ -1,0 +1,68 @@
+"""Finds what in a job cannot be pickled, to tell the user by the names that the user gave."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_strategies_ext.launch.messages import Shared, dump
+
+
+def culprit(job: Any, error: Exception) -> tuple[str, Exception]:
+    """What cannot be pickled, and why.
+
+    Args:
+        job: A :class:`.StageJob`.
+        error: Why the whole cannot be.
+    """
+    for name, root in _roots(job):
+        for inner, part in root.named_modules() if isinstance(root, Module) else [("", root)]:
+            reason = _why_not(part, job.shared)
+            if reason is not None:
+                path, reason = _innermost(part, inner, reason, job.shared)
+                return (f"`{path}` of {name}" if path else name[0].upper() + name[1:]), reason
+    return "The Trainer, or something that hangs on it,", error
+
+
+def _roots(job: Any) -> Iterator[tuple[str, Any]]:
+    trainer = job.trainer
+    roots = [("the LightningModule", trainer.lightning_module), ("the profiler", trainer.profiler)]
+    roots += [("the callback", callback) for callback in trainer.callbacks]
+    roots += [("the logger", logger) for logger in trainer.loggers]
+    arguments = [arg for arg in [*job.args, *job.kwargs.values()] if arg is not trainer.lightning_module]
+    for kind, root in [*roots, *(("the argument", arg) for arg in arguments)]:
+        yield f"{kind} {type(root).__name__}", root
+
+
+def _why_not(obj: Any, shared: Shared) -> Exception | None:
+    # Alone, without what hangs on it: each is looked at on its own.
+    others = Shared([other for other in shared.objects if other is not obj])
+    try:
+        dump(obj, others)
+    except Exception as error:
+        return error
+    return None
+
+
+def _innermost(obj: Any, path: str, reason: Exception, shared: Shared) -> tuple[str, Exception]:
+    seen = set()
+    while id(obj) not in seen:
+        seen.add(id(obj))
+        for step, child in _children(obj):
+            inner = None if id(child) in seen else _why_not(child, shared)
+            if inner is not None:
+                obj, path, reason = child, f"{path}{step}".removeprefix("."), inner
+                break
+    return path, reason
+
+
+def _children(obj: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(obj, dict):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    elif not isinstance(obj, type):
+        of_the_tree = ("_parameters", "_buffers", "_modules") if isinstance(obj, Module) else ()
+        yield from (
+            (f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items() if name not in of_the_tree
+        )
