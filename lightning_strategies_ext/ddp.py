@@ -7,8 +7,7 @@ weights are the same to the last bit.
 """
 
 import re
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -32,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, process_group, registry
-from lightning_strategies_ext.collectives import TorchCollectives
 from lightning_strategies_ext.failure.reconciliation import Reconciliation, disconnect
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.gradient_sync import (
@@ -122,15 +120,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._averaging: ModelAveraging | None = None
-        self._collectives: TorchCollectives | None = None
         self._worker: WorkerContext | None = None
-
-    @property
-    def collectives(self) -> TorchCollectives:
-        """torch.distributed's, on this rank's device."""
-        if self._collectives is None:
-            self._collectives = TorchCollectives(lambda: self.root_device)
-        return self._collectives
 
     @property
     def is_distributed(self) -> bool:
@@ -275,18 +265,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     # --- step ---
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
-
-        The first backward pass after it exchanges the sum. Before ``setup`` there is nothing to keep.
-        """
-        if isinstance(self.model, DistributedDataParallel):
-            with self.model.no_sync():
-                yield
-        else:
-            yield
-
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Under manual optimization, tells DDP that a backward pass begins; automatic optimization needs no telling."""
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
@@ -342,7 +320,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_averaging": None, "_collectives": None, "_worker": None}
+        return {**super().__getstate__(), "_averaging": None, "_worker": None}
 
 
 def check_start_method(start_method: str) -> None:

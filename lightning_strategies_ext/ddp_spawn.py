@@ -213,6 +213,16 @@ class DDPSpawnPlugin(DDPSpawnStrategy):
         if sync_batchnorm is not None:
             self.sync_batchnorm = sync_batchnorm
 
+    def setup(self, trainer: "pl.Trainer | None" = None) -> None:
+        """Sets up for a stage in a worker, as :meth:`.DDPStrategy.setup`; its Trainer need not be given.
+
+        Without a stage there is nothing to set up, as in the main process: a call without a Trainer does nothing then.
+        """
+        if trainer is None and self._worker is not None and self.lightning_module is not None:
+            trainer = _lightning.trainer_of(self.lightning_module)
+        if trainer is not None:
+            super().setup(trainer)
+
 
 def _names(argument: str, names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
