@@ -44,7 +44,7 @@ from lightning_strategies_ext.gradient_sync import (
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.optimizers import carry_over
 from lightning_strategies_ext.launch.stage import WorkerContext
-from lightning_strategies_ext.parallel import ParallelStrategy
+from lightning_strategies_ext.parallel import ParallelStrategy, check_not_interactive
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -139,6 +139,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        check_start_method_here(self._start_method)
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(self)
         else:
@@ -332,6 +333,17 @@ def check_start_method(start_method: str) -> None:
     available = ["popen", *torch.multiprocessing.get_all_start_methods()]
     if start_method not in available:
         raise ValueError(f"`start_method={start_method!r}` is not available here. Use one of {', '.join(available)}.")
+
+
+def check_start_method_here(start_method: str) -> None:
+    """Refuses a way of starting processes that a notebook or a prompt cannot have.
+
+    Raises:
+        RuntimeError: If this is one.
+    """
+    if start_method != "fork":
+        name = "ddp_ext" if start_method == "popen" else "ddp_spawn_ext"
+        check_not_interactive(f"`strategy={name!r}` (`start_method={start_method!r}`)")
 
 
 def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:

@@ -5,6 +5,7 @@ are exchanged is left to the strategies; what carries the collectives is an engi
 torch.distributed, and nothing else here knows which.
 """
 
+import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Generator
@@ -315,6 +316,25 @@ def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any
     ):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"`{name}` must be a {kind.__module__.rpartition('.')[0]}.{kind.__name__}, got {value!r}.")
+
+
+def check_not_interactive(way: str) -> None:
+    """Refuses, in a notebook or at a prompt, a way of starting processes that needs a script.
+
+    Lightning refuses it too, but later, and recommends its own strategy in place of ours.
+
+    Args:
+        way: The argument that asks for it, as the user writes it.
+
+    Raises:
+        RuntimeError: If this is a notebook, a prompt or ``python -i``.
+    """
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        raise RuntimeError(
+            f"{way} does not work in a notebook or at a prompt: new processes would run or import a script. Use"
+            " `strategy='ddp_notebook_ext'` or `DDPStrategy(start_method='fork')`, which fork; or `strategy='dp_ext'`,"
+            " which starts no process; or run a script."
+        )
 
 
 def check_devices(devices: Any) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import process_group, registry
 from lightning_strategies_ext.collectives import TorchCollectives
-from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method
+from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method, check_start_method_here
 from lightning_strategies_ext.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
 from lightning_strategies_ext.parallel import check_devices, check_plugins, name_of_barrier
@@ -99,6 +99,7 @@ class DDPStrategy(FabricDDPStrategy):
 
     def _configure_launcher(self) -> None:
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        check_start_method_here(self._start_method)
         if self._start_method == "popen":
             super()._configure_launcher()
         else:

@@ -18,7 +18,7 @@ from lightning_strategies_ext.gradient_sync import check_has_trainable_parameter
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
-from lightning_strategies_ext.parallel import check_devices, check_plugins, name_of_barrier
+from lightning_strategies_ext.parallel import check_devices, check_not_interactive, check_plugins, name_of_barrier
 
 T = TypeVar("T")
 
@@ -123,6 +123,7 @@ class HorovodStrategy(FabricParallelStrategy):
     def _configure_launcher(self) -> None:
         # The last that Fabric's constructor calls: everything is known, and nothing started.
         assert self.cluster_environment is not None
+        check_not_interactive("`strategy='horovod_ext'`")
         runtime.check_num_nodes(self._num_nodes, self.cluster_environment)
         runtime.configure(self.parallel_devices or [], self.cluster_environment)
         self._launcher = FabricHorovodLauncher(self.cluster_environment, self.num_processes)
