@@ -3,7 +3,8 @@
 What differs from Lightning's ``ddp``: no blocking collective per training step (a SIGTERM is agreed on beside the
 training path), no barrier before a reduction, one round trip for small broadcasts, gradients kept once, communication
 hooks and post-local SGD on every backend, and errors before processes start where they can be known then. The trained
-weights are the same to the last bit.
+weights are the same: to the last bit with two CPU ranks, or with more over the same backend; up to rounding with three
+or more over ``shm``, which adds up in another order than gloo.
 """
 
 import re
