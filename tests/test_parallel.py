@@ -120,8 +120,21 @@ def use_written_for(base: type, part: type) -> dict[str, Any]:
     return outcome
 
 
-def use_ddp() -> dict[str, Any]:
-    outcome = use(DDPStrategy(process_group_backend="gloo"))
+class CountsReductions(DDPStrategy):
+    num_reductions = 0
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        self.num_reductions += 1
+        return super().reduce(tensor, group, reduce_op)
+
+
+def use_ddp(kind: type[DDPStrategy] = DDPStrategy) -> dict[str, Any]:
+    strategy = kind(process_group_backend="gloo")
+    outcome = use(strategy)
+    if kind is CountsReductions:
+        before = strategy.num_reductions
+        strategy.reduce_boolean_decision(True)
+        assert strategy.num_reductions == before + 1
     outcome.pop("type")
     return outcome
 
@@ -143,6 +156,10 @@ def test_a_strategy_with_collectives_of_its_own_trains_as_on_lightnings_base():
 
 def test_a_strategy_without_collectives_has_those_of_its_process_group():
     assert_same(run_ranks(use_written_for, ParallelStrategy, WithoutCollectives), run_ranks(use_ddp))
+
+
+def test_a_reduction_that_a_user_adds_to_ddp_makes_its_decisions_too():
+    assert_same(run_ranks(use_ddp, CountsReductions), run_ranks(use_ddp))
 
 
 def count_exchanges(base: type) -> int:
