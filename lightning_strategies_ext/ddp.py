@@ -3,12 +3,12 @@
 What differs from Lightning's ``ddp``: no blocking collective per training step (a SIGTERM is agreed on beside the
 training path), no barrier before a reduction, one round trip for small broadcasts, gradients kept once, communication
 hooks and post-local SGD on every backend, and errors before processes start where they can be known then. The trained
-weights are the same to the last bit.
+weights are the same: to the last bit with two CPU ranks, or with more over the same backend; up to rounding with three
+or more over ``shm``, which adds up in another order than gloo.
 """
 
 import re
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, process_group, registry
-from lightning_strategies_ext.collectives import TorchCollectives
 from lightning_strategies_ext.failure.reconciliation import Reconciliation, disconnect
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.gradient_sync import (
@@ -45,7 +44,7 @@ from lightning_strategies_ext.gradient_sync import (
 )
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.stage import WorkerContext
-from lightning_strategies_ext.parallel import ParallelStrategy
+from lightning_strategies_ext.parallel import ParallelStrategy, check_not_interactive
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -121,15 +120,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._timeout = timeout
         self._start_method = start_method
         self._averaging: ModelAveraging | None = None
-        self._collectives: TorchCollectives | None = None
         self._worker: WorkerContext | None = None
-
-    @property
-    def collectives(self) -> TorchCollectives:
-        """torch.distributed's, on this rank's device."""
-        if self._collectives is None:
-            self._collectives = TorchCollectives(lambda: self.root_device)
-        return self._collectives
 
     @property
     def is_distributed(self) -> bool:
@@ -148,6 +139,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        check_start_method_here(self._start_method)
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(self)
         else:
@@ -270,18 +262,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     # --- step ---
 
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
-
-        The first backward pass after it exchanges the sum. Before ``setup`` there is nothing to keep.
-        """
-        if isinstance(self.model, DistributedDataParallel):
-            with self.model.no_sync():
-                yield
-        else:
-            yield
-
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Under manual optimization, tells DDP that a backward pass begins; automatic optimization needs no telling."""
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
@@ -337,7 +317,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_averaging": None, "_collectives": None, "_worker": None}
+        return {**super().__getstate__(), "_averaging": None, "_worker": None}
 
 
 def check_start_method(start_method: str) -> None:
@@ -349,6 +329,17 @@ def check_start_method(start_method: str) -> None:
     available = ["popen", *torch.multiprocessing.get_all_start_methods()]
     if start_method not in available:
         raise ValueError(f"`start_method={start_method!r}` is not available here. Use one of {', '.join(available)}.")
+
+
+def check_start_method_here(start_method: str) -> None:
+    """Refuses a way of starting processes that a notebook or a prompt cannot have.
+
+    Raises:
+        RuntimeError: If this is one.
+    """
+    if start_method != "fork":
+        name = "ddp_ext" if start_method == "popen" else "ddp_spawn_ext"
+        check_not_interactive(f"`strategy={name!r}` (`start_method={start_method!r}`)")
 
 
 def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:

@@ -5,7 +5,6 @@ the stage had run in it: weights, optimizers, progress, callbacks, metrics, logg
 :class:`.DDPStrategy` is only where processes come from and how results return (:mod:`.launch`); training is the same.
 """
 
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -116,11 +115,6 @@ class DDPSpawnStrategy(DDPStrategy):
         self._wants_sync_batchnorm = sync_batchnorm
 
     def _configure_launcher(self) -> None:
-        if hasattr(sys, "ps1") and self._start_method != "fork":
-            raise RuntimeError(
-                f"`start_method={self._start_method!r}` does not work in a notebook or at a prompt: a new process"
-                " cannot import what was defined there. Use `strategy='ddp_notebook_ext'`, or run a script."
-            )
         super()._configure_launcher()
         if self._wants_sync_batchnorm and _lightning.layer_sync(self) is None:
             _lightning.set_layer_sync(self, TorchSyncBatchNorm())
@@ -241,3 +235,13 @@ class DDPSpawnPlugin(DDPSpawnStrategy):
             self.num_nodes = num_nodes
         if sync_batchnorm is not None:
             self.sync_batchnorm = sync_batchnorm
+
+    def setup(self, trainer: "pl.Trainer | None" = None) -> None:
+        """Sets up for a stage in a worker, as :meth:`.DDPStrategy.setup`; its Trainer need not be given.
+
+        Without a stage there is nothing to set up, as in the main process: a call without a Trainer does nothing then.
+        """
+        if trainer is None and self._worker is not None and self.lightning_module is not None:
+            trainer = _lightning.trainer_of(self.lightning_module)
+        if trainer is not None:
+            super().setup(trainer)

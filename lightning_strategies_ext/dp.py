@@ -225,7 +225,7 @@ class DataParallelStrategy(LightningParallelStrategy):
         """Returns the object: there is one process."""
         return obj
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns: there is one process."""
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -244,6 +244,9 @@ class DataParallelStrategy(LightningParallelStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.PYTORCH, cls)
+
+    def __repr__(self) -> str:
+        return registry.describe(self)
 
 
 def legacy_dp(**kwargs: Any) -> DataParallelStrategy:

@@ -1,10 +1,11 @@
 """ParallelStrategy: what every multi-process strategy of the Trainer does the same way.
 
 It promises ranks, collectives, the handling of a SIGTERM and of a failing rank. How processes start and how gradients
-are exchanged is left to the strategies; what carries the collectives is an engine (``collectives``), so that nothing
-here knows torch.distributed.
+are exchanged is left to the strategies; what carries the collectives is an engine (``collectives``), by default
+torch.distributed, and nothing else here knows which.
 """
 
+import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Generator
@@ -20,8 +21,8 @@ from lightning.pytorch.strategies import ParallelStrategy as LightningParallelSt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext.collectives import Collectives, TorchCollectives
 from lightning_strategies_ext.failure.reconciliation import Reconciliation
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 class ParallelStrategy(LightningParallelStrategy, ABC):
     """Base of the Trainer's strategies with several processes.
+
+    A class that works on Lightning's ``ParallelStrategy`` works on this one. Of what is abstract there, ``root_device``
+    and ``model_to_device`` are left to it; the collectives it may leave to torch.distributed or bring itself.
 
     Args:
         accelerator: As chosen by ``Trainer(accelerator=...)`` if None.
@@ -44,9 +48,13 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     Example::
 
-        class MyStrategy(lightning_strategies_ext.DDPStrategy):
-            def on_exception(self, exception):
-                self.reconciliate_processes("out of patience")
+        class MyStrategy(lightning_strategies_ext.ParallelStrategy):
+            @property
+            def root_device(self):
+                return self.parallel_devices[self.local_rank]
+
+            def model_to_device(self):
+                self.model.to(self.root_device)
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self._collectives: Collectives | None = None
         self._termination: TerminationAgreement | None = None
         self._reconciliation: Reconciliation | None = None
         self._has_failed = False
@@ -80,9 +89,14 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """The device of this rank."""
 
     @property
-    @abstractmethod
     def collectives(self) -> Collectives:
-        """What carries this strategy's collectives."""
+        """What carries this strategy's collectives: torch.distributed's default group, once this process is in one.
+
+        In a process that is in none, each returns its input.
+        """
+        if self._collectives is None:
+            self._collectives = TorchCollectives(lambda: self.root_device)
+        return self._collectives
 
     @property
     def is_global_zero(self) -> bool:
@@ -95,9 +109,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
 
-        The first backward pass after it exchanges the sum.
+        The first backward pass after it exchanges the sum. Does nothing but for a model that is wrapped in DDP.
         """
-        yield
+        with super().block_backward_sync():
+            yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one validation step; before it all ranks stop if they agreed to."""
@@ -153,18 +168,27 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """
         return obj if self._has_failed else self.collectives.broadcast(obj, src)
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns when every rank has called it.
 
         Args:
-            name: Shown in the error if it fails.
+            *args: The first is a name, shown in the error if it fails. There is no use for others.
+            **kwargs: ``name`` is the same.
         """
         if not self._has_failed:
-            self.collectives.barrier(name)
+            self.collectives.barrier(name_of_barrier(*args, **kwargs))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
-        return bool(decision) if self._has_failed else self.collectives.reduce_boolean_decision(decision, all)
+        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does.
+
+        A subclass that brings ``reduce``, and no ``collectives``, decides by that, as on Lightning's base.
+        """
+        if self._has_failed:
+            return bool(decision)
+        own = type(self)
+        if own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives:
+            return bool(super().reduce_boolean_decision(decision, all))
+        return self.collectives.reduce_boolean_decision(decision, all)
 
     # --- exception, teardown ---
 
@@ -263,9 +287,18 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         # They belong to this process: a worker has its own.
-        state.update(_termination=None, _reconciliation=None)
+        state.update(_collectives=None, _termination=None, _reconciliation=None)
         state.pop("_confirm_sigterm", None)
         return state
+
+    def __repr__(self) -> str:
+        return registry.describe(self)
+
+
+def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
+    """The name among the arguments of ``barrier(*args, **kwargs)``, or None."""
+    name = kwargs.get("name", args[0] if args else None)
+    return None if name is None else str(name)
 
 
 def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any) -> None:
@@ -283,6 +316,25 @@ def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any
     ):
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"`{name}` must be a {kind.__module__.rpartition('.')[0]}.{kind.__name__}, got {value!r}.")
+
+
+def check_not_interactive(way: str) -> None:
+    """Refuses, in a notebook or at a prompt, a way of starting processes that needs a script.
+
+    Lightning refuses it too, but later, and recommends its own strategy in place of ours.
+
+    Args:
+        way: The argument that asks for it, as the user writes it.
+
+    Raises:
+        RuntimeError: If this is a notebook, a prompt or ``python -i``.
+    """
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        raise RuntimeError(
+            f"{way} does not work in a notebook or at a prompt: new processes would run or import a script. Use"
+            " `strategy='ddp_notebook_ext'` or `DDPStrategy(start_method='fork')`, which fork; or `strategy='dp_ext'`,"
+            " which starts no process; or run a script."
+        )
 
 
 def check_devices(devices: Any) -> None:

@@ -98,6 +98,33 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
 )
 
 
+#: Front end → what it is called, and where its classes are imported from.
+_FACES = {
+    PYTORCH: ("the Trainer", "lightning_strategies_ext"),
+    FABRIC: ("Fabric", "lightning_strategies_ext.fabric"),
+}
+
+
+def describe(strategy: object) -> str:
+    """The ``repr`` of a strategy, which says also what to write for the other front end.
+
+    A front end refuses the other's strategies with a message that quotes them, before it calls anything of theirs.
+    """
+    for kind in type(strategy).__mro__:
+        for row in STRATEGIES:
+            for here, there in ((PYTORCH, FABRIC), (FABRIC, PYTORCH)):
+                if row.classes.get(here) != f"{kind.__module__}:{kind.__qualname__}" or there not in row.classes:
+                    continue
+                front_end, source = _FACES[there]
+                name = row.classes[there].rpartition(":")[2]
+                arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
+                return (
+                    f"{object.__repr__(strategy)[:-1]}, for {_FACES[here][0]}."
+                    f" For {front_end}: from {source} import {name}; {name}({arguments})>"
+                )
+    return object.__repr__(strategy)
+
+
 @dataclass(frozen=True)
 class LazyStrategy:
     """Stands for a strategy class in a registry and loads it when it is called.

@@ -27,6 +27,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 
 REPOSITORY = Path(__file__).parent.parent
@@ -104,6 +105,17 @@ def outcomes_of_ranks(
             Outcome(index, *received[index], rank.exitcode, logs[index].read_text() if logs[index].exists() else "")
             for index, rank in enumerate(ranks)
         ]
+
+
+def leave_process_group() -> None:
+    """Lets what a rank does next start a process group of its own; otherwise it would go on with the one that is there.
+
+    The next one is made at another address: the first rank may serve the old one for a while.
+    """
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port[0])
 
 
 def run_script(

@@ -1,6 +1,7 @@
 """``ddp_ext`` against Lightning's ``ddp``: same seed, two CPU ranks, the same weights to the last bit.
 
-Each test trains with both strategies, one after the other, in the same two processes.
+Each test trains with both strategies, one after the other, in the same two processes: stock over gloo, ours over shm.
+With more ranks the bits are the same on the same backend only: gloo adds up in another order than shm does.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from tests.models import (
     make_trainer,
     state_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import leave_process_group, run_ranks
 
 try:
     from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -50,7 +51,10 @@ def train_with_both(
 ) -> tuple[dict, dict]:
     """One rank: the weights after training with stock and with ours."""
     theirs = fit(f"ddp{variant}", make_model, **make_kwargs())
+    assert torch.distributed.get_backend() == "gloo"
+    leave_process_group()
     ours = fit(f"ddp_ext{variant}", make_model, **make_kwargs())
+    assert torch.distributed.get_backend() == "shm"
     assert isinstance(ours[0].strategy, DDPStrategy)
     assert ours[0].global_step == theirs[0].global_step > 0
     assert ours[0].callback_metrics == theirs[0].callback_metrics
@@ -74,6 +78,26 @@ def assert_same_weights(
 @pytest.mark.parametrize("make_model", [MLP, WithBatchNorm])
 def test_same_bits(make_model):
     assert_same_weights(make_model)
+
+
+def train_with_three_ranks(strategy: str, backend: str | None = None) -> tuple[dict, str]:
+    """The weights after training, and what the ranks have talked over."""
+    _, model = fit(strategy if backend is None else DDPStrategy(process_group_backend=backend), devices=3)
+    return state_of(model), torch.distributed.get_backend()
+
+
+def test_with_three_ranks_the_bits_are_those_of_stock_on_its_backend_and_close_to_them_on_shm():
+    stock, gloo, shm, again = (
+        run_ranks(train_with_three_ranks, *strategy, world_size=3)
+        for strategy in (("ddp",), ("ddp_ext", "gloo"), ("ddp_ext",), ("ddp_ext",))
+    )
+    assert [ranks[0][1] for ranks in (stock, gloo, shm)] == ["gloo", "gloo", "shm"]
+    for rank in range(3):
+        assert_same_bits(gloo[rank][0], stock[rank][0])
+        assert_same_bits(shm[rank][0], shm[0][0])
+        assert_same_bits(again[rank][0], shm[0][0])
+        for name, tensor in shm[rank][0].items():
+            torch.testing.assert_close(tensor, stock[rank][0][name], rtol=1e-5, atol=1e-6)
 
 
 def accumulate_three() -> dict[str, Any]:
@@ -147,6 +171,7 @@ def compiled_with_both() -> tuple[dict, dict]:
         trainer = make_trainer(name)
         trainer.fit(torch.compile(model, backend="aot_eager"), loader())
         states.append(state_of(model))
+        leave_process_group()
     return states[0], states[1]
 
 
@@ -200,6 +225,7 @@ def fit_from(source: str) -> tuple[dict, dict, dict, dict]:
             trainer.fit(model)
         states.append(state_of(model))
         metrics.append({name: value.item() for name, value in trainer.callback_metrics.items()})
+        leave_process_group()
     return states[0], states[1], metrics[0], metrics[1]
 
 
@@ -255,6 +281,7 @@ def log_with_both(directory: str) -> list[dict[str, Any]]:
                 "tested": tested,
             }
         )
+        leave_process_group()
     return seen
 
 
@@ -289,6 +316,7 @@ def find_learning_rate_with_both(directory: str) -> list[Any]:
         model = Tunable()
         make_trainer(name, callbacks=[finder], default_root_dir=directory, max_epochs=1).fit(model)
         found.append((model.learning_rate, finder.optimal_lr.results, state_of(model)["net.0.weight"].tolist()))
+        leave_process_group()
     return found
 
 
@@ -333,6 +361,7 @@ def predict_with_both() -> list[Any]:
         trainer = make_trainer(name, callbacks=[writer])
         predictions = trainer.predict(MLP(), loader(22))
         results.append((predictions, writer.batches, writer.epoch))
+        leave_process_group()
     return results
 
 

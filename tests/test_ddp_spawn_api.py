@@ -7,7 +7,7 @@ import torch
 
 from lightning_strategies_ext import DDPSpawnPlugin, DDPSpawnStrategy
 from tests.ddp_spawn_trainers import seeded, spawn_trainer
-from tests.models import MLP, WithBatchNorm, loader, make_trainer
+from tests.models import MLP, WithBatchNorm, assert_same_bits, loader, make_trainer, state_of
 
 
 def test_the_plugin_takes_its_arguments_in_their_old_order(tmp_path):
@@ -29,6 +29,21 @@ def test_sync_batchnorm_of_the_plugin_is_that_of_the_trainer():
     with pytest.raises(ValueError, match="needs GPUs"):
         trainer.fit(WithBatchNorm(), loader())
     assert make_trainer("ddp_spawn_ext", sync_batchnorm=True).strategy.sync_batchnorm
+
+
+class CallsSetupAsDocumented(DDPSpawnPlugin):
+    def setup(self, *args):
+        super().setup()
+        assert len(self.optimizers) == (0 if self.lightning_module is None else 1)
+
+
+def test_setup_of_the_plugin_can_be_called_without_a_trainer():
+    plugin, model, expected = CallsSetupAsDocumented(), seeded(), seeded()
+    trainer = spawn_trainer(plugin, max_epochs=1)
+    plugin.setup()  # nothing is there to be set up
+    trainer.fit(model, loader())
+    spawn_trainer(max_epochs=1).fit(expected, loader())
+    assert_same_bits(state_of(model), state_of(expected))
 
 
 class Queues(DDPSpawnStrategy):

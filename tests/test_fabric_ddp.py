@@ -1,4 +1,4 @@
-"""What ``Fabric(strategy="ddp_ext")`` promises: it trains as stock does, to the last bit."""
+"""What ``Fabric(strategy="ddp_ext")`` promises: with two ranks, it trains as stock does, to the last bit."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from lightning_strategies_ext import WorkerRaisedError
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from tests.models import MLP, assert_same_bits, dataset, state_of
-from tests.ranks import REPOSITORY, run_ranks, run_script
+from tests.ranks import REPOSITORY, leave_process_group, run_ranks, run_script
 
 
 def train_under_fabric(name: str) -> tuple[dict, str, float]:
@@ -41,7 +41,11 @@ def train(fabric: Fabric) -> tuple[dict, str, float]:
 
 
 def train_under_fabric_with_both() -> list[Any]:
-    return [train_under_fabric("ddp_ext"), train_under_fabric("ddp")]
+    theirs = train_under_fabric("ddp")
+    leave_process_group()
+    ours = train_under_fabric("ddp_ext")
+    assert torch.distributed.get_backend() == "shm"
+    return [ours, theirs]
 
 
 def test_fabric_trains_as_with_stock_to_the_last_bit():

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import process_group, registry
 from lightning_strategies_ext.collectives import TorchCollectives
-from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method
+from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method, check_start_method_here
 from lightning_strategies_ext.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
-from lightning_strategies_ext.parallel import check_devices, check_plugins
+from lightning_strategies_ext.parallel import check_devices, check_plugins, name_of_barrier
 
 T = TypeVar("T")
 
@@ -99,6 +99,7 @@ class DDPStrategy(FabricDDPStrategy):
 
     def _configure_launcher(self) -> None:
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
+        check_start_method_here(self._start_method)
         if self._start_method == "popen":
             super()._configure_launcher()
         else:
@@ -139,9 +140,9 @@ class DDPStrategy(FabricDDPStrategy):
         """Gives every rank the object of rank ``src``; small ones in one round trip."""
         return self.collectives.broadcast(obj, src)
 
-    def barrier(self, name: str | None = None) -> None:
-        """Returns when every rank has called it."""
-        self.collectives.barrier(name)
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Returns when every rank has called it; a name, if one is given, is shown in the error if it fails."""
+        self.collectives.barrier(name_of_barrier(*args, **kwargs))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
@@ -151,6 +152,9 @@ class DDPStrategy(FabricDDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.FABRIC, cls)
+
+    def __repr__(self) -> str:
+        return registry.describe(self)
 
     def _get_root_device(self) -> torch.device:
         return self.root_device

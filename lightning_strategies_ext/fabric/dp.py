@@ -155,6 +155,9 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.FABRIC, cls)
 
+    def __repr__(self) -> str:
+        return registry.describe(self)
+
 
 class _NothingToSync(_lightning.BackwardSyncControl):
     """Gradients of replicas add up on the root device in each backward pass: there is nothing to leave out."""

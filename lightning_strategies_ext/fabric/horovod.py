@@ -18,7 +18,7 @@ from lightning_strategies_ext.gradient_sync import check_has_trainable_parameter
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
-from lightning_strategies_ext.parallel import check_devices, check_plugins
+from lightning_strategies_ext.parallel import check_devices, check_not_interactive, check_plugins, name_of_barrier
 
 T = TypeVar("T")
 
@@ -123,6 +123,7 @@ class HorovodStrategy(FabricParallelStrategy):
     def _configure_launcher(self) -> None:
         # The last that Fabric's constructor calls: everything is known, and nothing started.
         assert self.cluster_environment is not None
+        check_not_interactive("`strategy='horovod_ext'`")
         runtime.check_num_nodes(self._num_nodes, self.cluster_environment)
         runtime.configure(self.parallel_devices or [], self.cluster_environment)
         self._launcher = FabricHorovodLauncher(self.cluster_environment, self.num_processes)
@@ -173,9 +174,9 @@ class HorovodStrategy(FabricParallelStrategy):
         """Gives every rank the object of rank ``src``; small ones in one round trip."""
         return self.collectives.broadcast(obj, src)
 
-    def barrier(self, name: str | None = None) -> None:
-        """Returns when every rank has called it."""
-        self.collectives.barrier(name)
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Returns when every rank has called it; a name, if one is given, is shown in the error if it fails."""
+        self.collectives.barrier(name_of_barrier(*args, **kwargs))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
@@ -185,6 +186,9 @@ class HorovodStrategy(FabricParallelStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.FABRIC, cls)
+
+    def __repr__(self) -> str:
+        return registry.describe(self)
 
 
 class _HoldBack(_lightning.BackwardSyncControl):

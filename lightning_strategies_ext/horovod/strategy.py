@@ -41,7 +41,7 @@ from lightning_strategies_ext.horovod.exchange import (
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.horovod.uneven import WAYS, UnevenInputs, UnevenInputsControl
-from lightning_strategies_ext.parallel import ParallelStrategy
+from lightning_strategies_ext.parallel import ParallelStrategy, check_not_interactive
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.collectives.horovod import HorovodCollectives
@@ -203,6 +203,7 @@ class HorovodStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices and environment are known, in one process still.
         assert self.cluster_environment is not None
+        check_not_interactive(f"`strategy={self.strategy_name!r}`")
         if self._commit_every_n_steps is not None and len(self.parallel_devices or []) != 1:
             raise ValueError(
                 f"`devices={len(self.parallel_devices or [])}`: with `elastic=True` the number of ranks on a host may"

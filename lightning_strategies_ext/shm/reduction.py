@@ -1,7 +1,7 @@
 """Reductions: how the tensors of several ranks become one, always in the order of their ranks.
 
 The order is fixed so that every rank computes the same bits, in every run. For two ranks it makes no difference to the
-sum, which so equals gloo's bit for bit.
+sum, which so equals gloo's bit for bit; for three or more, gloo has another order.
 """
 
 from collections.abc import Callable, Sequence
