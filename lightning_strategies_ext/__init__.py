@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.dp import DataParallelStrategy as DataParallelStrategy
+    from lightning_strategies_ext.failure.errors import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.horovod.elastic.fit import WorldTooSmallError as WorldTooSmallError
     from lightning_strategies_ext.horovod.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
     from lightning_strategies_ext.horovod.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.horovod.elastic.policy import WorldSizePolicy as WorldSizePolicy
-    from lightning_strategies_ext.horovod.even_fetcher import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.horovod.strategy import HorovodStrategy as HorovodStrategy
     from lightning_strategies_ext.launch.errors import ResultsError as ResultsError
     from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
@@ -45,7 +45,7 @@ _EXPORTS = {
     "ResultsError": "lightning_strategies_ext.launch.errors",
     "ScaleLearningRate": "lightning_strategies_ext.horovod.elastic.policy",
     "ShmOptions": "lightning_strategies_ext.shm.options",
-    "UnevenInputsError": "lightning_strategies_ext.horovod.even_fetcher",
+    "UnevenInputsError": "lightning_strategies_ext.failure.errors",
     "WorkerDiedError": "lightning_strategies_ext.launch.errors",
     "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
     "WorldSizePolicy": "lightning_strategies_ext.horovod.elastic.policy",

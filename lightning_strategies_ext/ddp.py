@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, process_group, registry
+from lightning_strategies_ext.failure.departure import Departure
 from lightning_strategies_ext.failure.reconciliation import Reconciliation, disconnect
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.gradient_sync import (
@@ -236,6 +237,11 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         must_stop = self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
         agreement = TerminationAgreement(store, self.global_rank, self.world_size, is_requested=must_stop)
         self._agree_on_sigterm(trainer, agreement)
+        if store is not None and self._reconciliation is not None:
+            if self._departure is not None:
+                self._departure.close()
+            wake = self._reconciliation.wake_this_rank
+            self._departure = Departure(store, self.global_rank, self.world_size, wake)
 
     def configure_ddp(self) -> None:
         """Wraps the LightningModule in DDP, with the communication hook."""

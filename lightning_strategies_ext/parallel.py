@@ -23,6 +23,8 @@ from torch import Tensor
 
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.collectives import Collectives, TorchCollectives
+from lightning_strategies_ext.failure.departure import Departure
+from lightning_strategies_ext.failure.errors import UnevenInputsError
 from lightning_strategies_ext.failure.reconciliation import Reconciliation
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 
@@ -79,6 +81,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         self._collectives: Collectives | None = None
         self._termination: TerminationAgreement | None = None
         self._reconciliation: Reconciliation | None = None
+        self._departure: Departure | None = None
         self._has_failed = False
         self._was_asked_to_stop = False
         self._is_interrupted = False
@@ -216,6 +219,14 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if self._reconciliation is not None and isinstance(exception, Exception):
             self._reconciliation.announce("".join(traceback.format_exception(exception)))
 
+    def explained(self, exception: BaseException) -> BaseException:
+        """The exception that the user should see: the given one, or one that it came from by way of a collective."""
+        if self._departure is None or self._departure.reason is None or not isinstance(exception, Exception):
+            return exception
+        error = UnevenInputsError(self._departure.reason)
+        error.__cause__ = exception
+        return error
+
     def reconciliate_processes(self, trace: str) -> None:
         """Ends the other ranks of this host after this one failed, so that none waits for it.
 
@@ -240,6 +251,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     def teardown(self) -> None:
         """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
+        if self._departure is not None:
+            self._departure.close() if self._has_failed else self._departure.depart()
         if self._termination is not None:
             self._termination.close()
             # A request that came after the last step, while a checkpoint was saved, say, is for the next stage.

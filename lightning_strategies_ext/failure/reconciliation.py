@@ -87,6 +87,10 @@ class Reconciliation:
         prefix = f"lightning_strategies_ext/reconciliation/{next(_stage_numbers)}"
         self._store = dist.PrefixStore(prefix, self.default_store)
 
+    def wake_this_rank(self) -> None:
+        """Lets the collective fail that this rank is in, if its backend can."""
+        self._wake(self._peers)
+
     def first_failure(self) -> str | None:
         """The trace of another rank that failed before, with its rank, or None."""
         for peer in self._peers:

@@ -4,14 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_strategies_ext.failure.errors import UnevenInputsError
+
 ADVICE = (
     "Give all ranks the same number of batches, or say `HorovodStrategy(uneven_inputs='stop')` to end the epoch with"
     " the first that runs out, or 'join' to let the others train to their end."
 )
-
-
-class UnevenInputsError(RuntimeError):
-    """Raised on all ranks where they have different numbers of training batches and nobody said what to do then."""
 
 
 @dataclass

@@ -35,6 +35,7 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._check = strategy.check_before_launch
         self._note_failure = strategy.note_failure
+        self._explained = strategy.explained
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the processes if they are not there yet, and runs ``function`` in this one."""
@@ -43,8 +44,11 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException as exception:
             # Before the callbacks' `on_exception`, which may save a checkpoint, with a barrier, and take long.
-            self._note_failure(exception)
-            raise
+            explained = self._explained(exception)
+            self._note_failure(explained)
+            if explained is exception:
+                raise
+            raise explained from exception
 
 
 class WorkerLauncher(_lightning.Launcher):

@@ -114,6 +114,7 @@ class StageJob:
             place.on_interrupt = None
         except BaseException as exception:
             place.on_interrupt = lambda: None  # the results are still to be handed over
+            exception = trainer.strategy.explained(exception)
             trainer.strategy.note_failure(exception)
             results = None if before is None else self._results(before, None)
             raise JobFailedError(partial(_end_failed_stage, trainer), results) from exception

@@ -150,6 +150,14 @@ class Execution:
                 self._break(f"{work.name}: it has not ended in the time that it was given")
         return True
 
+    @property
+    def waiting_for(self) -> ShmWork | None:
+        """The operation that has begun and not ended, if there is one."""
+        try:
+            return self._queue[0]
+        except IndexError:
+            return None
+
     def close(self) -> None:
         """Leaves the other ranks. What is under way fails. A second call does nothing."""
         self._is_closed = True

@@ -81,6 +81,11 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Gives "shm"."""
         return "shm"
 
+    @property
+    def waiting_for(self) -> ShmWork | None:
+        """The operation that this rank is at, if it is at one."""
+        return self._execution.waiting_for
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of the operations that are started from now on."""
         self._backend._set_default_timeout(timeout)
