@@ -35,7 +35,7 @@ from lightning_strategies_ext.replication.containers import (
 from lightning_strategies_ext.replication.context import ReplicaContext
 from lightning_strategies_ext.replication.lightning_replica import adapt
 from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
-from lightning_strategies_ext.replication.shared_tensors import Shared, SharedTensors, can_be_written
+from lightning_strategies_ext.replication.shared_tensors import SharedTensors, can_be_written
 
 BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 #: Attributes that need no taking over: those that are looked at by themselves, and the lists of their weights that
@@ -74,9 +74,10 @@ class Replicas:
         self._originals: list[Module] = []
         self._copies: list[list[Copy]] = []
         self._versions: tuple[Any, ...] = ()
+        self._methods: dict[Module, list[str]] = {}
         self._containers: dict[Module, list[str]] = {}
-        self._in_attributes: list[Shared] = []
-        self._shared = SharedTensors([])
+        self._in_attributes: list[tuple[Any, str]] = []
+        self._shared = SharedTensors([], [])
 
     def make(self, contexts: Sequence[ReplicaContext]) -> list[Module]:
         """Makes a replica for each context.
@@ -134,24 +135,28 @@ class Replicas:
 
     def drop(self) -> None:
         """Lets the replicas go."""
-        self._originals, self._copies, self._containers, self._in_attributes = [], [], {}, []
-        self._shared = SharedTensors([])
+        self._originals, self._copies, self._in_attributes = [], [], []
+        self._methods, self._containers = {}, {}
+        self._shared = SharedTensors([], [])
 
     def _look_at_attributes(self) -> None:
-        """Finds what of a module's attributes a step can change in place."""
+        """Finds the modules' own methods, and what of their attributes a step can change in place."""
         for original in self._originals:
             for name, value in original.__dict__.items():
                 if name in _FRAMEWORKS:
                     continue
-                if type(value) in CONTAINERS:
+                kind = type(value)
+                if kind is MethodType:
+                    self._methods.setdefault(original, []).append(name)
+                elif kind in CONTAINERS:
                     self._containers.setdefault(original, []).append(name)
                     self._in_attributes += [
-                        Shared(entry, f"`self.{name}[{key!r}]` of {type(original).__name__}")
+                        (entry, f"`self.{name}[{key!r}]` of {type(original).__name__}")
                         for key, entry in entries_of(value)
                         if can_be_written(entry)
                     ]
                 elif can_be_written(value):
-                    self._in_attributes.append(Shared(value, f"`self.{name}` of {type(original).__name__}"))
+                    self._in_attributes.append((value, f"`self.{name}` of {type(original).__name__}"))
 
     def _share(self) -> None:
         """Begins to watch what replicas share, and their copies of it."""
@@ -160,17 +165,18 @@ class Replicas:
             for module in self._originals
             if isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None  # writes to its weight
         }
-        shared = self._in_attributes.copy()
-        for place, original in enumerate(self._originals):
-            for name, parameter in original._parameters.items():
-                if parameter is not None and id(parameter) not in renormed:
-                    tensors = {
-                        id(t): t
-                        for copies in self._copies
-                        if (t := copies[place].module._parameters.get(name)) is not None
-                    }
-                    shared += [Shared(tensor, parameter) for tensor in tensors.values()]
-        self._shared = SharedTensors(shared)
+        parameters = [parameter for parameter in self._parameters() if id(parameter) not in renormed]
+        values: list[Any] = [value for value, _ in self._in_attributes] + parameters
+        origins: list[Parameter | str] = [*(name for _, name in self._in_attributes), *parameters]
+        for copies in self._copies if self._copies_parameters() else ():
+            for original, copy in zip(self._originals, copies, strict=True):
+                for name, parameter in original._parameters.items():
+                    tensor = copy.module._parameters.get(name)
+                    is_copy = tensor is not None and tensor is not parameter
+                    if is_copy and parameter is not None and id(parameter) not in renormed:
+                        values.append(tensor)
+                        origins.append(parameter)
+        self._shared = SharedTensors(values, origins)
 
     def _copy(self, context: ReplicaContext) -> list[Copy]:
         modules = [shallow_copy(original) for original in self._originals]
@@ -187,9 +193,10 @@ class Replicas:
                 for name, buffer in original._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = buffer.detach().to(context.device, copy=True)
-            for name, value in original.__dict__.items():
-                if type(value) is MethodType and isinstance(value.__self__, Module) and value.__self__ in counterparts:
-                    attributes[name] = MethodType(value.__func__, counterparts[value.__self__])
+            for name in self._methods.get(original, ()):
+                method = original.__dict__[name]
+                if isinstance(method.__self__, Module) and method.__self__ in counterparts:
+                    attributes[name] = MethodType(method.__func__, counterparts[method.__self__])
             for name in self._containers.get(original, ()):
                 attributes[name] = copy_for_replica(original.__dict__[name], context)
             if context.device != self._devices[0]:
@@ -202,9 +209,10 @@ class Replicas:
 
     def _take_over(self, original: Module, copies: Sequence[Copy], sizes: Sequence[int]) -> None:
         root_device = self._devices[0]
-        for kind in ("_parameters", "_modules"):
-            if any(copy.module.__dict__[kind].keys() != original.__dict__[kind].keys() for copy in copies):
-                raise LostError("the parameters or submodules that it has")
+        for copy in copies:
+            for kind in ("_parameters", "_modules"):
+                if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
+                    raise LostError("the parameters or submodules that it has")
         original._buffers.update(copies[0].module._buffers)
         changed: dict[str, None] = {}
         for copy in copies:
