@@ -15,11 +15,11 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
+import torchmetrics.wrappers
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
-from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
 
 from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of
 from lightning_strategies_ext.replication.gathering import NUMBERS, gather, is_fraction, is_same, weighted_mean
@@ -29,7 +29,12 @@ from lightning_strategies_ext.replication.splitting import is_array
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ADDING_UP = (SumMetric, MaxMetric, MinMetric)
-_WRAPPERS = (Running, MinMaxMetric, ClasswiseWrapper)
+#: Wrappers that hand on what they are given. ``Running`` is there from torchmetrics 1.0.
+_WRAPPERS = tuple(
+    vars(torchmetrics.wrappers)[name]
+    for name in ("ClasswiseWrapper", "MinMaxMetric", "Running")
+    if name in vars(torchmetrics.wrappers)
+)
 _NUMBERS_MERGED_BY = (dim_zero_sum, dim_zero_max, dim_zero_min)
 _ROWS_MERGED_BY = (*_NUMBERS_MERGED_BY, dim_zero_cat)
 
