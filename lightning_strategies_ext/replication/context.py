@@ -51,7 +51,9 @@ class ReplicaContext:
         """Its number, from 0."""
         return self.seat.index
 
-    def meet(self, name: str, act: Act, payload: Any = None, of_part: bool = False) -> Any:
+    def meet(
+        self, name: str, act: Act, payload: Any = None, of_part: bool = False, touches_weights: bool = True
+    ) -> Any:
         """Waits for the other replicas, and returns what ``act`` returned on the main thread, on this device.
 
         Args:
@@ -59,8 +61,9 @@ class ReplicaContext:
             act: What happens once.
             payload: What this replica gives.
             of_part: Whether ``act`` returns a tensor with a row per sample, of which this replica gets its samples'.
+            touches_weights: Whether ``act`` may change parameters, or whether they need gradients.
         """
-        result = self.seat.meet(name, lambda payloads: self.step.carry_out(act, payloads), payload)
+        result = self.seat.meet(name, lambda payloads: self.step.carry_out(act, payloads, touches_weights), payload)
         if of_part:
             result = result.narrow(0, sum(self.step.sizes[: self.index]), self.num_samples)
         return result if self.device == self.step.root_device else move_data_to_device(result, self.device)
@@ -85,6 +88,7 @@ class Step:
         lockstep: The threads.
         root_device: Where whatever happens once happens.
         sizes: The number of samples of each replica.
+        check: Raises if replicas have changed what they share.
         refresh: Brings the replicas up to date with what has happened to the module in the meantime.
         contexts: The replicas' places.
         is_over: Whether all replicas have returned.
@@ -93,16 +97,21 @@ class Step:
     lockstep: Lockstep
     root_device: torch.device
     sizes: list[int]
+    check: Callable[[], None]
     refresh: Callable[[], None]
     contexts: list[ReplicaContext] = field(default_factory=list)
     is_over: bool = False
 
-    def carry_out(self, act: Act, payloads: list[Any]) -> Any:
+    def carry_out(self, act: Act, payloads: list[Any], touches_weights: bool) -> Any:
         """Does what replicas wait for, after what they have noted down."""
         self.settle_notes()
-        result = act(payloads, self.sizes)
-        self.refresh()
-        return result
+        if not touches_weights:
+            return act(payloads, self.sizes)
+        self.check()
+        try:
+            return act(payloads, self.sizes)
+        finally:
+            self.refresh()
 
     def settle_notes(self) -> None:
         """Carries out what replicas have noted down, in the order of the first that did."""
@@ -118,10 +127,13 @@ class Step:
 
     def end(self) -> None:
         """Carries out what is left after all replicas have returned."""
+        self.check()
         self.settle_notes()
         self.is_over = True
 
     def run_inside(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
         """Runs a function on each replica's thread while it waits, from within what it waits for."""
         self.refresh()
-        return self.lockstep.run_inside(functions)
+        results = self.lockstep.run_inside(functions)
+        self.check()
+        return results

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_strategies_ext.replication.context import ReplicaContext
 from lightning_strategies_ext.replication.gathering import weighted_mean
+from lightning_strategies_ext.replication.metric_updates import is_of_whole_batch
 
 
 def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
@@ -56,13 +57,16 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
     ) -> None:
         def act(payloads: list[tuple[Any, int | None]], sizes: list[int]) -> None:
             values = [_unwrapped(value) for value, _ in payloads]
-            batch_sizes = [size if given is None else given for (_, given), size in zip(payloads, sizes, strict=True)]
+            weights = [size if given is None else given for (_, given), size in zip(payloads, sizes, strict=True)]
+            total = sum(weights)
+            if is_of_whole_batch(weights, sizes):
+                weights, total = sizes, weights[0]
             original.log(
                 name,
-                reduced(values, batch_sizes, reduce_fx, root_device),
+                reduced(name, values, weights, reduce_fx, root_device),
                 *args,
                 reduce_fx=reduce_fx,
-                batch_size=sum(batch_sizes),
+                batch_size=total,
                 enable_graph=enable_graph,
                 **kwargs,
             )
@@ -85,14 +89,18 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
     replica.__dict__.update(replaced)
 
 
-def reduced(values: Sequence[Any], weights: Sequence[int], reduce_fx: Any, device: torch.device) -> Any:
+def reduced(name: str, values: Sequence[Any], weights: Sequence[int], reduce_fx: Any, device: torch.device) -> Any:
     """Returns what replicas have logged under one name as one value.
 
     Args:
+        name: The name.
         values: Numbers, tensors of one element, or one metric many times.
         weights: For each value, the number of samples that it stands for.
         reduce_fx: What ``self.log`` was given: how values are reduced over batches is how they are over replicas.
         device: Where the result will be.
+
+    Raises:
+        ValueError: If the mean is asked for of different whole numbers.
     """
     numbers = (int, float, bool)
     if not all(isinstance(v, numbers) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
@@ -100,12 +108,20 @@ def reduced(values: Sequence[Any], weights: Sequence[int], reduce_fx: Any, devic
     if all(value is values[0] for value in values):
         return values[0]
     tensors = [torch.as_tensor(value, device=device).reshape(()) for value in values]
+    is_whole = not any(tensor.is_floating_point() for tensor in tensors)
     tensors = [tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype()) for tensor in tensors]
     how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if how == "sum":
         return torch.stack(tensors).sum()
     if how in ("min", "max"):
         return getattr(torch.stack(tensors), how)()
+    if is_whole and len({tensor.item() for tensor in tensors}) > 1:
+        raise ValueError(
+            f"`self.log({name!r}, ...)`: replicas log different whole numbers for their parts of the batch"
+            f" ({', '.join(f'{tensor.item():g}' for tensor in tensors)}), and the mean of counts is not that of the"
+            ' whole batch. Say how to put them together (`reduce_fx="sum"`, `"max"` or `"min"`), or log a mean'
+            " over samples as a float."
+        )
     return weighted_mean(tensors, weights, device)
 
 

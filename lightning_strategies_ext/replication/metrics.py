@@ -1,16 +1,16 @@
-"""Metrics of torchmetrics as replicas see them: they are updated once, with what all replicas give together.
+"""Metrics of torchmetrics as replicas see them: they are updated with what all replicas give together.
 
 So a metric's state and its values are those of the whole batch, whatever kind of state it keeps.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import wrapt
 from torchmetrics import Metric, MetricCollection
 
-from lightning_strategies_ext.replication.context import ReplicaContext
-from lightning_strategies_ext.replication.gathering import gather
+from lightning_strategies_ext.replication.context import Act, ReplicaContext
+from lightning_strategies_ext.replication.metric_updates import update_with_all
 
 
 def is_metric(value: object) -> bool:
@@ -32,13 +32,11 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Lets the metric see these values, with those of the other replicas at the same call."""
-        metric = self.__wrapped__
-        self._self_context.note((id(metric), "update"), self._self_gathered(metric.update), (args, kwargs))
+        self._self_context.note((id(self.__wrapped__), "update"), self._self_call("update"), (args, kwargs))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same, and returns the value of the whole batch."""
-        metric = self.__wrapped__
-        return self._self_context.meet(self._self_name("forward"), self._self_gathered(metric), (args, kwargs))
+        return self._self_meet("forward", self._self_call("__call__"), (args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`forward`."""
@@ -47,12 +45,12 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def compute(self) -> Any:
         """The value of all that the metric has seen."""
         metric = self.__wrapped__
-        return self._self_context.meet(self._self_name("compute"), lambda payloads, sizes: metric.compute())
+        return self._self_meet("compute", lambda payloads, sizes: metric.compute())
 
     def reset(self) -> None:
         """Lets the metric forget what it has seen."""
         metric = self.__wrapped__
-        self._self_context.meet(self._self_name("reset"), lambda payloads, sizes: metric.reset())
+        self._self_meet("reset", lambda payloads, sizes: metric.reset())
 
     def items(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         """The metrics of a collection with their names."""
@@ -72,15 +70,15 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
     def _self_part(self, value: Any) -> Any:
         return ReplicaMetric(value, self._self_context) if is_metric(value) else value
 
-    def _self_name(self, method: str) -> str:
-        return f"{type(self.__wrapped__).__name__}.{method}"
+    def _self_meet(self, method: str, act: Act, payload: Any = None) -> Any:
+        name = f"{type(self.__wrapped__).__name__}.{method}"
+        return self._self_context.meet(name, act, payload, touches_weights=False)
 
-    def _self_gathered(self, function: Callable[..., Any]) -> Callable[[list[Any], list[int]], Any]:
-        device = self._self_context.step.root_device
-        name = f"what {type(self.__wrapped__).__name__} is given"
+    def _self_call(self, method: str) -> Act:
+        metric, step = self.__wrapped__, self._self_context.step
+        num_replicas = len(step.lockstep.seats)
 
         def act(payloads: list[Any], sizes: list[int]) -> Any:
-            args, kwargs = gather(payloads, sizes, device, name)
-            return function(*args, **kwargs)
+            return update_with_all(metric, method, payloads, sizes, num_replicas, step.root_device)
 
         return act

@@ -112,7 +112,8 @@ class ReplicatedModule(DataParallel[Module]):
 
     def _run(self, method: str, parts: Sequence[Part]) -> Any:
         root_device = self._devices[0]
-        step = Step(self._threads(), root_device, [part.num_samples for part in parts], self._replicas.refresh)
+        sizes = [part.num_samples for part in parts]
+        step = Step(self._threads(), root_device, sizes, self._replicas.check, self._replicas.refresh)
         for seat, device, part in zip(step.lockstep.seats, self._devices, parts, strict=False):
             step.contexts.append(ReplicaContext(step, seat, device, part.num_samples))
         try:
@@ -125,11 +126,11 @@ class ReplicatedModule(DataParallel[Module]):
             if method == "training_step":
                 outputs = [with_scalar_loss(output) for output in outputs]
             step.end()
-            self._replicas.take_over()
+            self._replicas.take_over(sizes)
         finally:
             self._replicas.drop()
         name = "what the module returned" if method == "__call__" else f"what `{method}` returned"
-        return gather(outputs, step.sizes, root_device, name)
+        return gather(outputs, sizes, root_device, name)
 
     def _threads(self) -> Lockstep:
         if self._lockstep is None:

@@ -5,12 +5,12 @@ copies of which autograd knows: gradients flow back. The first replica has the m
 into them stays (as in ``torch.nn.DataParallel``); the others have copies.
 
 After a step the module takes over what its replicas have set: buffers of the first, attributes that are the same on
-all, the items that each has added to a list of a LightningModule, in order. What it could not keep is an error.
+all, and what :mod:`.containers` can put together. What it could not keep is an error, and so is a write to what all
+share (:mod:`.shared_tensors`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from types import MethodType
 from typing import Any
 
@@ -18,19 +18,31 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parallel import replicate as torch_replicate
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.replication.containers import (
+    CONTAINERS,
+    MISSING,
+    LostError,
+    copy_for_replica,
+    entries_of,
+    is_same,
+    take_over,
+    warn_of_counted_samples,
+)
 from lightning_strategies_ext.replication.context import ReplicaContext
 from lightning_strategies_ext.replication.lightning_replica import adapt
 from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
+from lightning_strategies_ext.replication.shared_tensors import SharedTensors, can_be_written
 
-_MISSING = object()
 BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 #: Attributes that need no taking over: those that are looked at by themselves, and the lists of their weights that
 #: torch's recurrent modules keep for themselves.
 _OWN_AFFAIRS = {"_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"}
+#: Attributes that are torch's and Lightning's own, such as the dicts of hooks.
+_FRAMEWORKS = {*_OWN_AFFAIRS, *vars(Module()), *vars(LightningModule()), "_hparams", "_hparams_initial"}
 
 
 @dataclass
@@ -62,6 +74,10 @@ class Replicas:
         self._originals: list[Module] = []
         self._copies: list[list[Copy]] = []
         self._versions: tuple[Any, ...] = ()
+        self._methods: dict[Module, list[str]] = {}
+        self._containers: dict[Module, list[str]] = {}
+        self._in_attributes: list[tuple[Any, str]] = []
+        self._shared = SharedTensors([], [])
 
     def make(self, contexts: Sequence[ReplicaContext]) -> list[Module]:
         """Makes a replica for each context.
@@ -71,28 +87,96 @@ class Replicas:
         """
         self._originals = modules_to_copy(self._module)
         self._check_placement()
+        self._look_at_attributes()
         self._copies = [self._copy(context) for context in contexts]
         self._set_parameters()
+        self._share()
         return [copies[0].module for copies in self._copies]
+
+    def check(self) -> None:
+        """Checks that no replica has written to what all share.
+
+        Raises:
+            RuntimeError: If one has.
+        """
+        origin = self._shared.written() if len(self._copies) > 1 else None
+        if origin is not None:
+            names = (name for name, parameter in self._module.named_parameters() if parameter is origin)
+            raise RuntimeError(
+                f"A step changed {f'the parameter `{next(names)}`' if isinstance(origin, Parameter) else origin} in"
+                " place. That happens once in each replica, and not once per batch."
+                " Do it in a hook that runs once (`on_train_batch_end`, `on_before_zero_grad`) or, right after an"
+                " optimizer's step, in one of the optimizer's (`optimizer.register_step_post_hook`)."
+            )
 
     def refresh(self) -> None:
         """Hands the parameters to the replicas again if they have changed: an optimizer stepped or was toggled."""
         if self._copies_parameters() and self._versions != self._versions_now():
             self._set_parameters()
+            self._share()
+        else:
+            self._shared.look()
 
-    def take_over(self) -> None:
+    def take_over(self, sizes: Sequence[int]) -> None:
         """Gives the module what its replicas have set, and lets them go.
 
+        Args:
+            sizes: How many samples each replica had.
+
         Raises:
-            RuntimeError: If they have set an attribute to different values.
+            RuntimeError: If what they have set cannot be kept.
         """
         for place, original in enumerate(self._originals):
-            _take_over(original, [copies[place] for copies in self._copies], self._devices[0])
+            try:
+                self._take_over(original, [copies[place] for copies in self._copies], sizes)
+            except LostError as error:
+                raise _lost(original, str(error)) from None
         self.drop()
 
     def drop(self) -> None:
         """Lets the replicas go."""
-        self._originals, self._copies = [], []
+        self._originals, self._copies, self._in_attributes = [], [], []
+        self._methods, self._containers = {}, {}
+        self._shared = SharedTensors([], [])
+
+    def _look_at_attributes(self) -> None:
+        """Finds the modules' own methods, and what of their attributes a step can change in place."""
+        for original in self._originals:
+            for name, value in original.__dict__.items():
+                if name in _FRAMEWORKS:
+                    continue
+                kind = type(value)
+                if kind is MethodType:
+                    self._methods.setdefault(original, []).append(name)
+                elif kind in CONTAINERS:
+                    self._containers.setdefault(original, []).append(name)
+                    self._in_attributes += [
+                        (entry, f"`self.{name}[{key!r}]` of {type(original).__name__}")
+                        for key, entry in entries_of(value)
+                        if can_be_written(entry)
+                    ]
+                elif can_be_written(value):
+                    self._in_attributes.append((value, f"`self.{name}` of {type(original).__name__}"))
+
+    def _share(self) -> None:
+        """Begins to watch what replicas share, and their copies of it."""
+        renormed = {
+            id(module.weight)
+            for module in self._originals
+            if isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None  # writes to its weight
+        }
+        parameters = [parameter for parameter in self._parameters() if id(parameter) not in renormed]
+        values: list[Any] = [value for value, _ in self._in_attributes] + parameters
+        origins: list[Parameter | str] = [*(name for _, name in self._in_attributes), *parameters]
+        for copies in self._copies if self._copies_parameters() else ():
+            for original, copy in zip(self._originals, copies, strict=True):
+                for name, parameter in original._parameters.items():
+                    tensor = copy.module._parameters.get(name)
+                    is_copy = tensor is not None and tensor is not parameter
+                    if is_copy and parameter is not None and id(parameter) not in renormed:
+                        values.append(tensor)
+                        origins.append(parameter)
+        self._shared = SharedTensors(values, origins)
 
     def _copy(self, context: ReplicaContext) -> list[Copy]:
         modules = [shallow_copy(original) for original in self._originals]
@@ -109,20 +193,43 @@ class Replicas:
                 for name, buffer in original._buffers.items():
                     if buffer is not None:
                         module._buffers[name] = buffer.detach().to(context.device, copy=True)
-            is_lightning_module = isinstance(original, LightningModule)
-            for name, value in original.__dict__.items():
-                kind = type(value)
-                if kind is MethodType and isinstance(value.__self__, Module) and value.__self__ in counterparts:
-                    attributes[name] = MethodType(value.__func__, counterparts[value.__self__])
-                elif kind is list and is_lightning_module:
-                    attributes[name] = value.copy()
+            for name in self._methods.get(original, ()):
+                method = original.__dict__[name]
+                if isinstance(method.__self__, Module) and method.__self__ in counterparts:
+                    attributes[name] = MethodType(method.__func__, counterparts[method.__self__])
+            for name in self._containers.get(original, ()):
+                attributes[name] = copy_for_replica(original.__dict__[name], context)
             if context.device != self._devices[0]:
                 _lightning.set_device(module, context.device)
-            if is_lightning_module:
+            if isinstance(original, LightningModule):
                 adapt(module, original, context)
             elif self._sync_batchnorm and isinstance(original, BATCH_NORMS) and original.training:
                 attributes["forward"] = forward_of_whole_batch(original, context)
         return [Copy(module, module.__dict__.copy()) for module in modules]
+
+    def _take_over(self, original: Module, copies: Sequence[Copy], sizes: Sequence[int]) -> None:
+        root_device = self._devices[0]
+        for copy in copies:
+            for kind in ("_parameters", "_modules"):
+                if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
+                    raise LostError("the parameters or submodules that it has")
+        original._buffers.update(copies[0].module._buffers)
+        changed: dict[str, None] = {}
+        for copy in copies:
+            for name, value in copy.module.__dict__.items():
+                if copy.before.get(name, MISSING) is not value and name not in _OWN_AFFAIRS:
+                    changed[name] = None
+        for name in changed:
+            values = [copy.module.__dict__.get(name, MISSING) for copy in copies]
+            values = [move_data_to_device(value, root_device) for value in values]
+            if not all(is_same(values[0], value) for value in values[1:]):
+                raise LostError(f"`self.{name}`")
+            warn_of_counted_samples(f"self.{name}", original.__dict__.get(name), values[0], sizes)
+            setattr(original, name, values[0])
+        for name in self._containers.get(original, ()):
+            if name not in changed:
+                theirs = [copy.module.__dict__[name] for copy in copies]
+                take_over(original.__dict__[name], theirs, f"self.{name}", sizes, root_device)
 
     def _parameters(self) -> list[Parameter]:
         found = {id(p): p for module in self._originals for p in module._parameters.values() if p is not None}
@@ -155,7 +262,7 @@ class Replicas:
                 copy.before.update(
                     (name, value)
                     for name, value in copy.module.__dict__.items()
-                    if attributes.get(name, _MISSING) is not value
+                    if attributes.get(name, MISSING) is not value
                 )
 
     def _check_placement(self) -> None:
@@ -225,62 +332,17 @@ def forward_of_whole_batch(original: Module, context: ReplicaContext) -> Callabl
                 f"`sync_batchnorm=True`: {type(original).__name__} got {len(tensor)} rows for {context.num_samples}"
                 " samples. Statistics of the whole batch need a row per sample. Leave `sync_batchnorm` out."
             )
-        return context.meet(type(original).__name__, act, tensor, of_part=True)  # type: ignore[no-any-return]
+        return context.meet(  # type: ignore[no-any-return]
+            type(original).__name__, act, tensor, of_part=True, touches_weights=False
+        )
 
     return forward
-
-
-def _take_over(original: Module, copies: Sequence[Copy], root_device: torch.device) -> None:
-    for copy in copies:
-        for kind in ("_parameters", "_modules"):
-            if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
-                raise _lost(original, "the parameters or submodules that it has")
-    original._buffers.update(copies[0].module._buffers)
-    changed: dict[str, None] = {}
-    for copy in copies:
-        for name, value in copy.module.__dict__.items():
-            if copy.before.get(name, _MISSING) is not value and name not in _OWN_AFFAIRS:
-                changed[name] = None
-    for name in changed:
-        values = [copy.module.__dict__.get(name, _MISSING) for copy in copies]
-        values = [move_data_to_device(value, root_device) for value in values]
-        if not all(_is_same(values[0], value) for value in values[1:]):
-            raise _lost(original, f"`self.{name}`")
-        setattr(original, name, values[0])
-    for name, ours in original.__dict__.items():
-        if type(ours) is list and isinstance(original, LightningModule) and name not in changed:
-            _extend(original, name, ours, [copy.module.__dict__[name] for copy in copies], root_device)
-
-
-def _extend(original: Module, name: str, ours: list[Any], theirs: list[list[Any]], root_device: torch.device) -> None:
-    length = len(ours)
-    for values in theirs:
-        if not _starts_with(values, ours):
-            raise _lost(original, f"the list `self.{name}`, which a step may only append to,")
-    for values in theirs:
-        ours.extend(move_data_to_device(value, root_device) for value in values[length:])
-
-
-def _starts_with(values: list[Any], start: list[Any]) -> bool:
-    try:
-        return bool(values[: len(start)] == start)  # quick: the same object counts as equal to itself
-    except RuntimeError:  # tensors that are not the same objects
-        return False
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    return type(one) is type(other) and isinstance(one, (bool, int, float, str, bytes, Enum)) and one == other
 
 
 def _lost(module: Module, what: str) -> RuntimeError:
     return RuntimeError(
         f"A step changed {what} of {type(module).__name__} differently in each replica, and only one of them could be"
-        " kept. Return it from the step, log it, or append it to a list; a buffer keeps the first replica's value. A"
-        " module that needs this state in each replica can be trained with `strategy='ddp_ext'`."
+        " kept. Return it from the step and change it in `on_train_batch_end` or the like, log it, or append it to a"
+        " list; a buffer keeps the first replica's value. A module that needs this state in each replica can be trained"
+        " with `strategy='ddp_ext'`."
     )

@@ -1,0 +1,186 @@
+"""Lists, dicts, sets and deques in a module's attributes: a copy for each replica, and what a step has put into them.
+
+Each replica changes its own copy. Then the module's own takes over what they have become, if that is what one step
+leaves that sees the whole batch: entries that replicas append to a list, in order; those that they add to a set; those
+that all set in a dict to the same value, or each under keys of its own. Anything else would be a guess: an error.
+
+What it does not promise: to look into containers that are entries of one of more than 64, or into other objects.
+"""
+
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_strategies_ext.replication.context import ReplicaContext
+from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
+
+MISSING = object()
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
+CONTAINERS = frozenset((list, tuple, set, deque, *_DICTS))
+_CHANGEABLE = CONTAINERS - {tuple}
+_MAX_OPEN_LENGTH = 64
+
+
+class LostError(Exception):
+    """What replicas have made of something cannot be kept. Its text is what that is."""
+
+
+def entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the keys and entries of a container that is looked into."""
+    if len(container) <= _MAX_OPEN_LENGTH and not isinstance(container, set):
+        yield from container.items() if isinstance(container, dict) else enumerate(container)
+
+
+def copy_for_replica(value: Any, context: ReplicaContext) -> Any:
+    """Returns a replica's own copy of a container, with what stands for the metrics in it; or the value itself."""
+    if is_metric(value):
+        return ReplicaMetric(value, context)
+    kind = type(value)
+    if kind not in CONTAINERS:
+        return value
+    own = {key: copied for key, entry in entries_of(value) if (copied := copy_for_replica(entry, context)) is not entry}
+    if kind is tuple:
+        return tuple(own.get(i, entry) for i, entry in enumerate(value)) if own else value
+    result = copy.copy(value)
+    for key, entry in own.items():
+        result[key] = entry
+    return result
+
+
+def take_over(ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device) -> None:
+    """Gives a container what the replicas' copies of it have become.
+
+    Args:
+        ours: The container.
+        theirs: The copies, in order.
+        place: What a user calls it.
+        sizes: How many samples each replica had.
+        device: Where tensors go.
+
+    Raises:
+        LostError: If it would not be what one step leaves that sees the whole batch.
+    """
+    if isinstance(ours, tuple):
+        _take_over_entries(ours, theirs, place, sizes, device)
+    elif isinstance(ours, list):
+        length = len(ours)
+        if any(not _starts_with(values, ours) for values in theirs):
+            raise LostError(f"the list `{place}`, which a step may only append to,")
+        _take_over_entries(ours, theirs, place, sizes, device)
+        for values in theirs:
+            ours.extend(move_data_to_device(value, device) for value in values[length:])
+    elif isinstance(ours, dict):
+        if not all(_is_equal(values, ours) for values in theirs):
+            _take_over_entries(ours, theirs, place, sizes, device)
+            _take_over_keys(ours, theirs, place, sizes, device)
+    elif all(_is_equal(values, ours) for values in theirs):
+        return
+    elif isinstance(ours, set) and all(values >= ours for values in theirs):
+        ours.update(*theirs)
+    elif all(_is_equal(values, theirs[0]) for values in theirs):
+        ours.clear()
+        (ours.update if isinstance(ours, set) else ours.extend)(theirs[0])
+    else:
+        raise LostError(f"`{place}`")
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two replicas have set the same."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
+    return isinstance(one, (bool, int, float, str, bytes, Enum, np.generic, torch.device, torch.dtype)) and one == other
+
+
+def warn_of_counted_samples(place: str, before: Any, after: Any, sizes: Sequence[int]) -> None:
+    """Warns if a number that all replicas have set to the same value looks like a count of each one's samples."""
+    if type(after) is not int or len(set(sizes)) > 1 or len(sizes) < 2 or sizes[0] < 2:
+        return
+    counted = after - before if type(before) is int else after
+    if counted > 0 and counted % sizes[0] == 0:
+        rank_zero_warn(
+            f"`{place}` has grown by {counted} in each of {len(sizes)} replicas, which have {sizes[0]} samples each."
+            " Attributes that all set to the same value are set once: if it counts samples, it counts those of one"
+            " replica only. Count in `on_train_batch_end` or the like, which sees the whole batch."
+        )
+
+
+def _take_over_entries(
+    ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device
+) -> None:
+    """Takes over the containers in a container."""
+    for key, entry in list(entries_of(ours)):
+        others = [_get(values, key) for values in theirs]
+        if type(entry) in _CHANGEABLE and all(type(other) is type(entry) for other in others):
+            take_over(entry, others, f"{place}[{key!r}]", sizes, device)
+
+
+def _take_over_keys(ours: Any, theirs: Sequence[Any], place: str, sizes: Sequence[int], device: torch.device) -> None:
+    """Takes over what else has changed in a dict."""
+    if isinstance(ours, defaultdict) and ours.default_factory is list:  # which appended to a new list
+        for key in dict.fromkeys(key for values in theirs for key in values if key not in ours):
+            ours[key] = []
+            take_over(ours[key], [values.get(key, []) for values in theirs], f"{place}[{key!r}]", sizes, device)
+    opened = {key for key, entry in entries_of(ours) if type(entry) in _CHANGEABLE}
+    changes = []
+    for values in theirs:
+        keys = [key for key in {**ours, **values} if key not in opened or key not in values]
+        changed = {key: values.get(key, MISSING) for key in keys}
+        changes.append({key: new for key, new in changed.items() if not _is_unchanged(ours.get(key, MISSING), new)})
+    is_alike = all(is_same(changed, changes[0]) for changed in changes)
+    [(key, times)] = Counter(chain.from_iterable(changes)).most_common(1) or [(None, 0)]
+    if times > 1 and not is_alike:
+        raise LostError(f"`{place}[{key!r}]`")
+    for changed in changes[:1] if is_alike else changes:
+        for key, new in changed.items():
+            if is_alike:
+                warn_of_counted_samples(f"{place}[{key!r}]", ours.get(key), new, sizes)
+            if new is MISSING:
+                ours.pop(key, None)
+            else:
+                ours[key] = move_data_to_device(new, device)
+
+
+def _get(values: Any, key: Any) -> Any:
+    try:
+        return values[key]
+    except (KeyError, IndexError):
+        return MISSING
+
+
+def _starts_with(values: list[Any], start: list[Any]) -> bool:
+    if len(start) > _MAX_OPEN_LENGTH:
+        return _is_equal(values[: len(start)], start)
+    return len(values) >= len(start) and all(
+        _is_unchanged(ours, theirs) or (type(ours) is type(theirs) and type(ours) in _CHANGEABLE)
+        for ours, theirs in zip(start, values, strict=False)
+    )
+
+
+def _is_unchanged(ours: Any, theirs: Any) -> bool:
+    return ours is theirs or (isinstance(theirs, ReplicaMetric) and theirs.__wrapped__ is ours) or is_same(ours, theirs)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)  # quick: the same object counts as equal to itself
+    except (RuntimeError, ValueError):  # tensors or arrays that are not the same objects
+        return False

@@ -1,0 +1,238 @@
+"""A metric of torchmetrics, updated with what each replica gives it for its part of the batch.
+
+What has rows is joined, and the metric is updated once. Numbers cannot be joined without knowing what they are, so the
+metric must tell. Sums, maxima and minima put parts together as they put batches together; a mean counts each part by
+its samples, or by the weight that it was given. A metric of another kind is updated once for each part, if its state
+adds up.
+
+What it does not promise: to tell a mean from a sum. A number is taken for what the metric makes of it, so the mean of
+a part given to a ``SumMetric`` is added to those of the other parts.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+import torchmetrics.wrappers
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of
+from lightning_strategies_ext.replication.gathering import NUMBERS, gather, is_fraction, is_same, weighted_mean
+from lightning_strategies_ext.replication.splitting import is_array
+
+#: The arguments of a call.
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+
+_ADDING_UP = (SumMetric, MaxMetric, MinMetric)
+#: Wrappers that hand on what they are given. ``Running`` is there from torchmetrics 1.0.
+_WRAPPERS = tuple(
+    vars(torchmetrics.wrappers)[name]
+    for name in ("ClasswiseWrapper", "MinMaxMetric", "Running")
+    if name in vars(torchmetrics.wrappers)
+)
+_NUMBERS_MERGED_BY = (dim_zero_sum, dim_zero_max, dim_zero_min)
+_ROWS_MERGED_BY = (*_NUMBERS_MERGED_BY, dim_zero_cat)
+
+
+def update_with_all(
+    metric: Any,
+    method: str,
+    payloads: Sequence[Arguments],
+    sizes: Sequence[int],
+    num_replicas: int,
+    device: torch.device,
+) -> Any:
+    """Calls a metric's ``update`` or ``__call__`` for the whole batch.
+
+    Args:
+        metric: A metric or a collection.
+        method: Which of the two.
+        payloads: What each replica has given.
+        sizes: How many samples each replica has.
+        num_replicas: How many there are, if the batch is large enough.
+        device: Where the metric is.
+
+    Returns:
+        What the method returns.
+
+    Raises:
+        ValueError: If replicas gave what cannot be joined, and the metric's kind does not tell what to do with it.
+    """
+    if len(payloads) == 1:
+        args, kwargs = move_data_to_device(payloads[0], device)
+        return getattr(metric, method)(*args, **kwargs)
+    columns = _columns(payloads)
+    if not any(_has_number(column, sizes) for column in columns.values()):
+        args, kwargs = _joined(payloads, sizes, device, metric)
+        return getattr(metric, method)(*args, **kwargs)
+    # A metric's `forward` calls its `update`, as do wrappers and collections: each metric in them takes what it is
+    # given there from all replicas.
+    with ExitStack() as stack:
+        for leaf in _leaves(metric):
+            stack.enter_context(_updated_by(leaf, payloads, sizes, num_replicas, device))
+        args, kwargs = move_data_to_device(payloads[0], device)
+        return getattr(metric, method)(*args, **kwargs)
+
+
+@contextmanager
+def _updated_by(
+    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], num_replicas: int, device: torch.device
+) -> Generator[None, None, None]:
+    update = metric.update
+
+    def update_for_all(*args: Any, **kwargs: Any) -> None:
+        given = [(args, {name: named[name] for name in kwargs}) for args, named in payloads]
+        for args, kwargs in _calls(metric, given, sizes, num_replicas, device):
+            update(*args, **kwargs)
+
+    metric.update = update_for_all  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        metric.update = update  # type: ignore[method-assign]
+
+
+def _calls(
+    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], num_replicas: int, device: torch.device
+) -> Sequence[Arguments]:
+    """The arguments that a metric is to be updated with, one after the other."""
+    columns = _columns(payloads)
+    numbers = {key: column for key, column in columns.items() if _has_number(column, sizes)}
+    has_rows = any(contains(column, is_array) for key, column in columns.items() if key not in numbers)
+    if has_rows and all(_is_constant(column) for column in numbers.values()):
+        return [_joined(payloads, sizes, device, metric)]
+    each = [move_data_to_device(payload, device) for payload in payloads]
+    if isinstance(metric, _ADDING_UP):
+        return each
+    if isinstance(metric, MeanMetric):
+        return _calls_of_mean(metric, columns, each, sizes, device)
+    if metric.full_state_update or not _is_merged_by(metric, _ROWS_MERGED_BY if has_rows else _NUMBERS_MERGED_BY):
+        raise _refusal(metric, "its state for the batch cannot be put together from those for the parts")
+    if len(set(sizes)) > 1 or len(sizes) < num_replicas:
+        rank_zero_warn(
+            f"{type(metric).__name__} is given numbers by replicas whose parts of the batch differ in size"
+            f" ({', '.join(map(str, sizes))} samples, for {num_replicas} replicas), and is updated once for each part."
+            " That is right for sums and counts. If they are means, give it a tensor with a row per sample."
+        )
+    return each
+
+
+def _calls_of_mean(
+    metric: Metric,
+    columns: Mapping[Any, list[Any]],
+    each: Sequence[Arguments],
+    sizes: Sequence[int],
+    device: torch.device,
+) -> Sequence[Arguments]:
+    values = columns[0 if 0 in columns else "value"]
+    weights = columns.get(1, columns.get("weight"))
+    if not all(map(_is_number, values)):
+        return each
+    if weights is None:
+        if not all(map(is_fraction, values)):
+            raise _refusal(metric, "a whole number is no mean of the part's samples")
+        return [((weighted_mean(values, sizes, device),), {})]
+    if all(map(_is_number, weights)) and is_of_whole_batch([float(weight) for weight in weights], sizes):
+        return [((weighted_mean(values, sizes, device), weights[0]), {})]
+    return each
+
+
+def is_of_whole_batch(counts: Sequence[float], sizes: Sequence[int]) -> bool:
+    """Whether replicas have said how much the whole batch counts (``batch_size=32``), not how much their parts do.
+
+    Args:
+        counts: What each has said.
+        sizes: How many samples each has.
+    """
+    return len(set(counts)) == 1 and len(sizes) > 1 and (counts[0] >= sum(sizes) or counts[0] % 1 != 0)
+
+
+def _leaves(metric: Any) -> Iterator[Metric]:
+    """Yields the metrics that do the counting in a collection or wrapper."""
+    if isinstance(metric, MetricCollection):
+        for part in metric.values(copy_state=False):
+            yield from _leaves(part)
+    elif isinstance(metric, _WRAPPERS):
+        for base_metric in metric.children():
+            yield from _leaves(base_metric)
+    elif any(isinstance(part, (Metric, MetricCollection)) for part in metric.modules() if part is not metric):
+        raise _refusal(metric, "what it hands on to the metrics inside it is not known")
+    else:
+        yield metric
+
+
+def _columns(payloads: Sequence[Arguments]) -> dict[int | str, list[Any]]:
+    """What the replicas have given for each argument."""
+    args, kwargs = payloads[0]
+    if any(len(others) != len(args) or named.keys() != kwargs.keys() for others, named in payloads):
+        raise ValueError("Replicas have updated a metric with different arguments. Give the same whatever the samples.")
+    by_position: dict[int | str, list[Any]] = {i: [args[i] for args, _ in payloads] for i in range(len(args))}
+    return {**by_position, **{name: [named[name] for _, named in payloads] for name in kwargs}}
+
+
+def _has_number(values: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether there are numbers for a whole part in what replicas have given for an argument."""
+    first = values[0]
+    if all(map(_is_number, values)):
+        return True
+    if not is_collection(first) or any(type(value) is not type(first) for value in values):
+        return False
+    if isinstance(first, list) and (list(map(len, values)) == list(sizes) or not contains(first, is_array)):
+        return False  # an entry per sample
+    if any(labels_of(value) != labels_of(first) for value in values):
+        return False
+    return any(_has_number(column, sizes) for column in zip(*map(parts_of, values), strict=True))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, NUMBERS) or (is_array(value) and value.ndim == 0)
+
+
+def _is_constant(values: Sequence[Any]) -> bool:
+    """Whether what all replicas have given is a setting: what is computed from parts, or counted in them, differs.
+
+    Whole numbers can be equal and still be counted.
+    """
+    if not all(is_same(value, values[0]) or _is_same_tensor(value, values[0]) for value in values):
+        return False
+    return isinstance(values[0], bool) or is_fraction(values[0])
+
+
+def _is_same_tensor(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one.cpu(), other.cpu())
+
+
+def _joined(payloads: Sequence[Arguments], sizes: Sequence[int], device: torch.device, metric: Any) -> Arguments:
+    name = f"what {type(metric).__name__} is given"
+
+    def join(values: list[Any]) -> Any:
+        if all(map(_is_number, values)):
+            return values[0]
+        if all(isinstance(value, list) for value in values) and not contains(values, is_array):
+            return list(chain.from_iterable(values))
+        return gather(values, sizes, device, name)
+
+    args, kwargs = payloads[0]
+    joined = {key: join(column) for key, column in _columns(payloads).items()}
+    return tuple(joined[i] for i in range(len(args))), {key: joined[key] for key in kwargs}
+
+
+def _is_merged_by(metric: Metric, functions: Sequence[Callable[..., Any]]) -> bool:
+    """Whether each state of a metric is merged among processes by one of these functions.
+
+    Only this private name of torchmetrics (1.0 to 1.9) tells it.
+    """
+    return all(function in functions for function in metric._reductions.values())
+
+
+def _refusal(metric: Any, why: str) -> ValueError:
+    return ValueError(
+        f"{type(metric).__name__} is given a number by each replica, for its part of the batch, and {why}: it would"
+        " not be the same as with one device. Give it a tensor with a row per sample, or return the number from the"
+        " step and update the metric in `on_train_batch_end` or the like, which sees the whole batch."
+    )
