@@ -313,7 +313,7 @@ def fail(lengths: tuple[int, ...], kind: str, accumulate: int) -> None:
 def test_by_default_all_ranks_end_with_an_error_that_names_who_ran_out(kind, lengths, said, accumulate):
     start = time.monotonic()
     _, outcomes = try_horovod("horovodrun", fail, lengths, kind, accumulate, timeout_s=60)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 120  # stock waits for half an hour
     texts = [outcome.text for outcome in outcomes.values() if outcome.name == "UnevenInputsError"]
     assert texts, outcomes
     for text in texts:

@@ -5,9 +5,11 @@ The main process is pytest's own where that is enough, and a script where its en
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -74,8 +76,7 @@ class Run:
         script = directory / "script.py"
         script.write_text(SCRIPT)
         self.directory = directory
-        self.temporary = directory / "temporary"
-        self.temporary.mkdir()
+        self.temporary = Path(tempfile.mkdtemp(prefix="t"))  # short: the paths of sockets in it may have 107 characters
         self.output = directory / "output.txt"
         environment = {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
         with self.output.open("w") as output:
@@ -128,6 +129,7 @@ class Run:
                 process.kill()
         kill_tree(self.process.pid)
         self.process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @pytest.fixture

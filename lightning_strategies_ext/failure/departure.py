@@ -90,8 +90,8 @@ class Departure:
             if _num_begun() > begun or polls * self._interval_s >= PATIENCE_S:
                 ranks = ", ".join(map(str, departed))
                 self.reason = (
-                    f"rank {self._rank} waits in a collective for rank {ranks}, which has ended its stage already. Ranks"
-                    " got different numbers of batches, or went different ways. Give all the same number, by a"
+                    f"rank {self._rank} waits in a collective for rank {ranks}, which has ended its stage already."
+                    " Ranks got different numbers of batches, or went different ways. Give all the same number, by a"
                     " DistributedSampler or `limit_train_batches`."
                 )
                 self._cut_off()
