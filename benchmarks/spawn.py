@@ -8,6 +8,7 @@ Two CPU workers on this host, a tiny model, data in memory. What is measured:
 
 * start: from the call of ``trainer.fit`` to the first batch in rank 0's worker, and the same for ``trainer.validate``
   and then ``trainer.test`` of the same Trainer (the stock strategy refuses a second ``fit``);
+* large data: whole stages of a few batches, one after the other, where the main process has 1 GB of data in memory;
 * bring back: from the end of ``fit`` in rank 0's worker (its ``teardown`` hook) to the return of ``trainer.fit``, when
   the worker has changed 10, 100 or 400 MB of frozen weights, in tensors of 10 MB;
 * predictions: 3200 rows of 8192 floats, 100 MB, from the call to the result in the main process, and from rank 0's last
@@ -274,6 +275,7 @@ def main() -> None:
         return
     cases = [
         Case("start"),
+        Case("large data"),
         *(Case("bring back", size) for size in arguments.sizes),
         Case("predictions", PREDICTIONS_MB),
         Case("script"),

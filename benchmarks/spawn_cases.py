@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 OURS = "ddp_spawn_ext"
 NUM_WORKERS = 2
@@ -20,6 +20,8 @@ PREDICTIONS = (3200, 8192)
 PREDICTIONS_MB = PREDICTIONS[0] * PREDICTIONS[1] // FLOATS_PER_MB
 FEW = (64, 1)
 BATCH_SIZE = 32
+#: Samples, and floats of each: 1 GB in memory.
+LARGE = (3200, 80 * 1024)
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Case:
     """What one interpreter measures.
 
     Attributes:
-        kind: "start", "bring back", "predictions" or "script".
+        kind: "start", "large data", "bring back", "predictions" or "script".
         result_mb: The size of what comes back, where memory is measured.
     """
 
@@ -191,6 +193,36 @@ def measure_start(contender: Contender, case: Case) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
+def measure_large_data(contender: Contender, case: Case) -> dict[str, Any]:
+    """Seconds of whole stages of a few batches, of data of 1 GB that the main process has in memory."""
+    samples = torch.ones(LARGE)
+    model, loader, trainer = Model(), DataLoader(FirstOfEach(samples), batch_size=BATCH_SIZE), contender.trainer
+    trainer.limit_train_batches = trainer.limit_val_batches = trainer.limit_test_batches = 2
+    seconds = {}
+    for label, stage in (("fit", trainer.fit), ("validate after fit", trainer.validate), ("test", trainer.test)):
+        called_at = time.monotonic()
+        stage(model, loader)
+        seconds[f"1 GB of data: {label}"] = time.monotonic() - called_at
+    return {"seconds": seconds}
+
+
+class FirstOfEach(Dataset[list[Tensor]]):
+    """The first number of each sample.
+
+    Args:
+        samples: One row each.
+    """
+
+    def __init__(self, samples: Tensor) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [self.samples[index, :1].clone()]
+
+
 def measure_bring_back(contender: Contender, case: Case) -> dict[str, Any]:
     """Seconds from the end of training in a worker to the return of ``fit``."""
     model = Model(frozen_mb=case.result_mb)
@@ -224,6 +256,7 @@ def run_script(contender: Contender, case: Case) -> dict[str, Any]:
 
 KINDS = {
     "start": measure_start,
+    "large data": measure_large_data,
     "bring back": measure_bring_back,
     "predictions": measure_predictions,
     "script": run_script,

@@ -3,6 +3,7 @@
 With one device, everything must have the same bits as Lightning's own single process: the reference of these tests.
 """
 
+import atexit
 import os
 from collections import OrderedDict, defaultdict, deque
 from contextlib import suppress
@@ -21,6 +22,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_strategies_ext import DDPSpawnStrategy, ResultsError, WorkerRaisedError
+from lightning_strategies_ext.launch import segments
 from tests.ddp_spawn_trainers import Stateful, seeded, spawn_trainer
 from tests.models import (
     LOADS_EVERYTHING,
@@ -664,3 +666,65 @@ def test_a_stage_can_follow_where_the_user_has_left_the_process_group():
     trainer.fit(model, loader())
     assert trainer.global_step == 16
     assert run_ranks(fit_after_leaving_the_group, timeout_s=100) == [8, 8]
+
+
+def num_threads_and_exit_handler(path: str) -> int:
+    atexit.register(Path(path).touch)
+    return torch.get_num_threads()
+
+
+def in_main(path: str) -> None:
+    with Path(path).open("a") as file:
+        file.write(str(os.getpid()))
+
+
+@pytest.mark.parametrize(("start_method", "num_threads"), [("forkserver", 3), ("spawn", 3), ("fork", 1)])
+def test_workers_run_their_exit_handlers_and_have_the_threads_that_were_asked_for(
+    start_method, num_threads, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    atexit.register(in_main, str(tmp_path / "main"))
+    try:
+        with DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2, start_method=start_method) as strategy:
+            assert strategy.spawn(num_threads_and_exit_handler, str(tmp_path / "ended")) == num_threads
+            assert ("OMP_NUM_THREADS=3" in caplog.text) is (start_method == "fork")
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        atexit.unregister(in_main)
+    assert [path.name for path in tmp_path.iterdir()] == ["ended"]
+
+
+def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(monkeypatch):
+    written = []
+    write = segments.Segment.write.__func__
+
+    def noting(cls: Any, buffers: Any) -> Any:
+        written.append(sum(memoryview(buffer).nbytes for buffer in buffers))
+        return write(cls, buffers)
+
+    monkeypatch.setattr(segments.Segment, "write", classmethod(noting))
+    model = HoldsLargeData()
+    with DDPSpawnStrategy() as strategy:
+        trainer = spawn_trainer(strategy, limit_test_batches=2)
+        for _ in range(2):
+            assert trainer.test(model, loader(), verbose=False)[0]["sum"] == model.samples.numel()
+        assert max(written[:2]) >= model.samples.nbytes
+        assert max(written[2:]) < 1 << 20
+        model.samples.numpy()[0, 0] = 3  # as no version counter sees
+        model.table[-1, -1] += 5
+        metrics = trainer.test(model, loader(), verbose=False)[0]
+        assert (metrics["sum"], metrics["table"]) == (model.samples.numel() + 2, model.table.size + 5)
+        assert strategy.launcher.workers._kept._kept
+    assert not strategy.launcher.workers._kept._kept
+
+
+class HoldsLargeData(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = torch.ones(1024, 1024)
+        self.table = np.ones((1024, 512))
+
+    def test_step(self, batch, batch_idx):
+        self.log_dict({"sum": self.samples.sum(), "table": float(self.table.sum())})
+        if self.global_rank == 1:
+            self.samples.zero_()  # stays in this worker

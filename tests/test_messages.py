@@ -143,7 +143,7 @@ def test_receivers_of_one_message_do_not_see_what_the_others_write():
         arrived.append((envelope, envelope.open()))
     packed.close()
     (first_envelope, first), (_, second) = arrived
-    received = Received(first_envelope.segment, first_envelope.mapping)
+    received = Received(first_envelope.parts)
     assert received.is_unchanged(first)
     first.fill_(5)
     assert second.tolist() == [0, 0, 0]

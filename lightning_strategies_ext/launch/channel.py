@@ -6,15 +6,16 @@ What it does not promise: more than one thread at a time on either side.
 import pickle
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_strategies_ext.launch.messages import Pickled, Shared, dump
-from lightning_strategies_ext.launch.segments import Mapping, Segment
+from lightning_strategies_ext.launch.segments import MOST_DESCRIPTORS, KeptSegments, Mapping, Segment
 
 #: A message without tensors and up to this size goes through the socket itself, in bytes.
 MAX_INLINE_BYTES = 1 << 16
 
-_HEADER = struct.Struct("!Q?")  # size of what follows in the socket, and whether a segment comes with it
+_HEADER = struct.Struct("!QB")  # size of what follows in the socket, and how many segments come with it
 
 
 class Packed:
@@ -22,15 +23,20 @@ class Packed:
 
     Args:
         pickled: The message; its buffers are not needed any more once this returns.
+        kept: What was sent before, so that large buffers are not written again which have not changed.
     """
 
-    def __init__(self, pickled: Pickled) -> None:
-        self._segment: Segment | None = None
-        if pickled.buffers or len(pickled.data) > MAX_INLINE_BYTES:
-            self._segment = Segment.write([pickled.data, *pickled.buffers])
-            self._inline = pickle.dumps(self._segment.spans)
-        else:
-            self._inline = pickled.data
+    def __init__(self, pickled: Pickled, kept: KeptSegments | None = None) -> None:
+        self._segments: list[Segment] = []
+        self._inline = pickled.data
+        if not pickled.buffers and len(pickled.data) <= MAX_INLINE_BYTES:
+            return
+        large = {} if kept is None else kept.segments_for(pickled.buffers)
+        others = [buffer for number, buffer in enumerate(pickled.buffers) if number not in large]
+        self._own = Segment.write([pickled.data, *others])
+        self._segments = list({id(segment): segment for segment in [self._own, *large.values()]}.values())
+        places = {number: self._segments.index(segment) for number, segment in large.items()}
+        self._inline = pickle.dumps(([segment.spans for segment in self._segments], places))
 
     def send(self, channel: "Channel") -> None:
         """Sends it.
@@ -38,16 +44,14 @@ class Packed:
         Raises:
             OSError: If the other side is gone.
         """
-        header = _HEADER.pack(len(self._inline), self._segment is not None)
-        fds = [] if self._segment is None else [self._segment.fd]
-        sent = socket.send_fds(channel.socket, [header], fds)
+        header = _HEADER.pack(len(self._inline), len(self._segments))
+        sent = socket.send_fds(channel.socket, [header], [segment.fd for segment in self._segments])
         channel.socket.sendall(header[sent:] + self._inline)
 
     def close(self) -> None:
-        """Lets go of the memory; what was sent stays valid."""
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        """Lets go of the memory that is not kept; what was sent stays valid."""
+        if self._segments:
+            self._own.close()
 
 
 class Envelope:
@@ -55,17 +59,15 @@ class Envelope:
 
     Args:
         pickled: The message.
-        segment: Where its tensors are; None if it has none. Owned by this object.
-        mapping: The mapping of that segment.
+        parts: Where its tensors are, and the mappings of that. Owned by this object.
 
     Attributes:
         found: See :meth:`.Shared.with_message`.
     """
 
-    def __init__(self, pickled: Pickled, segment: Segment | None = None, mapping: Mapping | None = None) -> None:
+    def __init__(self, pickled: Pickled, parts: Sequence[tuple[Segment, Mapping]] = ()) -> None:
         self.pickled = pickled
-        self.segment = segment
-        self.mapping = mapping
+        self.parts = parts
         self.found: dict[int, Any] = {}
 
     def open(self, shared: Shared | None = None) -> Any:
@@ -78,9 +80,9 @@ class Envelope:
         return self.pickled.load(shared, self.found)
 
     def close(self) -> None:
-        """Closes the segment's descriptor; tensors that were rebuilt stay valid."""
-        if self.segment is not None:
-            self.segment.close()
+        """Closes the descriptors; tensors that were rebuilt stay valid."""
+        for segment, _ in self.parts:
+            segment.close()
 
 
 class Channel:
@@ -115,16 +117,20 @@ class Channel:
         Raises:
             EOFError: If the other side is gone.
         """
-        header, fds, _, _ = socket.recv_fds(self.socket, _HEADER.size, 1)
+        header, fds, _, _ = socket.recv_fds(self.socket, _HEADER.size, MOST_DESCRIPTORS)
         header += self._receive_exactly(_HEADER.size - len(header))
-        size, has_segment = _HEADER.unpack(header)
+        size, num_segments = _HEADER.unpack(header)
         inline = self._receive_exactly(size)
-        if not has_segment:
+        if not num_segments:
             return Envelope(Pickled(inline))
-        segment = Segment(fds[0], pickle.loads(inline))
-        mapping = segment.map(private=private)
-        data, *buffers = mapping.buffers(segment.spans)
-        return Envelope(Pickled(bytes(data), buffers), segment, mapping)
+        spans, places = pickle.loads(inline)
+        segments = [Segment(fd, own_spans) for fd, own_spans in zip(fds, spans, strict=True)]
+        parts = [(segment, segment.map(private=private)) for segment in segments]
+        (data, *others), *large = [mapping.buffers(segment.spans) for segment, mapping in parts]
+        rest = iter(others)
+        num_buffers = len(others) + len(places)
+        buffers = [large[places[n] - 1][0] if n in places else next(rest) for n in range(num_buffers)]
+        return Envelope(Pickled(bytes(data), buffers), parts)
 
     def receive(self, shared: Shared | None = None) -> Any:
         """Waits for an object and rebuilds it.

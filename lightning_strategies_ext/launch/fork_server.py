@@ -163,7 +163,8 @@ def _run_worker(requests: socket.socket, fds: list[int], main_pid: int) -> None:
     for fd, number in zip(outputs, (1, 2), strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    worker.serve(socket.socket(fileno=connected), main_pid)
+    with worker.own_exit_handlers():
+        worker.serve(socket.socket(fileno=connected), main_pid)
 
 
 if __name__ == "__main__":

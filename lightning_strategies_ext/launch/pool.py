@@ -105,7 +105,7 @@ class WorkerPool:
                 self._workers.append(WorkerProcess(rank, start_method, inherited))
             for worker in self._workers:
                 with suppress(OSError):  # it died at once: `run` finds out why
-                    worker.channel.send(Start(worker.rank, num_workers, preparation))
+                    worker.channel.send(Start(worker.rank, preparation))
         except BaseException:
             self.close()
             raise

@@ -16,7 +16,7 @@ import psutil
 from lightning_strategies_ext.launch import fork_server
 from lightning_strategies_ext.launch.channel import Channel
 from lightning_strategies_ext.launch.errors import WorkerDiedError
-from lightning_strategies_ext.launch.worker import Done, Failure, Job, Ping, command, serve
+from lightning_strategies_ext.launch.worker import Done, Failure, Job, Ping, command, own_exit_handlers, serve
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -163,4 +163,5 @@ class WorkerProcess:
 
 def _serve_in_own_session(theirs: socket.socket, main_pid: int, inherited: Job | None) -> None:
     os.setsid()
-    serve(theirs, main_pid, inherited)
+    with own_exit_handlers():
+        serve(theirs, main_pid, inherited)

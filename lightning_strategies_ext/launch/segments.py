@@ -5,6 +5,7 @@ a socket. When the last descriptor and mapping are gone, so is the memory, howev
 ``/dev/shm`` does not matter. Where there is none, or it has no space left, an unlinked temporary file takes its place.
 """
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +22,15 @@ log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB a call
+_WINDOW_BYTES = 1 << 26
+_READ_AHEAD = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+_KEPT_BYTES = 1 << 20
+#: How many descriptors may go with a message; Linux sends 253 at most.
+MOST_DESCRIPTORS = 128
 _has_told_of_files = False
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Segment:
@@ -73,6 +83,22 @@ class Segment:
             raise
         return cls(fd, spans)
 
+    def holds(self, buffer: Any) -> bool:
+        """Whether a segment of one buffer has these bytes."""
+        data = np.frombuffer(buffer, dtype=np.uint8)
+        if data.nbytes != self.num_bytes:
+            return False
+        # A window at a time, so that this process's memory stays as large as it is.
+        for start in range(0, data.nbytes, _WINDOW_BYTES):
+            size = min(_WINDOW_BYTES, data.nbytes - start)
+            with mmap.mmap(self.fd, size, flags=_READ_AHEAD, prot=mmap.PROT_READ, offset=start) as window:
+                ours = np.frombuffer(window, dtype=np.uint8)
+                is_same = _memcmp(ours.ctypes.data, data.ctypes.data + start, size) == 0
+                del ours
+            if not is_same:
+                return False
+        return True
+
     def map(self, *, private: bool) -> "Mapping":
         """Maps the segment; the mapping outlives the segment's descriptor.
 
@@ -109,46 +135,87 @@ class Mapping:
         return torch.frombuffer(self._memory, dtype=torch.uint8)
 
 
+class KeptSegments:
+    """The memory of large buffers that were sent, to send it once more as long as they have not changed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], Segment] = {}
+
+    def segments_for(self, buffers: Sequence[Any]) -> dict[int, Segment]:
+        """Segments that hold the large ones of some buffers, by their place; those of other buffers are let go."""
+        sizes = {number: memoryview(buffer).nbytes for number, buffer in enumerate(buffers)}
+        large = [number for number, size in sizes.items() if size >= _KEPT_BYTES]
+        large = sorted(large, key=sizes.__getitem__, reverse=True)[: MOST_DESCRIPTORS - 1]
+        kept, self._kept = self._kept, {}
+        found = {}
+        for number in large:
+            buffer = buffers[number]
+            place = np.frombuffer(buffer, dtype=np.uint8).ctypes.data, sizes[number]
+            segment = self._kept.get(place) or kept.pop(place, None)
+            if segment is not None and place not in self._kept and not segment.holds(buffer):
+                segment.close()
+                segment = None
+            found[number] = self._kept[place] = segment or Segment.write([buffer])
+        for segment in kept.values():
+            segment.close()
+        return found
+
+    def close(self) -> None:
+        """Lets go of all."""
+        for segment in self._kept.values():
+            segment.close()
+        self._kept = {}
+
+
 class Received:
-    """What a process received in a segment that others have mapped as well, to tell what it changed.
+    """What a process received in segments that others have mapped as well, to tell what it changed.
 
     Args:
-        segment: The segment; once it is closed, nothing can be told any more.
-        mapping: This process's private mapping of it.
+        parts: Each segment, with this process's private mapping of it; once it is closed, nothing can be told any more.
     """
 
-    def __init__(self, segment: Segment, mapping: Mapping) -> None:
-        self._segment = segment
-        self._memory = mapping.as_tensor()
-        self._address = self._memory.data_ptr()
-        self._original: Tensor | None = None
+    def __init__(self, parts: Sequence[tuple[Segment, "Mapping"]]) -> None:
+        self._parts = [_ReceivedPart(segment, mapping.as_tensor()) for segment, mapping in parts]
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was received, with the values it had; False when in doubt."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return False
         storage = tensor.untyped_storage()
-        original = self._original_of(storage.data_ptr(), storage.nbytes())
-        if original is None:
+        part = self._part_with(storage.data_ptr(), storage.nbytes())
+        if part is None:
             return False
-        original = original.view(tensor.dtype)
+        original = part.original(storage.data_ptr(), storage.nbytes()).view(tensor.dtype)
         return torch.equal(tensor, original.as_strided(tensor.shape, tensor.stride(), _offset(original, tensor)))
 
     def is_unchanged_memory(self, address: int, num_bytes: int) -> bool:
         """The same of memory of this process."""
-        original = self._original_of(address, num_bytes)
-        if original is None:
-            return False
-        start = address - self._address
-        return torch.equal(self._memory[start : start + num_bytes], original)
+        part = self._part_with(address, num_bytes)
+        return part is not None and torch.equal(part.now(address, num_bytes), part.original(address, num_bytes))
 
-    def _original_of(self, address: int, num_bytes: int) -> Tensor | None:
+    def _part_with(self, address: int, num_bytes: int) -> "_ReceivedPart | None":
+        return next((part for part in self._parts if part.contains(address, num_bytes)), None)
+
+
+class _ReceivedPart:
+    def __init__(self, segment: Segment, memory: Tensor) -> None:
+        self._segment = segment
+        self._memory = memory
+        self._address = memory.data_ptr()
+        self._original: Tensor | None = None
+
+    def contains(self, address: int, num_bytes: int) -> bool:
+        return self._segment.fd >= 0 and 0 <= address - self._address <= self._segment.num_bytes - num_bytes
+
+    def now(self, address: int, num_bytes: int) -> Tensor:
         start = address - self._address
-        if self._segment.fd < 0 or not 0 <= start <= self._segment.num_bytes - num_bytes:
-            return None
+        return self._memory[start : start + num_bytes]
+
+    def original(self, address: int, num_bytes: int) -> Tensor:
         if self._original is None:
             shared = mmap.mmap(self._segment.fd, self._segment.num_bytes, access=mmap.ACCESS_WRITE)
             self._original = torch.frombuffer(shared, dtype=torch.uint8)
+        start = address - self._address
         return self._original[start : start + num_bytes]
 
 

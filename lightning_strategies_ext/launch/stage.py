@@ -99,8 +99,8 @@ class StageJob:
         else:
             sent, self.shared = self.shared.in_message, shared_objects(trainer, [], self.shared.objects)
         received = None
-        if envelope.segment is not None and envelope.mapping is not None:
-            received = Received(envelope.segment, envelope.mapping)
+        if envelope.parts:
+            received = Received(envelope.parts)
         before = None
         if place.local_rank == 0:
             before = Before(trainer, self.shared, with_identity(sent), received)

@@ -4,6 +4,7 @@ A worker serves one pool. It ends when the pool says so, when a job fails, and w
 that happened.
 """
 
+import atexit
 import gc
 import multiprocessing.spawn
 import os
@@ -14,8 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,7 +67,6 @@ class Start:
     """
 
     local_rank: int
-    num_processes: int
     preparation: dict[str, Any] | None
 
 
@@ -77,6 +77,7 @@ class Conditions:
     directory: str
     environment: dict[str, str]
     rng: "RngState"
+    num_threads: int
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     is_deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     only_warns: bool = field(default_factory=torch.is_deterministic_algorithms_warn_only_enabled)
@@ -90,6 +91,7 @@ class Conditions:
         for name in set(os.environ) - set(self.environment):
             del os.environ[name]
         os.environ.update(self.environment)
+        torch.set_num_threads(self.num_threads)
         torch.set_default_dtype(self.default_dtype)
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
@@ -248,6 +250,19 @@ def serve(connected: socket.socket, main_pid: int, inherited: Job | None = None)
     gc.collect()  # ends the workers of dataloaders in good order
 
 
+@contextmanager
+def own_exit_handlers() -> Generator[None, None, None]:
+    """Runs what is registered with ``atexit`` in here, and nothing of the process that this one was forked from.
+
+    A forked process ends without it, unless it is multiprocessing's of Python 3.14.
+    """
+    atexit._clear()
+    try:
+        yield
+    finally:
+        atexit._run_exitfuncs()
+
+
 def _serve(channel: Channel, inherited: Job | None) -> None:
     start: Start = channel.receive()
     place = Place(start.local_rank)
@@ -326,9 +341,6 @@ def _run(order: Order, envelope: Envelope, inherited: Job | None, place: Place) 
 
 def _prepare(start: Start) -> None:
     global _is_importing_main
-    if "OMP_NUM_THREADS" not in os.environ:
-        num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, num_cpus // start.num_processes))
     if start.preparation is None:
         # Forked from a process whose OpenMP threads, if it had any, are not here: one would wait for them for ever.
         torch.set_num_threads(1)

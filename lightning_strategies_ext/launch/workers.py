@@ -1,5 +1,6 @@
 """The worker processes of one strategy: started when they are first needed, replaced when they are of no more use."""
 
+import logging
 import os
 import socket
 import sys
@@ -15,8 +16,11 @@ from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.channel import Packed
 from lightning_strategies_ext.launch.pool import Outcome, WorkerPool
 from lightning_strategies_ext.launch.process import WorkerStartMethod
+from lightning_strategies_ext.launch.segments import KeptSegments
 from lightning_strategies_ext.launch.stage import CallJob, StageJob
 from lightning_strategies_ext.launch.worker import Conditions, RngState, is_importing_main
+
+log = logging.getLogger(__name__)
 
 _all: "weakref.WeakSet[Workers]" = weakref.WeakSet()
 
@@ -38,6 +42,7 @@ class Workers:
         self._rng: list[RngState] = []
         self._has_run = False
         self._is_running = False
+        self._kept = KeptSegments()
         _all.add(self)
 
     @property
@@ -99,7 +104,7 @@ class Workers:
         inherits = False
         packed = None
         try:
-            packed = Packed(job.pickled())
+            packed = Packed(job.pickled(), self._kept)
         except TypeError:
             if self._start_method != "fork":
                 raise
@@ -110,8 +115,9 @@ class Workers:
             now = RngState.now()
             goes_on = bool(self._rng) and self._rng[0].is_same(now)
             variables = {**os.environ, **self._rendezvous}
+            num_threads = self._num_threads()
             conditions = [
-                Conditions(os.getcwd(), variables, self._rng[rank] if goes_on else now)
+                Conditions(os.getcwd(), variables, self._rng[rank] if goes_on else now, num_threads)
                 for rank in range(self._strategy.num_processes)
             ]
             outcome = pool.run(packed, conditions, continues=self._has_run)
@@ -170,6 +176,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends them; the next job starts new ones."""
+        self._kept.close()
         if self._pool is not None:
             self._pool.close()
             self._let_go()
@@ -188,6 +195,21 @@ class Workers:
             self._pool = taken
             self._finalizer = weakref.finalize(self, self._pool.close)
         return self._pool
+
+    def _num_threads(self) -> int:
+        """How many threads a worker computes in."""
+        wanted = os.environ.get("OMP_NUM_THREADS", "")
+        num_threads = int(wanted) if wanted.isdecimal() else 0
+        if self._start_method == "fork":
+            if num_threads > 1 and not self._has_run:
+                log.warning(
+                    "OMP_NUM_THREADS=%s: forked workers compute in one thread each all the same, since OpenMP's threads"
+                    " do not survive a fork. Those of `strategy='ddp_spawn_ext'` take it.",
+                    wanted,
+                )
+            return 1
+        num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return num_threads or max(1, num_cpus // self._strategy.num_processes)
 
     def _taken_from_idle(self, must_be_new: bool) -> WorkerPool | None:
         """Takes over the workers of another strategy of this process that is idle, and ends those that do not fit.
@@ -224,7 +246,7 @@ class Workers:
             self._finalizer = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_pool": None, "_finalizer": None, "_rng": []}
+        return {**vars(self), "_pool": None, "_finalizer": None, "_rng": [], "_kept": KeptSegments()}
 
 
 def _rendezvous(strategy: Any) -> dict[str, str]:
