@@ -1,0 +1,34 @@
+"""``examples/tour.py``: what a script sees after ``fit``, ``test`` and ``predict`` is what it sees with one device."""
+
+import pytest
+
+from examples import tour
+from tests.ranks import REPOSITORY, run_script
+
+#: Ranks of scripts have their own share of the predictions each, as with Lightning's strategies.
+OF_ALL_RANKS = {"ddp_spawn_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return tour.run(None)
+
+
+@pytest.mark.parametrize("strategy", OF_ALL_RANKS)
+def test_what_comes_back_is_what_one_device_gives(strategy, alone):
+    seen = tour.run(strategy)
+    assert seen.keys() == alone.keys()
+    assert seen.pop("predictions that came back") == OF_ALL_RANKS[strategy]
+    if OF_ALL_RANKS[strategy] < 360:
+        assert seen.pop("accuracy of predictions") == "not all are there"
+    for name, value in seen.items():
+        assert value == pytest.approx(alone[name], rel=1e-4), name
+    assert alone["held-out accuracy"] > 0.85
+
+
+def test_the_table_has_a_column_for_each():
+    result = run_script(REPOSITORY / "examples/tour.py", "--strategy", "dp_ext", env={"COLUMNS": "120"})
+    assert result.returncode == 0, result.stdout
+    rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in result.stdout.splitlines() if "│" in line}
+    assert [cell.strip() for cell in rows["Adam's steps"]] == ["132", "132"]
+    assert [cell.strip() for cell in rows["predictions that came back"]] == ["360", "360"]
