@@ -5,6 +5,8 @@ With one device, everything must have the same bits as Lightning's own single pr
 
 import atexit
 import os
+import random
+import threading
 from collections import OrderedDict, defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
@@ -332,9 +334,11 @@ class HoldsObjects(pl.Callback):
         self.parameter = nn.Parameter(torch.zeros(2))
         self.queue = [Node(), Node()]
         self.unchanged = Node()
+        self.random = random.Random(3)
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.node.values.append(1)
+        self.random.random()
         self.tensor += 1
         self.array += 1
         ordered, default, recent, numbers = self.nested["deep"]
@@ -357,6 +361,7 @@ class HoldsObjects(pl.Callback):
 def test_objects_that_the_user_holds_are_updated(strategy, more):
     callback = HoldsObjects()
     callback.same["more"] = more
+    callback.lock = lock = threading.Lock() if more else None
     node, tensor, array, ordered, metric = (
         callback.node,
         callback.tensor,
@@ -376,6 +381,10 @@ def test_objects_that_the_user_holds_are_updated(strategy, more):
     assert ordered is callback.same is callback.nested["deep"][0]
     assert ordered["a"] == [0, 1, 1, 1]
     assert ordered["more"] is more
+    assert callback.lock is lock
+    expected = random.Random(3)
+    _ = [expected.random() for _ in range(3)]
+    assert callback.random.getstate() == expected.getstate()
     assert default == {"x": [2, 2, 2]}
     assert default["new"] == []
     assert list(recent) == [1, 2, 3]

@@ -2,7 +2,7 @@
 
 What the user holds in the main process keeps its identity: a list, a tensor, an object of a class of the user's is
 updated in place, wherever it hangs, as if the stage had run there. What is new comes as it is. An object of a class
-that pickles itself in its own way (``__reduce__``) stays as it was.
+that pickles itself in its own way (``__reduce__``) is replaced by what it has become.
 """
 
 import copyreg
@@ -106,13 +106,14 @@ class _Meeting(Shared):
         return number
 
 
-def with_identity(objects: Mapping[int, Any]) -> dict[int, Any]:
-    """Those of which the user's own must come back, not a copy; all but what is a value, as a string is."""
-    return {number: obj for number, obj in objects.items() if isinstance(obj, FunctionType) or not _is_value(obj)}
-
-
-def _is_value(obj: Any) -> bool:
-    return isinstance(obj, (*_NOT_OBJECTS, str, bytes, int, float, complex, tuple, frozenset))
+def with_identity(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
+    """Those of which the user's own come back: what is updated in place, functions, and what cannot be pickled."""
+    kept = {id(obj) for obj in unpicklable}
+    return {
+        number: obj
+        for number, obj in objects.items()
+        if id(obj) in kept or isinstance(obj, FunctionType) or _is_updatable(obj)
+    }
 
 
 def _is_updatable(obj: Any) -> bool:

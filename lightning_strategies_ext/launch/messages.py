@@ -113,12 +113,12 @@ def dump(
     return Pickled(stream.getvalue(), buffers)
 
 
-def walk(obj: Any) -> dict[int, Any]:
-    """All that an object holds, by number, also what cannot be pickled; for two processes that share it by a fork."""
+def walk(obj: Any) -> tuple[dict[int, Any], list[Any]]:
+    """All that an object holds, by number, and what of it cannot be pickled; for processes that share it by a fork."""
     pickler = _Walker(io.BytesIO(), [], None, returning=False)
     with suppress(Exception):  # then it is what was found so far
         pickler.dump(obj)
-    return dict(pickler.memo.copy().values())
+    return dict(pickler.memo.copy().values()), pickler.unpicklable
 
 
 class _Memory:
@@ -181,6 +181,10 @@ class _SharingPickler(_Pickler):  # apart, since it is asked about every single 
 
 
 class _Walker(_Pickler):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.unpicklable: list[Any] = []
+
     def reducer_override(self, obj: Any) -> Any:
         reduced = NotImplemented if obj is dict else super().reducer_override(obj)
         if obj is dict or reduced is not NotImplemented:
@@ -191,6 +195,7 @@ class _Walker(_Pickler):
         try:
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
         except Exception:
+            self.unpicklable.append(obj)
             return dict, ()
         return NotImplemented if isinstance(reduced, str) else reduced
 

@@ -86,14 +86,14 @@ class StageJob:
 
     def note_inherited(self) -> None:
         """Notes what the workers know where they get it by being forked."""
-        self.shared = self.shared.with_message(walk(self))
+        self.shared = self.shared.with_message(with_identity(*walk(self)))
 
     # --- in a worker ---
 
     def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
         """Runs the stage; see :class:`.Job`."""
         trainer = self.trainer
-        sent: Mapping[int, Any] = envelope.found
+        sent: Mapping[int, Any] = with_identity(envelope.found)
         if isinstance(self.shared, list):
             self.shared = shared_objects(trainer, [], self.shared)
         else:
@@ -103,7 +103,7 @@ class StageJob:
             received = Received(envelope.parts)
         before = None
         if place.local_rank == 0:
-            before = Before(trainer, self.shared, with_identity(sent), received)
+            before = Before(trainer, self.shared, sent, received)
         place.save = partial(_save, trainer)
         context = WorkerContext(place.continues, received)
         os.environ["LOCAL_RANK"] = str(place.local_rank)

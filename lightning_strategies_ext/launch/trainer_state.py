@@ -8,7 +8,7 @@ in the main process. Objects that the user holds keep their identity (:mod:`.cha
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -82,7 +82,7 @@ class Before:
         received: Where that came in.
     """
 
-    def __init__(self, trainer: Any, shared: Shared, sent: dict[int, Any], received: Received | None) -> None:
+    def __init__(self, trainer: Any, shared: Shared, sent: Mapping[int, Any], received: Received | None) -> None:
         module = trainer.lightning_module
         self.names = names_in(module)
         self.received = received
