@@ -300,7 +300,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         # They belong to this process: a worker has its own.
-        state.update(_collectives=None, _termination=None, _reconciliation=None)
+        state.update(_collectives=None, _termination=None, _reconciliation=None, _departure=None)
         state.pop("_confirm_sigterm", None)
         return state
 

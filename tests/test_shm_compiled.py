@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_nothing_is_read_that_the_rules_of_c11_do_not_promise(
     ("right", "wrong", "complaint"),
     [
         ("published, ++g->events)", "published, ++g->events, memory_order_relaxed)", "data race"),
-        ("SLOTS = 4", "SLOTS = 2", "data race"),
+        ("SLOTS = 4", "SLOTS = 2", "data race|wrong sum"),  # the one that comes first
         ("(note & 255) == (uint64_t)g->rank + 1", "(note & 255) == (uint64_t)g->rank + 2", "it was not woken"),
     ],
 )
@@ -93,7 +94,7 @@ def test_the_stress_finds_what_it_looks_for(tmp_path: Path, right: str, wrong: s
     (tmp_path / SOURCE.name).write_text(source)
     done = stress(tmp_path / SOURCE.name, tmp_path, 3, 1000, 1)
     assert done.returncode != 0
-    assert complaint in done.stderr
+    assert re.search(complaint, done.stderr), done.stderr[-3000:]
 
 
 def wait_for_a_late_rank(is_asynchronous: bool) -> tuple[float, float]:

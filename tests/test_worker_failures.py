@@ -320,9 +320,9 @@ def unpicklable(part: str) -> tuple[MLP, DataLoader, Callable[[str], Trainer]]:
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        ("LightningModule", "The LightningModule MLP"),
-        ("callback", "The callback SeesException"),
-        ("dataset", r"The .*(DataLoader|dataset|TensorDataset)"),
+        ("LightningModule", "`transform` of the LightningModule MLP"),
+        ("callback", "`transform` of the callback SeesException"),
+        ("dataset", r"`dataset\.transform` of the argument DataLoader"),
     ],
 )
 def test_what_cannot_be_sent_is_named_before_a_process_starts_and_can_be_forked(part, name):

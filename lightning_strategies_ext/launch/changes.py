@@ -203,8 +203,12 @@ class Fingerprints:
         """The names of the attributes that are not there any more."""
         yield from self._before[id(holder)][1].keys() - vars(holder).keys()
 
-    def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[bytes | None, list[Any]]]]:
+    def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
         for name, value in attributes_of(holder).items():
+            is_empty = isinstance(value, dict) and not value
+            if is_empty or value is None or isinstance(value, (bool, int, float, str)):  # as most are, of a module
+                yield name, ((type(value), None if is_empty else value), [])
+                continue
             try:
                 pickled = dump(value, self._shared, returning=True)
             except Exception:  # there is an open file in it, say

@@ -19,6 +19,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -40,11 +41,16 @@ class Shared:
         self.objects = list(objects)
         self.never = never
         self.in_message: Mapping[int, Any] = {}
-        self._numbers = {id(obj): number for number, obj in reversed(list(enumerate(self.objects)))}
 
     def number_of(self, obj: Any) -> int | None:
         """The number of an object, or None if it is not shared; below zero for one of :meth:`with_message`."""
         return self._numbers.get(id(obj))
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:  # made where it is asked for: the process that only reads needs none
+        numbers = {id(obj): -1 - number for number, obj in self.in_message.items()}
+        numbers.update((id(obj), number) for number, obj in reversed(list(enumerate(self.objects))))
+        return numbers
 
     def object_of(self, number: int) -> Any:
         """The object with that number."""
@@ -54,8 +60,6 @@ class Shared:
         """The same, and what a message held, by the numbers that pickle gave it on either side."""
         more = Shared(self.objects, self.never)
         more.in_message = in_message
-        for number, obj in in_message.items():
-            more._numbers.setdefault(id(obj), -1 - number)
         return more
 
 

@@ -81,12 +81,15 @@ class StageJob:
         """
         sent: dict[int, Any] = {}
         pickled = pickled_or_explained(self, sent)
-        self.shared = self.shared.with_message(sent)
+        # It is in its own message, and would keep itself and all else until the next collection of garbage.
+        self.shared = self.shared.with_message({number: obj for number, obj in sent.items() if obj is not self})
         return pickled
 
     def note_inherited(self) -> None:
         """Notes what the workers know where they get it by being forked."""
-        self.shared = self.shared.with_message(with_identity(*walk(self)))
+        found, unpicklable = walk(self)
+        known = with_identity(found, unpicklable)
+        self.shared = self.shared.with_message({number: obj for number, obj in known.items() if obj is not self})
 
     # --- in a worker ---
 

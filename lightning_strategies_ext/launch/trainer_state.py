@@ -171,7 +171,7 @@ class TrainerSnapshot:
         queue = ResultQueue()
         fill_queue(trainer, queue)
         return cls(
-            classes=[(_number(shared, holder), dump(type(holder))) for holder in before.changed_classes()],
+            classes=list(_classes(before)),
             attributes=list(_attributes(trainer, before, teller)),
             removed=[name for name in before.names - now if name.rpartition(".")[0] in now],
             training=training,
@@ -228,6 +228,14 @@ class TrainerSnapshot:
         module.trainer = trainer
         read_queue(trainer, ResultQueue(item.load(shared) for item in self.queue))
         return None if self.value is None else self.value.load(shared)
+
+
+def _classes(before: Before) -> Iterator[tuple[int, Pickled]]:
+    for holder in before.changed_classes():
+        try:
+            yield _number(before.shared, holder), dump(type(holder))
+        except Exception as error:
+            log.warning("A %s stays what it was in the main process: %s", type(holder).__name__, error)
 
 
 def _attributes(trainer: Any, before: Before, teller: Teller) -> Iterator[tuple[int, str, Told | None]]:
