@@ -328,11 +328,11 @@ def unpicklable(part: str) -> tuple[MLP, DataLoader, Callable[[str], Trainer]]:
 def test_what_cannot_be_sent_is_named_before_a_process_starts_and_can_be_forked(part, name):
     model, data, trainer_for = unpicklable(part)
     trainer = trainer_for("ddp_spawn_ext")
-    children = psutil.Process().children(recursive=True)
+    children = psutil.Process().children(recursive=True)  # those of an earlier test may end meanwhile
     with pytest.raises(TypeError, match=rf"{name} cannot be sent to the worker processes: .*lambda(?s:.*)ddp_fork_ext"):
         trainer.fit(model, data)
     assert trainer.strategy.launcher.pids == []
-    assert psutil.Process().children(recursive=True) == children
+    assert set(psutil.Process().children(recursive=True)) <= set(children)
     before = state_of(model)
     trainer = trainer_for("ddp_fork_ext")
     trainer.fit(model, data)

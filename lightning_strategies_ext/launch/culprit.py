@@ -35,7 +35,7 @@ def _roots(job: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _why_not(obj: Any, shared: Shared) -> Exception | None:
-    # Without the Trainer's other parts that hang on it: each is looked at on its own. Data hang on what they are given in.
+    # Without the Trainer's other parts, each of which is looked at on its own. Data belong to what they are given in.
     others = Shared([other for other in shared.objects if other is not obj and not isinstance(other, shared.never)])
     try:
         dump(obj, others)
