@@ -6,7 +6,9 @@ With one device, everything must have the same bits as Lightning's own single pr
 import atexit
 import os
 import random
+import signal
 import threading
+import time
 from collections import OrderedDict, defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
@@ -305,6 +308,33 @@ def test_what_is_saved_on_an_exception_has_everything(tmp_path):
         del saved[strategy]["callbacks"]  # the callbacks' keys hold their paths
     assert saved["auto"]["steps_seen"] == 5
     assert_same(saved["ddp_spawn_ext"], saved["auto"])
+
+
+class AsksToStop(pl.Callback):
+    """Sends a SIGTERM to the main process, as a scheduler does."""
+
+    def __init__(self) -> None:
+        self.main_pid = os.getpid()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 5 and trainer.is_global_zero:
+            os.kill(self.main_pid, signal.SIGTERM)
+        time.sleep(0.1)
+
+
+def test_what_is_saved_after_a_sigterm_has_everything(tmp_path):
+    model, data = seeded(HasEverything), HasState()
+    callbacks = [SavesInTheEnd(tmp_path / "theirs.ckpt"), AsksToStop()]
+    trainer = spawn_trainer(max_epochs=20, callbacks=callbacks)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(model, datamodule=data)
+    assert 5 <= trainer.global_step < 100
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    ours = torch.load(tmp_path / "ours.ckpt", weights_only=False)
+    assert ours["global_step"] == ours["steps_seen"] == ours["HasState"]["batches_seen"] == trainer.global_step
+    assert ours["state_dict"]["metrics.mean.weight"] == trainer.global_step
+    positions = ours["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert positions == [{"position": trainer.fit_loop.epoch_loop.batch_progress.current.ready}]
 
 
 # --- the user's objects ---
