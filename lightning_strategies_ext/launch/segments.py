@@ -11,6 +11,7 @@ import logging
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -140,31 +141,39 @@ class KeptSegments:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Segment] = {}
+        weakref.finalize(self, _close_all, self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory it holds."""
+        return sum(segment.num_bytes for segment in self._kept.values())
 
     def segments_for(self, buffers: Sequence[Any]) -> dict[int, Segment]:
         """Segments that hold the large ones of some buffers, by their place; those of other buffers are let go."""
         sizes = {number: memoryview(buffer).nbytes for number, buffer in enumerate(buffers)}
         large = [number for number, size in sizes.items() if size >= _KEPT_BYTES]
         large = sorted(large, key=sizes.__getitem__, reverse=True)[: MOST_DESCRIPTORS - 1]
-        kept, self._kept = self._kept, {}
-        found = {}
-        for number in large:
-            buffer = buffers[number]
-            place = np.frombuffer(buffer, dtype=np.uint8).ctypes.data, sizes[number]
-            segment = self._kept.get(place) or kept.pop(place, None)
-            if segment is not None and place not in self._kept and not segment.holds(buffer):
-                segment.close()
-                segment = None
-            found[number] = self._kept[place] = segment or Segment.write([buffer])
-        for segment in kept.values():
+        places = {n: (np.frombuffer(buffers[n], dtype=np.uint8).ctypes.data, sizes[n]) for n in large}
+        for place in self._kept.keys() - places.values():
+            self._kept.pop(place).close()
+        return {number: self._segment_for(place, buffers[number]) for number, place in places.items()}
+
+    def _segment_for(self, place: tuple[int, int], buffer: Any) -> Segment:
+        segment = self._kept.pop(place, None)
+        if segment is not None and not segment.holds(buffer):
             segment.close()
-        return found
+            segment = None
+        self._kept[place] = segment or Segment.write([buffer])
+        return self._kept[place]
 
     def close(self) -> None:
         """Lets go of all."""
-        for segment in self._kept.values():
-            segment.close()
-        self._kept = {}
+        _close_all(self._kept)
+
+
+def _close_all(segments: dict[tuple[int, int], Segment]) -> None:
+    while segments:
+        segments.popitem()[1].close()
 
 
 class Received:

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.channel import Packed
+from lightning_strategies_ext.launch.messages import Pickled
 from lightning_strategies_ext.launch.pool import Outcome, WorkerPool
 from lightning_strategies_ext.launch.process import WorkerStartMethod
 from lightning_strategies_ext.launch.segments import KeptSegments
@@ -101,17 +102,17 @@ class Workers:
             self._is_running = False
 
     def _run(self, job: StageJob | CallJob) -> Outcome:
-        inherits = False
-        packed = None
+        pickled: Pickled | None = None
         try:
-            packed = Packed(job.pickled(), self._kept)
+            pickled = job.pickled()
         except TypeError:
             if self._start_method != "fork":
                 raise
-            inherits = True
             job.note_inherited()
+        pool = self._usable_pool(job if pickled is None else None)
+        packed = None if pickled is None else Packed(pickled, self._kept)
+        del pickled  # it may be large
         try:
-            pool = self._usable_pool(job if inherits else None)
             now = RngState.now()
             goes_on = bool(self._rng) and self._rng[0].is_same(now)
             variables = {**os.environ, **self._rendezvous}
@@ -228,6 +229,7 @@ class Workers:
             ):
                 other._let_go()
                 taken, self._rendezvous = pool, other._rendezvous
+                self._kept, other._kept = other._kept, KeptSegments()  # the next Trainer may have the same data
             else:
                 other.close()
         return taken
