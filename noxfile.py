@@ -75,7 +75,14 @@ def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
             if not build_horovod(session, horovod_log):
                 findings += ["--horovod-log", str(horovod_log)]
             try:
-                session.run("pytest", "--numprocesses=2", "--dist=loadfile", f"--junitxml={report}", *session.posargs)
+                session.run(
+                    "pytest",
+                    "--numprocesses=2",
+                    "--dist=loadfile",
+                    "--no-loadscope-reorder",
+                    f"--junitxml={report}",
+                    *session.posargs,
+                )
                 problem = ""
             except CommandFailed as failure:
                 if failure.reason == "Returned code 1":  # all tests have run, and some have failed

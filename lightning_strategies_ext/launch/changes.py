@@ -205,7 +205,7 @@ class Fingerprints:
 
     def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
         for name, value in attributes_of(holder).items():
-            is_empty = isinstance(value, dict) and not value
+            is_empty = isinstance(value, (dict, set)) and not value
             if is_empty or value is None or isinstance(value, (bool, int, float, str)):  # as most are, of a module
                 yield name, ((type(value), None if is_empty else value), [])
                 continue
