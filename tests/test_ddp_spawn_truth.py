@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -456,6 +457,29 @@ def test_what_has_not_changed_stays_where_it_is():
     assert model.counts.tolist() == [2.0] * 4
 
 
+class SwapsData(MLP):
+    """Gives its layer, and a tensor, the memory of others that have not changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.zeros(3), torch.ones(3)
+        self.best = torch.full((16,), 5.0)
+
+    def on_train_end(self):
+        self.first.data, self.second.data = self.second.data, self.first.data
+        self.net[0].bias.data = self.best.data
+
+
+def test_tensors_that_were_given_the_memory_of_others_come_back():
+    model = SwapsData()
+    first, bias = model.first, model.net[0].bias
+    spawn_trainer(max_epochs=1, limit_train_batches=2).fit(model, loader())
+    assert first is model.first
+    assert (first.tolist(), model.second.tolist()) == ([1.0] * 3, [0.0] * 3)
+    assert bias is model.net[0].bias
+    assert bias.tolist() == [5.0] * 16
+
+
 # --- layers that are known late ---
 
 
@@ -777,3 +801,28 @@ class HoldsLargeData(MLP):
         self.log_dict({"sum": self.samples.sum(), "table": float(self.table.sum())})
         if self.global_rank == 1:
             self.samples.zero_()  # stays in this worker
+
+
+class SlowToSend:
+    """Takes its time to be sent back, and says that it is at it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        Path(self.path).touch()
+        time.sleep(2)
+        return str, (f"sent by {os.getpid()}",)
+
+
+def test_workers_whose_results_are_on_their_way_are_not_taken_over(tmp_path):
+    devices = [torch.device("cpu")] * 2
+    path = tmp_path / "sending"
+    with DDPSpawnStrategy(parallel_devices=devices) as one, DDPSpawnStrategy(parallel_devices=devices) as other:
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(one.spawn, SlowToSend, str(path))
+            while not path.exists() and not first.done():
+                time.sleep(0.02)
+            pid = other.spawn(os.getpid)
+            assert first.result() != f"sent by {pid}"
+        assert first.result().startswith("sent by ")

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext.launch.messages import Pickled, Shared, dump
 from lightning_strategies_ext.launch.segments import Received
@@ -57,11 +58,13 @@ class Teller:
     Args:
         shared: What it has, with what it sent.
         received: Where the memory of tensors came in; None if nothing was sent.
+        places: Where each tensor and array was then, by id.
     """
 
-    def __init__(self, shared: Shared, received: Received | None = None) -> None:
+    def __init__(self, shared: Shared, received: Received | None, places: Mapping[int, int]) -> None:
         self._shared = shared
         self._received = received
+        self._places = places
         self._told: set[int] = set()
 
     def tell(self, value: Any) -> Told:
@@ -82,9 +85,16 @@ class Teller:
         return Told(pickled, states)
 
     def _is_unchanged_memory(self, obj: Any) -> bool:
-        if isinstance(obj, np.ndarray) and obj.flags.c_contiguous and not obj.dtype.hasobject:
-            return self._received is not None and self._received.is_unchanged_memory(obj.ctypes.data, obj.nbytes)
-        return isinstance(obj, Tensor) and self._received is not None and self._received.is_unchanged(obj)
+        if (
+            self._received is None
+            or not isinstance(obj, (Tensor, np.ndarray))
+            or self._places.get(id(obj)) != place_of(obj)
+        ):
+            return False
+        if isinstance(obj, Tensor):
+            return self._received.is_unchanged(obj)
+        is_plain = obj.flags.c_contiguous and not obj.dtype.hasobject
+        return is_plain and self._received.is_unchanged_memory(obj.ctypes.data, obj.nbytes)
 
     def _dump(self, value: Any) -> tuple[Pickled, dict[int, Any]]:
         met: dict[int, Any] = {}
@@ -104,6 +114,13 @@ class _Meeting(Shared):
         if number is not None and number < 0 and _is_updatable(obj):
             self._met[number] = obj
         return number
+
+
+def place_of(obj: Tensor | np.ndarray[Any, Any]) -> int:
+    """Where the memory of a tensor or an array is; ``one.data = other.data`` gives a tensor that of another."""
+    if isinstance(obj, np.ndarray):
+        return obj.ctypes.data
+    return obj.data_ptr() if obj.device.type == "cpu" and obj.layout == torch.strided and not is_lazy(obj) else 0
 
 
 def with_identity(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:

@@ -103,7 +103,15 @@ class WorkerLauncher(_lightning.Launcher):
             return self.workers.call(function, args, kwargs)
         self.workers.check_can_start()
         self._strategy.check_before_launch(trainer)
-        job = StageJob(trainer, function, args, kwargs)
+        with self.workers.in_use():
+            value = self._run(StageJob(trainer, function, args, kwargs))
+        self.workers.end_unless_kept()
+        if hasattr(self._strategy, "post_dispatch"):
+            self._strategy.post_dispatch(trainer)
+        return value
+
+    def _run(self, job: StageJob) -> Any:
+        trainer = job.trainer
         with _without_optimizers(self._strategy):
             outcome = self.workers.run(job)
         try:
@@ -132,9 +140,6 @@ class WorkerLauncher(_lightning.Launcher):
                 _lightning.note_sigterm(trainer)
             raise outcome.error
         self.workers.keep_rng(outcome)
-        self.workers.end_unless_kept()
-        if hasattr(self._strategy, "post_dispatch"):
-            self._strategy.post_dispatch(trainer)
         return value
 
     def _save_in_worker(self, trainer: Any) -> str:

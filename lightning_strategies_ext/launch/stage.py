@@ -82,7 +82,8 @@ class StageJob:
         sent: dict[int, Any] = {}
         pickled = pickled_or_explained(self, sent)
         # It is in its own message, and would keep itself and all else until the next collection of garbage.
-        self.shared = self.shared.with_message({number: obj for number, obj in sent.items() if obj is not self})
+        del sent[next(number for number, obj in sent.items() if obj is self)]
+        self.shared = self.shared.with_message(sent)
         return pickled
 
     def note_inherited(self) -> None:
@@ -96,17 +97,17 @@ class StageJob:
     def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
         """Runs the stage; see :class:`.Job`."""
         trainer = self.trainer
-        sent: Mapping[int, Any] = with_identity(envelope.found)
+        inherited: Mapping[int, Any] = {}
         if isinstance(self.shared, list):
             self.shared = shared_objects(trainer, [], self.shared)
         else:
-            sent, self.shared = self.shared.in_message, shared_objects(trainer, [], self.shared.objects)
+            inherited, self.shared = self.shared.in_message, shared_objects(trainer, [], self.shared.objects)
         received = None
         if envelope.parts:
             received = Received(envelope.parts)
         before = None
         if place.local_rank == 0:
-            before = Before(trainer, self.shared, sent, received)
+            before = Before(trainer, self.shared, inherited or with_identity(envelope.found), received)
         place.save = partial(_save, trainer)
         context = WorkerContext(place.continues, received)
         os.environ["LOCAL_RANK"] = str(place.local_rank)
@@ -134,10 +135,9 @@ class StageJob:
 
     def _results(self, before: Before, value: Any, predictions: "PredictionsOfRank | None" = None) -> Iterator[Any]:
         module = self.trainer.lightning_module
-        received = before.received
         piece: dict[Any, Tensor] = {}
         for name, tensor in tensors_of(module).items():
-            if is_lazy(tensor) or name not in before.names or (received is not None and received.is_unchanged(tensor)):
+            if is_lazy(tensor) or name not in before.names or before.is_unchanged(tensor):
                 continue
             for part_name, part in _parts(name, tensor.detach()):
                 if piece and sum(other.nbytes for other in piece.values()) + part.nbytes > PIECE_BYTES:

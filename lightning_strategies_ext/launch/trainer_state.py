@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import profiler
+from torch import Tensor, profiler
 from torch.autograd import profiler as autograd_profiler
 from torch.nn import Module, Parameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.launch.changes import Fingerprints, Teller, Told, attributes_of
+from lightning_strategies_ext.launch.changes import Fingerprints, Teller, Told, attributes_of, place_of
 from lightning_strategies_ext.launch.messages import Pickled, Shared, dump
 from lightning_strategies_ext.launch.result_queue import ResultQueue, fill_queue, read_queue
 from lightning_strategies_ext.launch.segments import Received
@@ -80,6 +81,7 @@ class Before:
         names: The names of the module's parts: submodules, parameters and buffers.
         shared: What the main process has, with what it sent.
         received: Where that came in.
+        places: Where its tensors and arrays are, by id.
     """
 
     def __init__(self, trainer: Any, shared: Shared, sent: Mapping[int, Any], received: Received | None) -> None:
@@ -92,6 +94,14 @@ class Before:
         self._classes = [type(holder) for holder in self._holders]
         self._fingerprints = Fingerprints(self._holders, shared, received)
         self.shared = shared.with_message(sent)
+        tensors = (*module.parameters(), *module.buffers(), *sent.values())
+        self._sent = [obj for obj in tensors if isinstance(obj, (Tensor, np.ndarray))]  # their ids are theirs alone
+        self.places = {id(obj): place_of(obj) for obj in self._sent}
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one that was sent, where it was, with the values that it had."""
+        is_there = self.places.get(id(tensor)) == place_of(tensor)
+        return self.received is not None and is_there and self.received.is_unchanged(tensor)
 
     def changed_attributes(self) -> Iterator[tuple[Any, str]]:
         """Attributes of the LightningModule, of its submodules and of the datamodule that are new or have changed."""
@@ -160,7 +170,7 @@ class TrainerSnapshot:
             Exception: If what the user put in the queue, or what the stage returned, cannot be pickled.
         """
         module, shared = trainer.lightning_module, before.shared
-        teller = Teller(shared, before.received)
+        teller = Teller(shared, before.received, before.places)
         training = loaders = None
         if trainer.state.fn == TrainerFn.FITTING:
             strategy = trainer.strategy

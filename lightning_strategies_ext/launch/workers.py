@@ -4,8 +4,10 @@ import logging
 import os
 import socket
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from lightning_strategies_ext.launch.worker import Conditions, RngState, is_impo
 
 log = logging.getLogger(__name__)
 
+_choosing = threading.Lock()
 _all: "weakref.WeakSet[Workers]" = weakref.WeakSet()
 
 
@@ -42,7 +45,7 @@ class Workers:
         self._rendezvous: dict[str, str] = {}
         self._rng: list[RngState] = []
         self._has_run = False
-        self._is_running = False
+        self._is_in_use = False
         self._kept = KeptSegments()
         _all.add(self)
 
@@ -89,19 +92,21 @@ class Workers:
                 " `strategy='ddp_spawn_ext'` in a script."
             )
 
+    @contextmanager
+    def in_use(self) -> Generator[None, None, None]:
+        """Keeps other strategies from taking them over: from before a job is sent until its results are pulled."""
+        self._is_in_use = True
+        try:
+            yield
+        finally:
+            self._is_in_use = False
+
     def run(self, job: StageJob | CallJob) -> Outcome:
-        """Runs a job in each worker; its results can be pulled from :attr:`pool` then.
+        """Runs a job in each worker; its results can be pulled from :attr:`pool` then. Call it :meth:`in_use`.
 
         Raises:
             TypeError: If something that the workers need cannot be pickled.
         """
-        self._is_running = True
-        try:
-            return self._run(job)
-        finally:
-            self._is_running = False
-
-    def _run(self, job: StageJob | CallJob) -> Outcome:
         pickled: Pickled | None = None
         try:
             pickled = job.pickled()
@@ -109,7 +114,8 @@ class Workers:
             if self._start_method != "fork":
                 raise
             job.note_inherited()
-        pool = self._usable_pool(job if pickled is None else None)
+        with _choosing:
+            pool = self._usable_pool(job if pickled is None else None)
         packed = None if pickled is None else Packed(pickled, self._kept)
         del pickled  # it may be large
         try:
@@ -155,13 +161,14 @@ class Workers:
             WorkerDiedError: If a worker died.
         """
         self.check_can_start()
-        outcome = self.run(CallJob(self._strategy, function, args, kwargs, return_result, joins_group))
-        if outcome.error is not None:
-            self.close()
-            raise outcome.error
-        value = None
-        for value in self.pool.pull(0):  # noqa: B007
-            pass
+        with self.in_use():
+            outcome = self.run(CallJob(self._strategy, function, args, kwargs, return_result, joins_group))
+            if outcome.error is not None:
+                self.close()
+                raise outcome.error
+            value = None
+            for value in self.pool.pull(0):  # noqa: B007
+                pass
         self.end_unless_kept()
         return value
 
@@ -218,7 +225,7 @@ class Workers:
         So a search over many Trainers has the workers of one, and no more of them idle at any time.
         """
         taken: WorkerPool | None = None
-        for other in [other for other in _all if other is not self and not other._is_running]:
+        for other in [other for other in _all if other is not self and not other._is_in_use]:
             pool = other._pool
             if (
                 pool is not None
