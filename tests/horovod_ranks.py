@@ -45,6 +45,11 @@ def run_horovod(
     return [outcome for _, outcome in sorted(outcomes.items())]
 
 
+def start_of(launcher: str, num_ranks: int, directory: str = "") -> list[str]:
+    """The beginning of a command that starts ranks. Those of ``mpirun`` share memory through files in a directory."""
+    return [str(part).format(n=num_ranks, directory=directory) for part in LAUNCHERS[launcher]]
+
+
 def try_horovod(
     launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_s: float = 120
 ) -> tuple[str, dict[int, Any]]:
@@ -52,7 +57,7 @@ def try_horovod(
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "arguments").write_bytes(pickle.dumps(args))
         # Ranks that are killed leave the files there that Open MPI shares memory through.
-        start = [str(part).format(n=num_ranks, directory=directory) for part in LAUNCHERS[launcher]]
+        start = start_of(launcher, num_ranks, directory)
         name = f"{function.__module__}:{function.__qualname__}"
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}

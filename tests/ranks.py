@@ -159,7 +159,7 @@ def start_command(*command: str | Path, env: dict[str, str] | None = None, cwd: 
 def clean_environment() -> dict[str, str]:
     """This process's environment without what could make a program think that it is a rank already."""
     names = {"LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-    beginnings = ("PL_", "HOROVOD_", "LIGHTNING_STRATEGIES_EXT_HOROVOD")
+    beginnings = ("PL_", "HOROVOD_")
     return {name: value for name, value in os.environ.items() if name not in names and not name.startswith(beginnings)}
 
 

@@ -4,6 +4,9 @@ Starting ranks takes seconds, so each launcher is asked once for all that tests 
 the tests look at what the ranks have returned. The reference is ``ddp_ext`` on as many ranks.
 """
 
+import re
+import subprocess
+import sys
 import threading
 from functools import cache
 from typing import Any
@@ -19,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_strategies_ext import HorovodStrategy
-from tests.horovod_ranks import run_horovod, try_horovod
+from tests.horovod_ranks import run_horovod, start_of, try_horovod
 from tests.horovod_training import assert_close, train, weights_after
 from tests.models import MLP, NUM_CLASSES, TwoOptimizers, WithUnusedParameters, dataset, loader, make_trainer, state_of
 from tests.ranks import REPOSITORY, run_ranks, run_script
@@ -324,6 +327,23 @@ def test_fit_twice_goes_on(ranks):
 def test_fit_starts_its_own_ranks():
     for weights in run_horovod("python", partial_weights):
         assert_close(weights, reference()["weights"]["plain"])
+
+
+def test_ranks_that_a_script_starts_afterwards_find_each_other():
+    """Each would take itself for the only one, by the script's variables, and train alone."""
+    assert run_horovod("python", ranks_that_are_started_afterwards, num_ranks=1) == [["0 of 2", "1 of 2"]]
+
+
+def ranks_that_are_started_afterwards() -> list[str]:
+    train("horovod_ext", max_epochs=1, devices=1)
+    program = (
+        "from tests.horovod_training import train",
+        "strategy = train('horovod_ext', max_epochs=1, devices=1)[0].strategy",
+        "print(f'\\nseen: {strategy.global_rank} of {strategy.world_size}')",
+    )
+    command = [*start_of("horovodrun", num_ranks=2), sys.executable, "-c", "; ".join(program)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sorted(re.findall(r"seen: (\d of \d)", output))
 
 
 def partial_weights() -> dict[str, torch.Tensor]:

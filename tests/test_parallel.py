@@ -53,6 +53,12 @@ class OverAStore(Ranks):
         self.store.set(f"{self.num_exchanges}/{self.global_rank}", pickle.dumps(value))
         return [pickle.loads(self.store.get(f"{self.num_exchanges}/{rank}")) for rank in range(self.world_size)]
 
+    def leave(self) -> None:
+        """The store ends with rank 0, which the others may still have something to ask."""
+        self.store.set(f"{self.global_rank} has left", "")
+        if self.is_global_zero:
+            self.store.wait([f"{rank} has left" for rank in range(self.world_size)])
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, torch.Tensor):
             return tensor
@@ -115,7 +121,10 @@ def use(strategy: Any, **trainer_kwargs: Any) -> dict[str, Any]:
 
 
 def use_written_for(base: type, part: type) -> dict[str, Any]:
-    outcome = use(type("Written", (part, base), {})())
+    strategy = type("Written", (part, base), {})()
+    outcome = use(strategy)
+    if isinstance(strategy, OverAStore):
+        strategy.leave()
     assert issubclass(outcome.pop("type"), base)
     return outcome
 

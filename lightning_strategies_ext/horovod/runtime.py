@@ -9,7 +9,8 @@ Horovod stays initialised between stages and is shut down when the interpreter e
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from lightning_strategies_ext.horovod_build.installed import horovod_problem
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
 _RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+#: What Horovod and NCCL read when a process set or a communicator is made.
+_READ_LATER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", _RENDEZVOUS_PORT, "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
 #: Rank, size, local rank and local size, as the launchers name them.
 _LAUNCHERS = {
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
@@ -36,8 +39,8 @@ _LAUNCHERS = {
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 _store: Store | None = None
-#: Set in the ranks that `fit` has started: they know by it that no launcher has.
-_STARTED_BY_US = "LIGHTNING_STRATEGIES_EXT_HOROVOD"
+#: The process of the ranks' script that has started the others: it and they know by it that no launcher has.
+_STARTED_BY = "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY"
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Launch:
     def find(cls, variables: Mapping[str, str] | None = None) -> "Launch | None":
         """What the environment variables say, or None if no launcher has started this process."""
         variables = os.environ if variables is None else variables
-        if _STARTED_BY_US in variables:
+        if _is_started_by_us(variables):
             return None
         for launcher, names in _LAUNCHERS.items():
             if all(name in variables for name in names):
@@ -142,6 +145,11 @@ def say_rank(rank: int) -> None:
         decorator.rank = rank  # type: ignore[attr-defined]
 
 
+def _is_started_by_us(variables: Mapping[str, str]) -> bool:
+    # What the user's script starts later inherits the variable, and `horovodrun` there is a launcher.
+    return variables.get(_STARTED_BY) in (str(os.getpid()), str(os.getppid()))
+
+
 def serve_rendezvous(num_processes: int) -> Any:
     """Starts Horovod's rendezvous server for ranks of this host; called by the process that starts them, before.
 
@@ -153,7 +161,7 @@ def serve_rendezvous(num_processes: int) -> Any:
 
     server = RendezvousServer()
     os.environ[_RENDEZVOUS_PORT] = str(server.start())
-    os.environ[_STARTED_BY_US] = "1"
+    os.environ[_STARTED_BY] = str(os.getpid())
     server.init(get_host_assignments([HostInfo("127.0.0.1", num_processes)], num_processes))
     return server
 
@@ -178,12 +186,15 @@ def start(environment: ClusterEnvironment, num_processes: int, device: torch.dev
             "This Horovod was built for tensors on CPUs, and would read those on GPUs before they are there. Build it"
             " with `python -m lightning_strategies_ext install-horovod --nccl`, or use `accelerator='cpu'`."
         )
+    process_sets = [] if process_set is None else [process_set]
     if not hvd.is_initialized():
-        if not isinstance(environment, HorovodEnvironment):
-            _pretend_launcher(environment, num_processes)
-        elif device.type == "cpu" and environment.launch.launcher != "horovodrun":
-            set_defaults_for_cpus_over_mpi()
-        hvd.init(process_sets=[] if process_set is None else [process_set])
+        if isinstance(environment, HorovodEnvironment):
+            if device.type == "cpu" and environment.launch.launcher != "horovodrun":
+                set_defaults_for_cpus_over_mpi()
+            hvd.init(process_sets=process_sets)
+        else:
+            with _variables_of_a_launcher(environment, num_processes):
+                hvd.init(process_sets=process_sets)
     if process_set is not None and process_set.process_set_id is None:
         raise RuntimeError(
             f"`process_set={process_set}` is not known to Horovod, which was initialized before. Pass it to"
@@ -208,7 +219,10 @@ def set_defaults_for_cpus_over_mpi() -> None:
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
 
 
-def _pretend_launcher(environment: ClusterEnvironment, num_processes: int) -> None:
+@contextmanager
+def _variables_of_a_launcher(environment: ClusterEnvironment, num_processes: int) -> Iterator[None]:
+    # Who this is and how it meets the others stays only while Horovod reads it: what the script starts later would take
+    # itself for this rank. Where the rendezvous is stays: process sets that are added later are made there.
     from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 
@@ -216,9 +230,17 @@ def _pretend_launcher(environment: ClusterEnvironment, num_processes: int) -> No
         serve_rendezvous(1)
     rank = environment.global_rank()
     slot = SlotInfo("127.0.0.1", rank, environment.local_rank(), 0, environment.world_size(), num_processes, 1)
-    variables = create_slot_env_vars(slot)
-    variables.update(create_run_env_vars("127.0.0.1", ["lo"], os.environ[_RENDEZVOUS_PORT]))
+    variables = create_slot_env_vars(slot) | create_run_env_vars("127.0.0.1", ["lo"], os.environ[_RENDEZVOUS_PORT])
+    before = {name: os.environ.get(name) for name in variables if name not in _READ_LATER}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def make_store() -> Store:
@@ -304,7 +326,7 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
         ValueError: If it does.
     """
     if not isinstance(environment, HorovodEnvironment):
-        if environment.creates_processes_externally and _STARTED_BY_US not in os.environ:
+        if environment.creates_processes_externally and not _is_started_by_us(os.environ):
             raise ValueError(
                 f"The processes were started for {type(environment).__name__}, and Horovod's ranks come from"
                 " `horovodrun` or `mpirun`. Start the script with one of these, or once with `python`."
