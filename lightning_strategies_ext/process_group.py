@@ -210,7 +210,24 @@ def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.S
 def stop() -> None:
     """Leaves the default process group, if there is one."""
     if is_initialized():
+        held = _backends_held()
         dist.destroy_process_group()
+        held.clear()
+
+
+def _backends_held() -> list[Any]:
+    """References to the backends of all groups, so that none ends with its group.
+
+    Before torch 2.7 (seen in 2.5.1) a group that ends holds Python's lock while its gloo waits for a thread, and the
+    thread may wait for that lock, to let go of the tensors of its last collective. A gloo that ends by itself does not
+    hold the lock.
+    """
+    if torch.__version__ >= "2.7":
+        return []
+    from torch.distributed.distributed_c10d import _world
+
+    cpu = torch.device("cpu")
+    return [group._get_backend(cpu) for group in _world.pg_map if cpu in group._device_types]
 
 
 def default_store() -> dist.Store:

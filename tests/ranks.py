@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 
+from lightning_strategies_ext import process_group
+
 REPOSITORY = Path(__file__).parent.parent
 #: What keeps Lightning's detection of MPI from its costs in each rank.
 WITHOUT_MPI = (
@@ -114,7 +116,7 @@ def leave_process_group() -> None:
     """
     port = [free_port()]
     dist.broadcast_object_list(port)
-    dist.destroy_process_group()
+    process_group.stop()
     os.environ["MASTER_PORT"] = str(port[0])
 
 

@@ -1,5 +1,6 @@
 """The promises of :mod:`lightning_strategies_ext.collectives`: right results for every dtype, and no needless trips."""
 
+import os
 import pickle
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from lightning_strategies_ext import process_group
 from lightning_strategies_ext.collectives import TorchCollectives
 from tests.ranks import outcomes_of_ranks, run_ranks
 
@@ -24,8 +26,6 @@ def start() -> TorchCollectives:
 
 
 def rank_env() -> int:
-    import os
-
     os.environ["RANK"] = os.environ["LOCAL_RANK"]
     return int(os.environ["RANK"])
 
@@ -282,3 +282,21 @@ def test_without_a_process_group_everything_is_the_identity():
     assert collectives.broadcast("a") == "a"
     assert collectives.reduce_boolean_decision(False) is False
     collectives.barrier()
+
+
+def leave_many_groups(backend: str) -> int:
+    rank, num_left = rank_env(), 0
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
+    for number in range(100):
+        own_store = dist.PrefixStore(str(number), store)
+        dist.init_process_group(backend, store=own_store, rank=rank, world_size=2)
+        dist.all_gather_object([None, None], {"rank": rank}, dist.new_group(backend="gloo"))
+        process_group.stop()
+        num_left += 1
+    return num_left
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_group_can_be_left_at_once_after_a_collective(backend):
+    """In torch 2.5, ``destroy_process_group`` by itself may wait for ever there."""
+    assert run_ranks(leave_many_groups, backend) == [100, 100]

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_strategies_ext import process_group
+
 MODULES = ("functional", "dtensors", "fully_sharded", "data_parallel", "optimizers", "checkpoints", "groups")
 
 
@@ -69,7 +71,7 @@ def run(backend: str, name: str) -> tuple[str, Any]:
     except unittest.SkipTest as skip:
         return "skipped", str(skip)
     finally:
-        dist.destroy_process_group()
+        process_group.stop()
 
 
 def needed(where: str) -> Any:
