@@ -50,7 +50,7 @@ from benchmarks.contenders import (
     train_with_lightning,
 )
 from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
-from lightning_strategies_ext.dp import DataParallelStrategy
+from lightning_strategies_ext.pytorch.dp import DataParallelStrategy
 
 OURS = "dp_ext"
 SINGLE = "single device"

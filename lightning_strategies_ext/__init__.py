@@ -16,40 +16,40 @@ from typing import TYPE_CHECKING, Any
 from lightning_strategies_ext import discovery
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.ddp import DDPStrategy as DDPStrategy
-    from lightning_strategies_ext.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
-    from lightning_strategies_ext.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
-    from lightning_strategies_ext.dp import DataParallelStrategy as DataParallelStrategy
+    from lightning_strategies_ext.elastic.fit import WorldTooSmallError as WorldTooSmallError
+    from lightning_strategies_ext.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
+    from lightning_strategies_ext.elastic.policy import ScaleLearningRate as ScaleLearningRate
+    from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.failure.errors import UnevenInputsError as UnevenInputsError
-    from lightning_strategies_ext.horovod.elastic.fit import WorldTooSmallError as WorldTooSmallError
-    from lightning_strategies_ext.horovod.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
-    from lightning_strategies_ext.horovod.elastic.policy import ScaleLearningRate as ScaleLearningRate
-    from lightning_strategies_ext.horovod.elastic.policy import WorldSizePolicy as WorldSizePolicy
-    from lightning_strategies_ext.horovod.strategy import HorovodStrategy as HorovodStrategy
     from lightning_strategies_ext.launch.errors import ResultsError as ResultsError
     from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
     from lightning_strategies_ext.launch.errors import WorkerRaisedError as WorkerRaisedError
-    from lightning_strategies_ext.parallel import ParallelStrategy as ParallelStrategy
+    from lightning_strategies_ext.pytorch.ddp import DDPStrategy as DDPStrategy
+    from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
+    from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
+    from lightning_strategies_ext.pytorch.dp import DataParallelStrategy as DataParallelStrategy
+    from lightning_strategies_ext.pytorch.horovod import HorovodStrategy as HorovodStrategy
+    from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as ParallelStrategy
     from lightning_strategies_ext.shm.options import ShmOptions as ShmOptions
 
 __version__ = "0.1.0.dev0"
 
 _EXPORTS = {
-    "ParallelStrategy": "lightning_strategies_ext.parallel",
-    "DDPStrategy": "lightning_strategies_ext.ddp",
-    "DDPSpawnStrategy": "lightning_strategies_ext.ddp_spawn",
-    "DDPSpawnPlugin": "lightning_strategies_ext.ddp_spawn",
-    "DataParallelStrategy": "lightning_strategies_ext.dp",
-    "HorovodStrategy": "lightning_strategies_ext.horovod.strategy",
-    "KeepGlobalBatch": "lightning_strategies_ext.horovod.elastic.policy",
+    "ParallelStrategy": "lightning_strategies_ext.pytorch.parallel",
+    "DDPStrategy": "lightning_strategies_ext.pytorch.ddp",
+    "DDPSpawnStrategy": "lightning_strategies_ext.pytorch.ddp_spawn",
+    "DDPSpawnPlugin": "lightning_strategies_ext.pytorch.ddp_spawn",
+    "DataParallelStrategy": "lightning_strategies_ext.pytorch.dp",
+    "HorovodStrategy": "lightning_strategies_ext.pytorch.horovod",
+    "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "ResultsError": "lightning_strategies_ext.launch.errors",
-    "ScaleLearningRate": "lightning_strategies_ext.horovod.elastic.policy",
+    "ScaleLearningRate": "lightning_strategies_ext.elastic.policy",
     "ShmOptions": "lightning_strategies_ext.shm.options",
     "UnevenInputsError": "lightning_strategies_ext.failure.errors",
     "WorkerDiedError": "lightning_strategies_ext.launch.errors",
     "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
-    "WorldSizePolicy": "lightning_strategies_ext.horovod.elastic.policy",
-    "WorldTooSmallError": "lightning_strategies_ext.horovod.elastic.fit",
+    "WorldSizePolicy": "lightning_strategies_ext.elastic.policy",
+    "WorldTooSmallError": "lightning_strategies_ext.elastic.fit",
 }
 
 __all__ = [*_EXPORTS, "__version__"]

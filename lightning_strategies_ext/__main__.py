@@ -50,13 +50,12 @@ def doctor(console: Console) -> int:
 
 def _shm_verdict() -> str:
     from lightning_strategies_ext import shm
-    from lightning_strategies_ext.shm import compilation
 
     if not shm.is_available():
         return "no, it needs Linux; gloo takes its place"
     try:
-        compilation.library()
-    except compilation.NotCompiledError as error:
+        native_build.library()
+    except native_build.NotCompiledError as error:
         return f"yes, but slower than it could be: all-reduces are not compiled, since {error}"
     return "yes, all-reduces are compiled"
 

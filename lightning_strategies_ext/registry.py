@@ -22,18 +22,18 @@ PYTORCH = "pytorch"
 FABRIC = "fabric"
 
 _DDP_CLASS = {
-    PYTORCH: "lightning_strategies_ext.ddp:DDPStrategy",
+    PYTORCH: "lightning_strategies_ext.pytorch.ddp:DDPStrategy",
     FABRIC: "lightning_strategies_ext.fabric.ddp:DDPStrategy",
 }
 _DP_CLASS = {
-    PYTORCH: "lightning_strategies_ext.dp:DataParallelStrategy",
+    PYTORCH: "lightning_strategies_ext.pytorch.dp:DataParallelStrategy",
     FABRIC: "lightning_strategies_ext.fabric.dp:DataParallelStrategy",
 }
 _HOROVOD_CLASS = {
-    PYTORCH: "lightning_strategies_ext.horovod.strategy:HorovodStrategy",
+    PYTORCH: "lightning_strategies_ext.pytorch.horovod:HorovodStrategy",
     FABRIC: "lightning_strategies_ext.fabric.horovod:HorovodStrategy",
 }
-_SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.ddp_spawn:DDPSpawnStrategy"}
+_SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn:DDPSpawnStrategy"}
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,14 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
         {"elastic": True},
     ),
     NamedStrategy(
-        "dp", {PYTORCH: "lightning_strategies_ext.dp:legacy_dp"}, "threads", "what Lightning 1 called so: `dp_ext`"
+        "dp",
+        {PYTORCH: "lightning_strategies_ext.pytorch.dp:legacy_dp"},
+        "threads",
+        "what Lightning 1 called so: `dp_ext`",
     ),
     NamedStrategy(
         "horovod",
-        {PYTORCH: "lightning_strategies_ext.horovod.strategy:legacy_horovod"},
+        {PYTORCH: "lightning_strategies_ext.pytorch.horovod:legacy_horovod"},
         "Horovod",
         "what Lightning 1 called so: `horovod_ext`",
     ),

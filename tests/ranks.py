@@ -40,7 +40,9 @@ WITHOUT_MPI = (
 #: What each rank finds in its environment besides; tests that set something undo it.
 rank_environment: dict[str, str] = {}
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["lightning.pytorch", "torchmetrics", "lightning_strategies_ext.ddp", "tests.models"])
+_context.set_forkserver_preload(
+    ["lightning.pytorch", "torchmetrics", "lightning_strategies_ext.pytorch.ddp", "tests.models"]
+)
 
 
 @dataclass

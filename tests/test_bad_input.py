@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from lightning_strategies_ext import ShmOptions, process_group
-from lightning_strategies_ext.ddp import DDPStrategy
+from lightning_strategies_ext import ShmOptions
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
+from lightning_strategies_ext.pytorch.ddp import DDPStrategy
+from lightning_strategies_ext.torch_distributed import process_group
 from tests.models import MLP, loader, make_trainer
 from tests.ranks import free_port, run_ranks, run_script
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_strategies_ext import DDPSpawnStrategy
-from lightning_strategies_ext.launch import segments
+from lightning_strategies_ext.launch.transport import segments
 from tests.ddp_spawn_trainers import Configurable, Stateful, seeded, spawn_trainer
 from tests.models import (
     MLP,

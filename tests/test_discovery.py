@@ -177,7 +177,7 @@ def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, 
     report = environment.report(CONSTRUCT)
     is_from_wheel = environment.python.parents[1] in Path(report.value["package"]).parents
     assert is_from_wheel == (install == "wheel_install")
-    assert report.value["Trainer"] == ["lightning_strategies_ext.ddp", True]
+    assert report.value["Trainer"] == ["lightning_strategies_ext.pytorch.ddp", True]
     assert report.value["Fabric"] == ["lightning_strategies_ext.fabric.ddp", True]
     assert report.said == []
 
@@ -201,7 +201,7 @@ def test_the_name_works_on_the_command_line_of_lightning_cli(wheel_install: Envi
     options = "strategy=ddp_ext accelerator=cpu devices=1 max_steps=2 logger=false enable_progress_bar=false"
     result = wheel_install.run("-c", CLI, "fit", *(f"--trainer.{option}" for option in options.split()))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.splitlines()[-1] == "lightning_strategies_ext.ddp 2"
+    assert result.stdout.splitlines()[-1] == "lightning_strategies_ext.pytorch.ddp 2"
 
 
 # --- switched off, and on again by an import ---
@@ -237,14 +237,14 @@ def test_with_autoload_off_an_import_of_ours_registers_the_names_and_again_is_ha
     report = wheel_install.report(IMPORT_AFTER_LIGHTNING, env=AUTOLOAD_OFF)
     before, after, is_unchanged = report.value
     assert "invalid strategy name" in before
-    assert after == "lightning_strategies_ext.ddp"
+    assert after == "lightning_strategies_ext.pytorch.ddp"
     assert is_unchanged
     assert report.said == []
 
 
 def test_with_autoload_off_the_import_of_ours_may_come_first(wheel_install: Environment) -> None:
     report = wheel_install.report(f"import lightning_strategies_ext\n{CONSTRUCT}", env=AUTOLOAD_OFF)
-    assert report.value["Trainer"] == ["lightning_strategies_ext.ddp", True]
+    assert report.value["Trainer"] == ["lightning_strategies_ext.pytorch.ddp", True]
     assert report.value["Fabric"] == ["lightning_strategies_ext.fabric.ddp", True]
 
 
@@ -368,7 +368,7 @@ def test_a_name_with_capitals_is_found_although_lightning_lowers_what_it_is_give
 
 
 def test_broken_packages_leave_our_names_as_they_are(third_party_report: Report) -> None:
-    assert third_party_report.value["Trainer"]["ddp_ext"] == "lightning_strategies_ext.ddp.DDPStrategy"
+    assert third_party_report.value["Trainer"]["ddp_ext"] == "lightning_strategies_ext.pytorch.ddp.DDPStrategy"
 
 
 def test_a_package_cannot_take_a_name_of_lightnings(third_party_report: Report) -> None:

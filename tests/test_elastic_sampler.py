@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
-from lightning_strategies_ext.horovod.elastic.sampler import share_out
+from lightning_strategies_ext.elastic.sampler import share_out
 
 
 def make_loader(num_samples: int, batch_size: int, sampler: Any = None, **kwargs: Any) -> DataLoader:

@@ -10,9 +10,9 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_strategies_ext import HorovodStrategy, ScaleLearningRate
+from lightning_strategies_ext.elastic.sampler import share_out
 from lightning_strategies_ext.fabric.horovod import HorovodStrategy as FabricHorovodStrategy
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
-from lightning_strategies_ext.horovod.elastic.sampler import share_out
 from lightning_strategies_ext.horovod_build import installed
 from tests.horovod_ranks import run_horovod
 from tests.horovod_training import assert_close

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_strategies_ext.launch.channel import Channel, Packed
-from lightning_strategies_ext.launch.messages import Shared, dump
-from lightning_strategies_ext.launch.segments import Received, Segment
+from lightning_strategies_ext.launch.transport.channel import Channel, Packed
+from lightning_strategies_ext.launch.transport.messages import Shared, dump
+from lightning_strategies_ext.launch.transport.segments import Received, Segment
 
 
 def copied(obj: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_strategies_ext.launch.predictions import RankPredictions, in_dataset_order
+from lightning_strategies_ext.launch.stage.predictions import RankPredictions, in_dataset_order
 
 Predict = Callable[[list[int]], Any]
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext import user_cache
-from lightning_strategies_ext.shm import compilation
-from lightning_strategies_ext.shm.compilation import SOURCE, VARIABLE, NotCompiledError, library
+from lightning_strategies_ext.shm.native_build import SOURCE, VARIABLE, NotCompiledError, library
 from tests import ranks
 from tests.ranks import outcomes_of_ranks, run_ranks, run_script
 from tests.shm_pools import start_shm
@@ -63,7 +62,7 @@ def stress(source: Path, directory: Path, *arguments: object) -> subprocess.Comp
     """Runs ranks as threads under the thread sanitizer."""
     program = directory / "stress"
     flags = ["-g", "-O2", "-std=gnu11", "-fsanitize=thread", f"-I{source.parent}"]
-    subprocess.run([*compilation.compiler_command(), *flags, "-o", program, STRESS, "-lpthread"], check=True)
+    subprocess.run([*native_build.compiler_command(), *flags, "-o", program, STRESS, "-lpthread"], check=True)
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=100)
 
 
@@ -209,7 +208,7 @@ def test_what_is_no_library_is_made_anew(kept: Path):
     (made,) = kept.iterdir()
     made.unlink()  # this process has it mapped
     made.write_text("a file that a full disk has left empty, say")
-    load = "from lightning_strategies_ext.shm.compilation import library; print(repr(library().not_kept))"
+    load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().not_kept))"
     assert run_script("-c", load).stdout == "''\n"
     assert made.stat().st_size > 1000
 
@@ -229,5 +228,5 @@ def test_a_compiler_that_fails_is_quoted(kept: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_source_compiles_without_a_warning(tmp_path: Path):
-    command = [*compilation.compiler_command(), *compilation._FLAGS, "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    command = [*native_build.compiler_command(), *native_build._FLAGS, "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
     subprocess.run([*command, "-o", tmp_path / "library.so", SOURCE], check=True)

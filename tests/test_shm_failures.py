@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext.shm.compilation import VARIABLE as COMPILED
 from lightning_strategies_ext.shm.creation import ShmOptions
+from lightning_strategies_ext.shm.native_build import VARIABLE as COMPILED
 from tests import ranks
 from tests.ranks import outcomes_of_ranks, run_ranks, start_command
 from tests.shared_memory import private_shared_memory

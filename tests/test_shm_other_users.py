@@ -17,9 +17,9 @@ from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.horovod_build import command
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.key import BuildKey
-from lightning_strategies_ext.shm import compilation, rendezvous
-from lightning_strategies_ext.shm.compilation import VARIABLE, library
+from lightning_strategies_ext.shm import rendezvous
 from lightning_strategies_ext.shm.links import Peer, PeerLostError
+from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.user_cache import UnsafePlaceError
 from tests import ranks
@@ -62,9 +62,9 @@ def test_without_any_place_to_compile_in_all_goes_in_rounds(monkeypatch: pytest.
     nowhere = tmp_path / "file"
     nowhere.write_text("")
     monkeypatch.setenv(user_cache.VARIABLE, str(nowhere))
-    monkeypatch.setattr(compilation.tempfile, "TemporaryDirectory", no_directory)
+    monkeypatch.setattr(native_build.tempfile, "TemporaryDirectory", no_directory)
     library.cache_clear()
-    with pytest.raises(compilation.NotCompiledError, match="no directory"):
+    with pytest.raises(native_build.NotCompiledError, match="no directory"):
         library()
     library.cache_clear()
 
@@ -118,7 +118,7 @@ def test_no_link_leads_what_is_kept_elsewhere(kept: Path, tmp_path: Path):
     precious.write_text("precious")
     kept.unlink()
     kept.symlink_to(precious)
-    load = "from lightning_strategies_ext.shm.compilation import library; print(repr(library().not_kept))"
+    load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().not_kept))"
     assert run_script("-c", load).stdout == "''\n"
     assert precious.read_text() == "precious"
     assert not kept.is_symlink()

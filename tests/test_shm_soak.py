@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext.shm.compilation import VARIABLE
+from lightning_strategies_ext.shm.native_build import VARIABLE
 from tests import ranks
 from tests.ranks import outcomes_of_ranks, run_ranks
 from tests.shm_pools import start_shm

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_strategies_ext.shm.compilation import VARIABLE
+from lightning_strategies_ext.shm.native_build import VARIABLE
 from tests.shm_programs import INLINE_NUM_BYTES, LAYOUTS, SLOT_NUM_BYTES, Operation
 from tests.shm_storms import HOWS, NUM_THREADS, SHORT_LIVED, Move, StormPool
 

@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext.shm.compilation import VARIABLE as COMPILED
+from lightning_strategies_ext.shm.native_build import VARIABLE as COMPILED
 from tests import ranks
 from tests.ranks import run_ranks
 from tests.shm_pools import start_shm

@@ -14,12 +14,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext import process_group, registry
+from lightning_strategies_ext import registry
 from lightning_strategies_ext.collectives import TorchCollectives
-from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, StartMethod, check_start_method, check_start_method_here
-from lightning_strategies_ext.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
-from lightning_strategies_ext.parallel import check_devices, check_plugins, name_of_barrier
+from lightning_strategies_ext.pytorch.ddp import (
+    DEFAULT_TIMEOUT,
+    StartMethod,
+    check_start_method,
+    check_start_method_here,
+)
+from lightning_strategies_ext.pytorch.parallel import check_devices, check_plugins, name_of_barrier
+from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 
 T = TypeVar("T")
 

@@ -14,11 +14,16 @@ from torch.nn import Module
 
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.gradient_sync import check_has_trainable_parameters
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
-from lightning_strategies_ext.parallel import check_devices, check_not_interactive, check_plugins, name_of_barrier
+from lightning_strategies_ext.pytorch.parallel import (
+    check_devices,
+    check_not_interactive,
+    check_plugins,
+    name_of_barrier,
+)
+from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 
 T = TypeVar("T")
 
@@ -99,7 +104,7 @@ class HorovodStrategy(FabricParallelStrategy):
     def collectives(self) -> Collectives:
         """Horovod's, on this rank's device."""
         if self._collectives is None:
-            from lightning_strategies_ext.collectives.horovod import HorovodCollectives
+            from lightning_strategies_ext.horovod.collectives import HorovodCollectives
 
             self._collectives = HorovodCollectives(lambda: self.root_device)
         return self._collectives

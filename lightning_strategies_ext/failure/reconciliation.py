@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from lightning_strategies_ext import process_group
 from lightning_strategies_ext.shm.execution import close_all
+from lightning_strategies_ext.torch_distributed import process_group
 
 #: How long failing ranks may take to say so before connections are closed on the others, in seconds.
 ANNOUNCE_S = 1.0

@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.errors import ResultsError, WorkerDiedError
-from lightning_strategies_ext.launch.pool import GRACE_S
-from lightning_strategies_ext.launch.process import WorkerStartMethod
-from lightning_strategies_ext.launch.stage import StageJob
-from lightning_strategies_ext.launch.workers import Workers
+from lightning_strategies_ext.launch.processes.pool import GRACE_S
+from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
+from lightning_strategies_ext.launch.stage.job import StageJob
+from lightning_strategies_ext.launch.worker_group import Workers
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch.distributed as dist
 import wrapt
 
-from lightning_strategies_ext.shm import compilation
-from lightning_strategies_ext.shm.compiled import MAX_RANKS, CompiledAllReduce
 from lightning_strategies_ext.shm.execution import Execution
 from lightning_strategies_ext.shm.gloo import GlooBeside
 from lightning_strategies_ext.shm.links import Peer
+from lightning_strategies_ext.shm.native import MAX_RANKS, CompiledAllReduce
 from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
@@ -99,8 +98,8 @@ def _keep_dynamo_out() -> None:
 
 def _compiled_library(rank: int) -> ctypes.CDLL | None:
     try:
-        library, not_kept = compilation.library()
-    except compilation.NotCompiledError as error:
+        library, not_kept = native_build.library()
+    except native_build.NotCompiledError as error:
         _say_once(rank, f"all-reduces over shared memory are carried out in Python, which is slower, since {error}.")
         return None
     if not_kept:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from lightning_strategies_ext.shm.compiled import CompiledAllReduce
+from lightning_strategies_ext.shm.native import CompiledAllReduce
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.work import ShmWork
 

@@ -23,9 +23,9 @@ from lightning_strategies_ext.shm import collectives
 from lightning_strategies_ext.shm.across_hosts import AllReduceAcrossHosts
 from lightning_strategies_ext.shm.calls import Kind, number_of
 from lightning_strategies_ext.shm.collectives import Plan
-from lightning_strategies_ext.shm.compiled import CompiledAllReduce
 from lightning_strategies_ext.shm.execution import Execution, deadline_of, is_asynchronous
 from lightning_strategies_ext.shm.gloo import AllOf, GlooBeside, or_by_dispatcher
+from lightning_strategies_ext.shm.native import CompiledAllReduce
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.short_forms import or_in_short

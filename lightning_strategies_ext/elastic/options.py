@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from lightning_strategies_ext.horovod.elastic import driver
 from lightning_strategies_ext.horovod.exchange import ExchangeOptions
 from lightning_strategies_ext.registry import UnavailableHereError
 

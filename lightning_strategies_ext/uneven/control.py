@@ -32,9 +32,9 @@ from torch.utils.data import IterableDataset
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.errors import UnevenInputsError
-from lightning_strategies_ext.horovod.even_fetcher import ADVICE, Batch, EvenFetcher
 from lightning_strategies_ext.horovod.exchange import GradientExchange
-from lightning_strategies_ext.horovod.step_state import StepState
+from lightning_strategies_ext.uneven.even_fetcher import ADVICE, Batch, EvenFetcher
+from lightning_strategies_ext.uneven.step_state import StepState
 
 UnevenInputs = Literal["error", "stop", "join"]
 WAYS = ("error", "stop", "join")

@@ -23,10 +23,10 @@ from torch.nn import Module, Parameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.launch.changes import Fingerprints, Teller, Told, attributes_of, place_of
-from lightning_strategies_ext.launch.messages import Pickled, Shared, dump
-from lightning_strategies_ext.launch.result_queue import ResultQueue, fill_queue, read_queue
-from lightning_strategies_ext.launch.segments import Received
+from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, Told, attributes_of, place_of
+from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
+from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
+from lightning_strategies_ext.launch.transport.segments import Received
 
 log = logging.getLogger(__name__)
 

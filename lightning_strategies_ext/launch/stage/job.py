@@ -19,15 +19,15 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.launch.changes import with_identity
-from lightning_strategies_ext.launch.channel import Envelope
-from lightning_strategies_ext.launch.culprit import culprit
-from lightning_strategies_ext.launch.messages import Pickled, dump, walk
-from lightning_strategies_ext.launch.pool import WorkerPool
-from lightning_strategies_ext.launch.rank_predictions import PredictionsOfRank, merged
-from lightning_strategies_ext.launch.segments import Received
-from lightning_strategies_ext.launch.trainer_state import Before, TrainerSnapshot, shared_objects
-from lightning_strategies_ext.launch.worker import JobFailedError, Place
+from lightning_strategies_ext.launch.processes.pool import WorkerPool
+from lightning_strategies_ext.launch.processes.worker import JobFailedError, Place
+from lightning_strategies_ext.launch.stage.changes import with_identity
+from lightning_strategies_ext.launch.stage.culprit import culprit
+from lightning_strategies_ext.launch.stage.rank_predictions import PredictionsOfRank, merged
+from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
+from lightning_strategies_ext.launch.transport.channel import Envelope
+from lightning_strategies_ext.launch.transport.messages import Pickled, dump, walk
+from lightning_strategies_ext.launch.transport.segments import Received
 
 log = logging.getLogger(__name__)
 

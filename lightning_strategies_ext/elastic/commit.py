@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.horovod.step_state import StepState
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
+from lightning_strategies_ext.uneven.step_state import StepState
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 import psutil
 
 #: What the server imports before it forks.
-PRELOADED = ("lightning.pytorch", "torchmetrics", "lightning_strategies_ext.ddp_spawn")
+PRELOADED = ("lightning.pytorch", "torchmetrics", "lightning_strategies_ext.pytorch.ddp_spawn")
 
 _REPLY = struct.Struct("!i")
 _lock = threading.Lock()
@@ -122,7 +122,7 @@ def _run(requests: socket.socket, main_pid: int) -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     gc.freeze()  # so that no collection in a worker writes to pages that all share
-    from lightning_strategies_ext.launch import worker
+    from lightning_strategies_ext.launch.processes import worker
 
     context = multiprocessing.get_context("fork")
     children: dict[int, BaseProcess] = {}
@@ -156,7 +156,7 @@ def _run(requests: socket.socket, main_pid: int) -> None:
 
 
 def _run_worker(requests: socket.socket, fds: list[int], main_pid: int) -> None:
-    from lightning_strategies_ext.launch import worker
+    from lightning_strategies_ext.launch.processes import worker
 
     requests.close()
     connected, *outputs = fds

@@ -15,13 +15,13 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.launch.channel import Packed
-from lightning_strategies_ext.launch.messages import Pickled
-from lightning_strategies_ext.launch.pool import Outcome, WorkerPool
-from lightning_strategies_ext.launch.process import WorkerStartMethod
-from lightning_strategies_ext.launch.segments import KeptSegments
-from lightning_strategies_ext.launch.stage import CallJob, StageJob
-from lightning_strategies_ext.launch.worker import Conditions, RngState, is_importing_main
+from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool
+from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
+from lightning_strategies_ext.launch.processes.worker import Conditions, RngState, is_importing_main
+from lightning_strategies_ext.launch.stage.job import CallJob, StageJob
+from lightning_strategies_ext.launch.transport.channel import Packed
+from lightning_strategies_ext.launch.transport.messages import Pickled
+from lightning_strategies_ext.launch.transport.segments import KeptSegments
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_strategies_ext.launch.messages import Shared, dump
+from lightning_strategies_ext.launch.transport.messages import Shared, dump
 
 
 def culprit(job: Any, error: Exception) -> tuple[str, Exception]:

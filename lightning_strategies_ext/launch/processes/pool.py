@@ -20,11 +20,10 @@ from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
 
-from lightning_strategies_ext.launch import fork_server
-from lightning_strategies_ext.launch.channel import Packed
 from lightning_strategies_ext.launch.errors import WorkerDiedError, WorkerRaisedError
-from lightning_strategies_ext.launch.process import END_S, WorkerProcess, WorkerStartMethod
-from lightning_strategies_ext.launch.worker import (
+from lightning_strategies_ext.launch.processes import fork_server
+from lightning_strategies_ext.launch.processes.process import END_S, WorkerProcess, WorkerStartMethod
+from lightning_strategies_ext.launch.processes.worker import (
     Conditions,
     Done,
     End,
@@ -36,6 +35,7 @@ from lightning_strategies_ext.launch.worker import (
     Save,
     Start,
 )
+from lightning_strategies_ext.launch.transport.channel import Packed
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ class WorldSizePolicy(pl.Callback):
     Example::
 
         from lightning_strategies_ext import WorldSizePolicy
-        from lightning_strategies_ext.horovod.elastic.policy import scale_learning_rates
+        from lightning_strategies_ext.elastic.policy import scale_learning_rates
 
         class Mine(WorldSizePolicy):
             def on_world_size_change(self, trainer, pl_module, old, new):

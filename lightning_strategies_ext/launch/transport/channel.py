@@ -9,8 +9,8 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_strategies_ext.launch.messages import Pickled, Shared, dump
-from lightning_strategies_ext.launch.segments import MOST_DESCRIPTORS, KeptSegments, Mapping, Segment
+from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
+from lightning_strategies_ext.launch.transport.segments import MOST_DESCRIPTORS, KeptSegments, Mapping, Segment
 
 #: A message without tensors and up to this size goes through the socket itself, in bytes.
 MAX_INLINE_BYTES = 1 << 16

@@ -19,10 +19,10 @@ from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import Self
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.ddp import DEFAULT_TIMEOUT, DDPStrategy
 from lightning_strategies_ext.launch.launchers import WorkerLauncher
-from lightning_strategies_ext.launch.process import WorkerStartMethod
-from lightning_strategies_ext.launch.result_queue import ResultQueue, get_metrics, put_metrics
+from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
+from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, get_metrics, put_metrics
+from lightning_strategies_ext.pytorch.ddp import DEFAULT_TIMEOUT, DDPStrategy
 
 
 class DDPSpawnStrategy(DDPStrategy):

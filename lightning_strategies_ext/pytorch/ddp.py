@@ -31,11 +31,15 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_strategies_ext import _lightning, process_group, registry
+from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.failure.departure import Departure
 from lightning_strategies_ext.failure.reconciliation import Reconciliation, disconnect
 from lightning_strategies_ext.failure.termination import TerminationAgreement
-from lightning_strategies_ext.gradient_sync import (
+from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
+from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.pytorch.parallel import ParallelStrategy, check_not_interactive
+from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,
     ModelAveraging,
     advise_static_graph,
@@ -43,9 +47,6 @@ from lightning_strategies_ext.gradient_sync import (
     check_has_trainable_parameters,
     wrap_in_ddp,
 )
-from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
-from lightning_strategies_ext.launch.stage import WorkerContext
-from lightning_strategies_ext.parallel import ParallelStrategy, check_not_interactive
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)

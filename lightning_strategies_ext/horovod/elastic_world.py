@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from lightning_strategies_ext.failure.reconciliation import Peer
-from lightning_strategies_ext.horovod.elastic import driver
 from lightning_strategies_ext.horovod.runtime import HorovodEnvironment
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lightning_strategies_ext.launch.messages import Pickled, Shared, dump
-from lightning_strategies_ext.launch.segments import Received
+from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
+from lightning_strategies_ext.launch.transport.segments import Received
 
 _NOT_OBJECTS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _OF_THE_TREE = ("_parameters", "_buffers", "_modules", "training")

@@ -22,15 +22,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext.elastic.fit import ElasticFit
+from lightning_strategies_ext.elastic.options import commit_interval
+from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.failure.reconciliation import Reconciliation
 from lightning_strategies_ext.failure.termination import TerminationAgreement
-from lightning_strategies_ext.gradient_sync import check_has_trainable_parameters
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
-from lightning_strategies_ext.horovod.elastic import driver, world
-from lightning_strategies_ext.horovod.elastic.fit import ElasticFit
-from lightning_strategies_ext.horovod.elastic.options import commit_interval
-from lightning_strategies_ext.horovod.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.horovod.exchange import (
     Compression,
     DeltaExchange,
@@ -40,11 +38,12 @@ from lightning_strategies_ext.horovod.exchange import (
 )
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
-from lightning_strategies_ext.horovod.uneven import WAYS, UnevenInputs, UnevenInputsControl
-from lightning_strategies_ext.parallel import ParallelStrategy, check_not_interactive
+from lightning_strategies_ext.pytorch.parallel import ParallelStrategy, check_not_interactive
+from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
+from lightning_strategies_ext.uneven.control import WAYS, UnevenInputs, UnevenInputsControl
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.collectives.horovod import HorovodCollectives
+    from lightning_strategies_ext.horovod.collectives import HorovodCollectives
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -144,7 +143,7 @@ class HorovodStrategy(ParallelStrategy):
     def collectives(self) -> "HorovodCollectives":
         """Horovod's, on this rank's device."""
         if self._collectives is None:
-            from lightning_strategies_ext.collectives.horovod import HorovodCollectives
+            from lightning_strategies_ext.horovod.collectives import HorovodCollectives
 
             self._collectives = HorovodCollectives(lambda: self.root_device)
         return self._collectives

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DistributedSampler
 
-from lightning_strategies_ext.launch.messages import Pickled, dump
-from lightning_strategies_ext.launch.predictions import RankPredictions, in_dataset_order
+from lightning_strategies_ext.launch.stage.predictions import RankPredictions, in_dataset_order
+from lightning_strategies_ext.launch.transport.messages import Pickled, dump
 
 #: How much of the predictions travels in one piece, in bytes.
 PIECE_BYTES = 8 << 20

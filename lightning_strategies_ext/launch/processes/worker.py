@@ -24,8 +24,8 @@ import numpy as np
 import psutil
 import torch
 
-from lightning_strategies_ext.launch.channel import Channel, Envelope
-from lightning_strategies_ext.launch.messages import Pickled, dump
+from lightning_strategies_ext.launch.transport.channel import Channel, Envelope
+from lightning_strategies_ext.launch.transport.messages import Pickled, dump
 
 #: How often a worker looks whether the main process is alive, in seconds.
 PARENT_POLL_S = 0.5

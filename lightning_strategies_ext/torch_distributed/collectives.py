@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lightning_strategies_ext import process_group
 from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.torch_distributed import process_group
 
 _OPS = {
     "sum": ReduceOp.SUM,

@@ -34,16 +34,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.elastic.commit import Commit
+from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
+from lightning_strategies_ext.elastic.sampler import share_out
 from lightning_strategies_ext.failure.reconciliation import Peer
 from lightning_strategies_ext.failure.termination import TerminationAgreement
-from lightning_strategies_ext.horovod.elastic import driver
-from lightning_strategies_ext.horovod.elastic.commit import Commit
-from lightning_strategies_ext.horovod.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
-from lightning_strategies_ext.horovod.elastic.sampler import share_out
-from lightning_strategies_ext.horovod.elastic.world import World
+from lightning_strategies_ext.horovod.elastic_world import World
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.horovod.strategy import HorovodStrategy
+    from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,116 @@
+"""Who the ranks are: what an elastic ``fit`` asks of an engine that knows, as a Protocol.
+
+Ranks *rendezvous* before each world, as in torch's elastic launcher: each is given its number, says where it runs and
+how far it has come, and learns the same of all others.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from lightning_strategies_ext.failure.peers import Peer
+
+
+class MembershipLostError(RuntimeError):
+    """Whoever numbers the ranks does not answer any more."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of a world, as it was when it came.
+
+    Attributes:
+        peer: Where it runs.
+        fit: Number of the ``fit`` that it is in, counted in its process; 0 if it has not been in one.
+        batches: Batches that were done at its last commit; -1 without one.
+        step: Optimizer steps that were.
+        done: Optimizer steps that it had done when it came.
+    """
+
+    peer: Peer
+    fit: int = 0
+    batches: int = -1
+    step: int = -1
+    done: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether its process has just started."""
+        return self.fit == 0
+
+    def encoded(self) -> bytes:
+        """As a key-value store keeps it."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decoded(cls, value: bytes) -> "Member":
+        """The reverse of :meth:`encoded`."""
+        fields = json.loads(value)
+        return cls(**{**fields, "peer": Peer(**fields["peer"])})
+
+
+class Notices(Protocol):
+    """Hears that hosts have come or gone.
+
+    Attributes:
+        have_come: Whether one has come since it was last set to False.
+    """
+
+    have_come: bool
+
+    def close(self) -> None:
+        """Hears no more."""
+
+
+class Membership(Protocol):
+    """This process among ranks that change, for its life.
+
+    Attributes:
+        members: The ranks of the world that this one is in, in their order.
+        is_entered: Whether this rank takes part in what they do. One that joins does not before its ``fit`` has come as
+            far as that of the others.
+    """
+
+    members: list[Member]
+    is_entered: bool
+
+    def next_rank(self, while_waiting: Callable[[float], None]) -> int | None:
+        """Says that this rank has left the world and is ready for the next; waits for its number in it.
+
+        Args:
+            while_waiting: Called several times per second with the seconds waited so far; may raise to give up.
+
+        Returns:
+            The rank; None if there is no use for this one any more.
+
+        Raises:
+            MembershipLostError: If nobody answers.
+        """
+
+    def rendezvous(self, member: Member, while_waiting: Callable[[float], None]) -> bool:
+        """Waits until all ranks of the next world are there.
+
+        Args:
+            member: This rank.
+            while_waiting: See :meth:`next_rank`.
+
+        Returns:
+            Whether all have come. Then :attr:`members` are they, and this process has the rank that it was given.
+
+        Raises:
+            MembershipLostError: If nobody answers.
+        """
+
+    def leave(self, *, agreed: bool) -> None:
+        """Ends the connections to the others.
+
+        Args:
+            agreed: Whether all ranks leave together; otherwise some may wait for this one, and are let go.
+        """
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an exception says that another rank is gone."""
+
+    def notices(self) -> Notices:
+        """Begins to hear of hosts that come or go."""

@@ -1,0 +1,1 @@
+"""One engine: torch.distributed, its process group, gradients through DDP, its collectives."""
