@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_strategies_ext import discovery
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.elastic.fit import WorldTooSmallError as WorldTooSmallError
     from lightning_strategies_ext.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
     from lightning_strategies_ext.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
-    from lightning_strategies_ext.failure.errors import UnevenInputsError as UnevenInputsError
-    from lightning_strategies_ext.launch.errors import ResultsError as ResultsError
-    from lightning_strategies_ext.launch.errors import WorkerDiedError as WorkerDiedError
-    from lightning_strategies_ext.launch.errors import WorkerRaisedError as WorkerRaisedError
+    from lightning_strategies_ext.exceptions import ResultsError as ResultsError
+    from lightning_strategies_ext.exceptions import UnevenInputsError as UnevenInputsError
+    from lightning_strategies_ext.exceptions import WorkerDiedError as WorkerDiedError
+    from lightning_strategies_ext.exceptions import WorkerRaisedError as WorkerRaisedError
+    from lightning_strategies_ext.exceptions import WorldTooSmallError as WorldTooSmallError
     from lightning_strategies_ext.pytorch.ddp import DDPStrategy as DDPStrategy
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
@@ -42,14 +42,14 @@ _EXPORTS = {
     "DataParallelStrategy": "lightning_strategies_ext.pytorch.dp",
     "HorovodStrategy": "lightning_strategies_ext.pytorch.horovod",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
-    "ResultsError": "lightning_strategies_ext.launch.errors",
+    "ResultsError": "lightning_strategies_ext.exceptions",
     "ScaleLearningRate": "lightning_strategies_ext.elastic.policy",
     "ShmOptions": "lightning_strategies_ext.shm.options",
-    "UnevenInputsError": "lightning_strategies_ext.failure.errors",
-    "WorkerDiedError": "lightning_strategies_ext.launch.errors",
-    "WorkerRaisedError": "lightning_strategies_ext.launch.errors",
+    "UnevenInputsError": "lightning_strategies_ext.exceptions",
+    "WorkerDiedError": "lightning_strategies_ext.exceptions",
+    "WorkerRaisedError": "lightning_strategies_ext.exceptions",
     "WorldSizePolicy": "lightning_strategies_ext.elastic.policy",
-    "WorldTooSmallError": "lightning_strategies_ext.elastic.fit",
+    "WorldTooSmallError": "lightning_strategies_ext.exceptions",
 }
 
 __all__ = [*_EXPORTS, "__version__"]

@@ -50,6 +50,7 @@ def doctor(console: Console) -> int:
 
 def _shm_verdict() -> str:
     from lightning_strategies_ext import shm
+    from lightning_strategies_ext.shm import native_build
 
     if not shm.is_available():
         return "no, it needs Linux; gloo takes its place"

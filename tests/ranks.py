@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 
-from lightning_strategies_ext import process_group
+from lightning_strategies_ext.torch_distributed import process_group
 
 REPOSITORY = Path(__file__).parent.parent
 #: What keeps Lightning's detection of MPI from its costs in each rank.

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from lightning_strategies_ext import process_group
-from lightning_strategies_ext.collectives import TorchCollectives
+from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from tests.ranks import outcomes_of_ranks, run_ranks
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

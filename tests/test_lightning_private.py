@@ -295,7 +295,7 @@ def find_learning_rate(directory: Path) -> tuple[bool, bool]:
     strategy = NotesFailures()
     trainer = make_trainer(strategy, devices=1, default_root_dir=directory)
     Tuner(trainer).lr_find(TunableMLP(), loader(), num_training=5)
-    return strategy.noted is _lightning.TunerExitException, strategy._has_failed
+    return strategy.noted is _lightning.TunerExitException, strategy._world.alone is not None
 
 
 class TunableMLP(MLP):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext import user_cache
+from lightning_strategies_ext.shm import native_build
 from lightning_strategies_ext.shm.native_build import SOURCE, VARIABLE, NotCompiledError, library
 from tests import ranks
 from tests.ranks import outcomes_of_ranks, run_ranks, run_script

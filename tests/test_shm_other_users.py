@@ -17,7 +17,7 @@ from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.horovod_build import command
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.key import BuildKey
-from lightning_strategies_ext.shm import rendezvous
+from lightning_strategies_ext.shm import native_build, rendezvous
 from lightning_strategies_ext.shm.links import Peer, PeerLostError
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from lightning_strategies_ext.shm.rendezvous import Rendezvous

@@ -1,6 +1,6 @@
 """Collective operations over tensors and objects. They know no strategy; strategies call them."""
 
 from lightning_strategies_ext.collectives.base import Collectives
-from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from lightning_strategies_ext.collectives.local import LocalCollectives
 
-__all__ = ["Collectives", "TorchCollectives"]
+__all__ = ["Collectives", "LocalCollectives"]

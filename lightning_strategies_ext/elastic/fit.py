@@ -9,7 +9,7 @@ Lightning's training loop runs in one *world* after another, in the same process
 - **A rank dies**: whatever the others wait for fails within milliseconds, and all leave the world.
 - **Hosts have come or gone, or a rank gets a SIGTERM**: all ranks agree on a step, as they do on a SIGTERM elsewhere
   (:mod:`...failure.termination`; no step waits for it), commit before it, and leave the world. Nothing is repeated.
-- **Entering a world**: ranks get their places from the driver and meet (:mod:`.driver`); all restore the newest commit
+- **Entering a world**: ranks are numbered, and rendezvous (:mod:`.membership`); all restore the newest commit
   that any of them has. Those that lack it, because they are new or were a step behind, receive it. Loaders are made
   anew, and share out what is left of the epoch (:mod:`.sampler`).
 
@@ -26,23 +26,23 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit
+from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipLostError
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
 from lightning_strategies_ext.elastic.sampler import share_out
-from lightning_strategies_ext.failure.reconciliation import Peer
-from lightning_strategies_ext.failure.termination import TerminationAgreement
-from lightning_strategies_ext.horovod.elastic_world import World
-
-if TYPE_CHECKING:
-    from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
+from lightning_strategies_ext.exceptions import WorldTooSmallError
+from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext.world import World
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +57,43 @@ _LEFT = 128 + 15
 _fit_numbers: Iterator[int] = count(1)
 
 
-class WorldTooSmallError(RuntimeError):
-    """There are fewer ranks than ``horovodrun --min-np`` asks for; the message says where the state is."""
-
-
 class _WorldChange(Exception):  # noqa: N818
     """All ranks have committed and leave the world."""
+
+
+class ElasticStrategy(Protocol):
+    """What a strategy does for an elastic ``fit``."""
+
+    @property
+    def global_rank(self) -> int:
+        """Of this process, in this world."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of this world."""
+
+    @property
+    def collectives(self) -> Collectives:
+        """Of this world's ranks."""
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes checkpoints."""
+
+    def barrier(self, name: str) -> None:
+        """Returns when every rank has called it."""
+
+    def take_part(self) -> None:
+        """Lets this rank's collectives be those of all, from here on."""
+
+    def enter_world(self, trainer: "pl.Trainer") -> None:
+        """Begins what the ranks of a world do together."""
+
+    def leave_world(self, *, agreed: bool) -> None:
+        """Ends it; ``agreed`` says whether all ranks leave before the same step."""
+
+    def fall_silent(self) -> None:
+        """Lets this rank end without the others, who go on."""
 
 
 class ElasticFit:
@@ -71,35 +102,35 @@ class ElasticFit:
     Args:
         strategy: The strategy.
         trainer: The Trainer, in ``fit``.
-        world: The world that this process is in.
+        membership: Of this process.
         commit_every_n_steps: Optimizer steps between commits.
         scales_learning_rate: Whether learning rates follow the number of ranks if no callback says so.
     """
 
     def __init__(
         self,
-        strategy: "HorovodStrategy",
+        strategy: ElasticStrategy,
         trainer: "pl.Trainer",
-        world: World,
+        membership: Membership,
         commit_every_n_steps: int,
         scales_learning_rate: bool,
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._world = world
+        self._membership = membership
         self._commit_every_n_steps = commit_every_n_steps
         self._policy = policy_of(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
         self._number = next(_fit_numbers)
-        self._first_world_size = len(world.members)
+        self._first_world_size = len(membership.members)
         self._commit = Commit()
-        self._notices = driver.HostNotices()
+        self._notices = membership.notices()
         self._asked_to_leave_at: float | None = None
         self._is_first_step = False
         self._num_shared_out = 0
         self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
         self._saved: Path | None = None
-        self._has_begun = not world.is_entered  # on the other ranks
+        self._has_begun = not membership.is_entered  # on the other ranks
         self._undo = _lightning.surround_fit(trainer, self._run, self._before_epoch)
 
     def close(self) -> None:
@@ -126,9 +157,9 @@ class ElasticFit:
             except _WorldChange:
                 self._strategy.leave_world(agreed=True)
             except Exception as error:
-                if not _is_lost_rank(error):
+                if not self._membership.is_loss(error):
                     raise
-                log.info("Rank %d of %d: %s", self._strategy.global_rank, len(self._world.members), error)
+                log.info("Rank %d of %d: %s", self._strategy.global_rank, len(self._membership.members), error)
                 self._strategy.leave_world(agreed=False)
             else:
                 return
@@ -140,10 +171,9 @@ class ElasticFit:
         """Takes on the state that the ranks of this world agree on."""
         if self._has_begun:
             self._check_is_same_fit()
-        self._world.is_entered = True
-        self._strategy.collectives.is_alone = False
+        self._strategy.take_part()
         if self._has_begun:
-            newest = max(self._world.members, key=lambda member: member.batches)  # the first of several
+            newest = max(self._membership.members, key=lambda member: member.batches)  # the first of several
             if newest.batches < 0:
                 raise RuntimeError(
                     "A rank was lost before the first training step, so there is no commit to go back to. Start again."
@@ -154,7 +184,7 @@ class ElasticFit:
         self._strategy.enter_world(self._trainer)
 
     def _check_is_same_fit(self) -> None:
-        number = max(member.fit for member in self._world.members)
+        number = max(member.fit for member in self._membership.members)
         if number != self._number:
             raise RuntimeError(
                 f"The other ranks are in `fit` number {number} of their script, and this one is in number"
@@ -162,18 +192,18 @@ class ElasticFit:
                 " script whose ranks may grow."
             )
 
-    def _share_commit(self, newest: driver.Member) -> None:
-        are_behind = [member.batches != newest.batches for member in self._world.members]
+    def _share_commit(self, newest: Member) -> None:
+        are_behind = [member.batches != newest.batches for member in self._membership.members]
         if not any(are_behind):
             return
-        src, collectives = self._world.members.index(newest), self._strategy.collectives
+        src, collectives = self._membership.members.index(newest), self._strategy.collectives
         shared, settings = collectives.broadcast((self._commit.shared, _settings_of(self._callbacks)), src)
         rank = self._strategy.global_rank
-        if self._world.members[rank].is_new:
+        if self._membership.members[rank].is_new:
             _apply_settings(self._callbacks, settings)
         self._commit.receive(collectives, src, shared, are_behind[rank])
 
-    def _restore(self, newest: driver.Member) -> None:
+    def _restore(self, newest: Member) -> None:
         trainer, shared = self._trainer, self._commit.shared
         assert shared is not None
         _lightning.forget_data(trainer)
@@ -181,15 +211,15 @@ class ElasticFit:
         self._first_world_size = shared.first_world_size
         self._is_first_step = True
         self._num_shared_out = 0
-        repeated = max(member.done for member in self._world.members) - newest.step
-        num_new = sum(member.is_new for member in self._world.members)
+        repeated = max(member.done for member in self._membership.members) - newest.step
+        num_new = sum(member.is_new for member in self._membership.members)
         rank_zero_info(
-            f"Elastic training goes on with {len(self._world.members)} ranks, {num_new} of them new, from the commit at"
-            f" step {newest.step}; {repeated} steps are repeated."
+            f"Elastic training goes on with {len(self._membership.members)} ranks, {num_new} of them new, from the"
+            f" commit at step {newest.step}; {repeated} steps are repeated."
         )
-        if shared.world_size != len(self._world.members):
+        if shared.world_size != len(self._membership.members):
             module = trainer.lightning_module
-            self._policy.on_world_size_change(trainer, module, shared.world_size, len(self._world.members))
+            self._policy.on_world_size_change(trainer, module, shared.world_size, len(self._membership.members))
 
     def _before_epoch(self) -> None:
         # Loaders that began within an epoch have the length of what was left of it.
@@ -200,11 +230,11 @@ class ElasticFit:
 
     # --- between two training steps ---
 
-    def before_train_step(self, agreement: TerminationAgreement | None) -> None:
+    def before_train_step(self, world: World) -> None:
         """Commits if it is time, and leaves the world if the ranks have agreed to.
 
         Args:
-            agreement: Of the ranks of this world; None where there is one.
+            world: That this rank is in.
         """
         trainer = self._trainer
         if self._is_first_step:
@@ -214,11 +244,10 @@ class ElasticFit:
         accumulates = trainer.lightning_module.automatic_optimization
         if accumulates and progress.current.ready % trainer.accumulate_grad_batches:
             return  # gradients of a part of a window are in no commit
-        must_change = self._is_leaving or self._notices.has_come
-        if agreement is not None:
-            if must_change:
-                agreement.request()
-            must_change = agreement.must_stop_before_train_step()
+        must_change = self._is_leaving or self._notices.have_come
+        if must_change:
+            world.request_stop()
+        must_change = world.has_agreed_before_train_step()
         if must_change or self._is_due():
             self._commit.take(trainer, self._first_world_size)
         if must_change:
@@ -229,12 +258,11 @@ class ElasticFit:
             self._commit.shared is None or self._trainer.global_step - self._commit.step >= self._commit_every_n_steps
         )
 
-    def before_evaluation_step(self, agreement: TerminationAgreement | None) -> None:
+    def before_evaluation_step(self, world: World) -> None:
         """Lets this rank leave within a validation; the others go back to their commit when they miss it."""
-        if agreement is not None and self._is_leaving:
-            agreement.request()
-        must_stop = agreement is None or agreement.must_stop_before_evaluation_step()
-        if must_stop and self._is_leaving:
+        if self._is_leaving:
+            world.request_stop()
+        if world.has_agreed_before_evaluation_step() and self._is_leaving:
             self._strategy.leave_world(agreed=False)
             self._end_after_sigterm()
 
@@ -262,29 +290,26 @@ class ElasticFit:
     def _find_next_world(self) -> None:
         done = self._trainer.global_step
         while True:
-            self._notices.has_come = False  # a notice that comes from here on is of hosts that may not be counted yet
+            self._notices.have_come = False  # a notice that comes from here on is of hosts that may not be counted yet
             try:
-                launch = driver.next_place(self._while_waiting_for_place)
-                if launch is None:
+                rank = self._membership.next_rank(self._while_waiting_for_rank)
+                if rank is None:
                     self._strategy.fall_silent()
                     log.warning(
                         "This rank ends: its host has been taken away, or is blacklisted since a rank on it has died."
                     )
                     raise SystemExit(0)
                 committed = self._commit.batches, self._commit.step
-                member = driver.Member(Peer.this_process(launch.rank), self._number, *committed, done)
-                members = driver.meet(launch, member, self._while_waiting_for_others)
-            except driver.DriverGoneError as error:
+                member = Member(Peer.this_process(rank), self._number, *committed, done)
+                have_come = self._membership.rendezvous(member, self._while_waiting_for_others)
+            except MembershipLostError as error:
                 raise WorldTooSmallError(f"{error}. {self._where_saved()}") from error
-            if members is not None:
+            if have_come:
                 break
-            log.warning("Rank %d: a new rank did not come; asking for another world.", launch.rank)
-        driver.initialise()
-        self._world.members = members
+            log.warning("Rank %d: a new rank did not come; asking for another world.", rank)
         self._saved = None
-        self._strategy.take_place(launch)
 
-    def _while_waiting_for_place(self, waited_s: float) -> None:
+    def _while_waiting_for_rank(self, waited_s: float) -> None:
         if waited_s > SAVE_AFTER_S and self._saved is None:
             self._saved = self._save()
             log.warning(
@@ -313,7 +338,7 @@ class ElasticFit:
     def _save(self) -> Path:
         """Writes the commit as a checkpoint of Lightning's; one rank of each host does, and tells where in any case."""
         path = Path(self._trainer.default_root_dir, f"elastic-step={self._commit.step}.ckpt").absolute()
-        peers, here = [member.peer for member in self._world.members], Peer.this_process(0).host
+        peers, here = [member.peer for member in self._membership.members], Peer.this_process(0).host
         if next(peer.pid for peer in peers if peer.host == here and peer.is_running()) == os.getpid():
             self._strategy.checkpoint_io.save_checkpoint(self._commit.checkpoint(), path)
         return path
@@ -322,17 +347,6 @@ class ElasticFit:
         self._strategy.fall_silent()
         log.warning("This rank leaves after a SIGTERM.")
         raise SIGTERMException(_LEFT)
-
-
-def _is_lost_rank(error: BaseException | None) -> bool:
-    """Whether an exception comes from Horovod's telling that another rank is gone."""
-    from horovod.common.exceptions import HorovodInternalError
-
-    while error is not None:
-        if isinstance(error, HorovodInternalError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _settings_of(callbacks: list[pl.Callback]) -> list[dict[str, Any]]:

@@ -15,16 +15,18 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import registry
-from lightning_strategies_ext.collectives import TorchCollectives
-from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
-from lightning_strategies_ext.pytorch.ddp import (
+from lightning_strategies_ext.arguments import (
     DEFAULT_TIMEOUT,
     StartMethod,
+    check_devices,
+    check_plugins,
     check_start_method,
     check_start_method_here,
+    name_of_barrier,
 )
-from lightning_strategies_ext.pytorch.parallel import check_devices, check_plugins, name_of_barrier
+from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
 from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 
 T = TypeVar("T")

@@ -13,16 +13,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext.arguments import check_devices, check_not_interactive, check_plugins, name_of_barrier
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
-from lightning_strategies_ext.pytorch.parallel import (
-    check_devices,
-    check_not_interactive,
-    check_plugins,
-    name_of_barrier,
-)
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 
 T = TypeVar("T")

@@ -11,13 +11,11 @@ between hosts.
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
-
-from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +27,19 @@ PATIENCE_S = 1.5
 _stage_numbers: Iterator[int] = count()
 
 
+class Progress(Protocol):
+    """How far this rank is among the collectives of a stage; an engine knows."""
+
+    def num_begun(self) -> int:
+        """How many collectives this rank has begun; zero where the backend does not count."""
+
+    def waiting_for(self) -> Any:
+        """The operation that this rank waits for, if it does and its backend knows."""
+
+    def cut_off(self) -> None:
+        """Lets the collective fail that this rank is in, if its backend can."""
+
+
 class Departure:
     """One rank's part. All ranks create theirs together, for one stage.
 
@@ -36,18 +47,18 @@ class Departure:
         store: The store that all ranks share.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        cut_off: Lets the collective fail that this rank is in.
+        progress: Of this rank.
 
     Attributes:
         reason: Why this rank was cut off, for the user; None if it was not.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, cut_off: Callable[[], None]) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, progress: Progress) -> None:
         self._store = dist.PrefixStore(f"lightning_strategies_ext/departure/{next(_stage_numbers)}", store)
         self._rank = rank
         self._world_size = world_size
         self._interval_s = max(POLL_INTERVAL_S, world_size / 1000)
-        self._cut_off = cut_off
+        self._progress = progress
         self.reason: str | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="departure", daemon=True)
@@ -59,7 +70,7 @@ class Departure:
             return
         self.close()
         try:
-            self._store.set(str(self._rank), str(_num_begun()))
+            self._store.set(str(self._rank), str(self._progress.num_begun()))
             self._store.set("somebody", "")
         except RuntimeError as error:  # the store went away with rank 0, which has ended
             log.debug("rank %d cannot say that it has ended its stage: %s", self._rank, error)
@@ -84,36 +95,19 @@ class Departure:
         while not self._closed.wait(self._interval_s):
             departed = self._departed()
             begun = min(departed.values())
-            now = _waiting_for()
+            now = self._progress.waiting_for()
             polls = polls + 1 if now is not None and now is waiting else 0
             waiting = now
-            if _num_begun() > begun or polls * self._interval_s >= PATIENCE_S:
+            if self._progress.num_begun() > begun or polls * self._interval_s >= PATIENCE_S:
                 ranks = ", ".join(map(str, departed))
                 self.reason = (
                     f"rank {self._rank} waits in a collective for rank {ranks}, which has ended its stage already."
                     " Ranks got different numbers of batches, or went different ways. Give all the same number, by a"
                     " DistributedSampler or `limit_train_batches`."
                 )
-                self._cut_off()
+                self._progress.cut_off()
                 return
 
     def _departed(self) -> dict[int, int]:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         return {rank: int(self._store.get(str(rank))) for rank in others if self._store.check([str(rank)])}
-
-
-def _num_begun() -> int:
-    """How many collectives of the default group this rank has begun; zero where its backend does not count."""
-    group: Any = dist.group.WORLD
-    if not dist.is_initialized() or isinstance(group, ShmProcessGroup):
-        return 0
-    try:
-        return int(group._get_sequence_number_for_group())
-    except RuntimeError:
-        return 0
-
-
-def _waiting_for() -> Any:
-    """The operation of ``shm`` that this rank waits for, if it does."""
-    group: Any = dist.group.WORLD
-    return group.waiting_for if dist.is_initialized() and isinstance(group, ShmProcessGroup) else None

@@ -11,20 +11,16 @@ at once; NCCL: at its timeout).
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
-from typing import Any
 
-import psutil
 import torch.distributed as dist
 
-from lightning_strategies_ext.shm.execution import close_all
-from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.peers import Peer, host_identity
 
 #: How long failing ranks may take to say so before connections are closed on the others, in seconds.
 ANNOUNCE_S = 1.0
@@ -33,29 +29,6 @@ GRACE_S = 5.0
 _POLL_INTERVAL_S = 0.05
 # Counted per process and not per strategy: what one Trainer has left in the store must not be read by the next.
 _stage_numbers: Iterator[int] = count()
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Where a rank runs. The start time tells a process from a later one with the same pid."""
-
-    rank: int
-    host: str
-    pid: int
-    start_time: float
-
-    @classmethod
-    def this_process(cls, rank: int) -> "Peer":
-        """Describes the calling process."""
-        return cls(rank, _host_identity(), os.getpid(), psutil.Process().create_time())
-
-    def is_running(self) -> bool:
-        """Whether the process is alive; only meaningful on its own host."""
-        try:
-            process = psutil.Process(self.pid)
-            return bool(process.create_time() == self.start_time and process.status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return False
 
 
 class Reconciliation:
@@ -79,7 +52,7 @@ class Reconciliation:
         addresses.set(str(rank), json.dumps(asdict(Peer.this_process(rank))))
         others = [other for other in range(world_size) if other != rank]
         self._peers: Sequence[Peer] = [Peer(**json.loads(addresses.get(str(other)))) for other in others]
-        self._host = _host_identity()
+        self._host = host_identity()
         self.start_stage()
 
     def start_stage(self) -> None:
@@ -140,51 +113,8 @@ class Reconciliation:
             return False
 
 
-def disconnect(peers: Sequence[Peer]) -> None:
-    """Closes this process's connections to others on its host, but for the key-value store's.
-
-    A rank inside a collective of gloo or shm wakes up with an error once its connection to us closes. Other backends do
-    not notice: nothing is done then. `destroy_process_group` does not close gloo's connections: the model in DDP keeps
-    the group, and traces keep the model (torch 2.13).
-    """
-    if not process_group.uses_gloo():
-        return
-    close_all()
-    theirs: set[tuple[str, int]] = set()
-    for peer in peers:
-        with suppress(psutil.Error):
-            theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
-    store_port = int(os.environ.get("MASTER_PORT", "0"))
-    shut_down_connections(
-        lambda connection: (
-            connection.raddr in theirs and store_port not in (connection.laddr.port, connection.raddr.port)
-        )
-    )
-
-
-def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:
-    """Shuts down connections of this process, so that whoever waits at their ends fails.
-
-    Args:
-        is_meant: Says of a connection, as psutil describes it, whether it is meant.
-    """
-    for connection in psutil.Process().net_connections("tcp"):
-        if is_meant(connection):
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as twin:
-                twin.shutdown(socket.SHUT_RDWR)
-
-
 def _key(rank: int) -> str:
     return f"failed/{rank}"
-
-
-def _host_identity() -> str:
-    """Tells hosts apart, and containers on one host, whose pids mean nothing to each other."""
-    try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        namespace = 0
-    return f"{socket.gethostname()}/{namespace}"
 
 
 def _say(message: str) -> None:

@@ -30,19 +30,14 @@ class HorovodCollectives(Collectives):
 
     Args:
         device: Gives the device of this rank; asked when an operation must create a tensor of its own.
-
-    Attributes:
-        is_alone: Whether this rank is still to enter the world that the others are in: operations return their input.
     """
-
-    is_alone = False
 
     more_reduce_ops = {"adasum": "adasum", "average": "mean"}  # noqa: RUF012
     native = frozenset({torch.float16, torch.float32, torch.float64, torch.int32, torch.int64})
 
     def rank(self, group: Any = None) -> int | None:
         """This rank's number in a process set; None if it is not in it, or Horovod is not initialised."""
-        if self.is_alone or not hvd.is_initialized():
+        if not hvd.is_initialized():
             return None
         process_set = _process_set(group)
         return process_set.rank() if process_set.included() else None

@@ -1,29 +1,29 @@
 """What a rank and the elastic driver, which runs within ``horovodrun``, say to each other.
 
-The driver has a key-value store, served over HTTP. A rank that asks it for its place gets an answer when all ranks that
+The driver has a key-value store, served over HTTP. A rank that asks it for its slot gets an answer when all ranks that
 are alive have asked and the driver has enough slots. Horovod would ask in C++, within ``hvd.init()``, where a rank that
 is not wanted any more, or that waits for one that never comes, is aborted by ``std::terminate`` (0.28.1). So we ask in
 Python, wait for all ranks of the new world to be there, and only then initialise Horovod.
 """
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 import psutil
 
-from lightning_strategies_ext.failure.reconciliation import Peer, shut_down_connections
-from lightning_strategies_ext.horovod.runtime import Launch
+from lightning_strategies_ext.connections import shut_down_connections
+from lightning_strategies_ext.elastic.membership import Member, MembershipLostError
+from lightning_strategies_ext.horovod.runtime import HorovodEnvironment, Launch, say_rank, shut_down
+from lightning_strategies_ext.peers import Peer
 
 _ELASTIC = "HOROVOD_ELASTIC"
 #: What the driver answers, in this order.
-_PLACE = (
+_SLOT = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",
     "HOROVOD_LOCAL_RANK",
@@ -31,7 +31,7 @@ _PLACE = (
     "HOROVOD_CROSS_RANK",
     "HOROVOD_CROSS_SIZE",
 )
-#: Our part of the store. The driver empties the store whenever it gives out places.
+#: Our part of the store. The driver empties the store whenever it gives out slots.
 _SCOPE = "lightning_strategies_ext"
 #: How long ranks wait for a new one to come as far as ``fit``, in seconds. It may have died, which nobody tells them.
 JOIN_TIMEOUT_S = 120.0
@@ -40,47 +40,10 @@ ANSWER_TIMEOUT_S = 1.0
 _POLL_INTERVAL_S = 0.02
 #: How many requests all ranks together may send to the driver, which is one Python process.
 REQUESTS_PER_S = 500
+_membership: "DriverMembership | None" = None
 _has_been_initialised = False
 #: Local and remote addresses of Horovod's connections in this world.
 _connections: set[tuple[Any, Any]] = set()
-
-
-class DriverGoneError(RuntimeError):
-    """The elastic driver does not answer: ``horovodrun`` has ended."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """A rank of a world, as it was when it came.
-
-    Attributes:
-        peer: Where it runs.
-        fit: Number of the ``fit`` that it is in, counted in its process; 0 if it has not been in one.
-        batches: Batches that were done at its last commit; -1 without one.
-        step: Optimizer steps that were.
-        done: Optimizer steps that it had done when it came.
-    """
-
-    peer: Peer
-    fit: int = 0
-    batches: int = -1
-    step: int = -1
-    done: int = 0
-
-    @property
-    def is_new(self) -> bool:
-        """Whether its process has just started."""
-        return self.fit == 0
-
-    def encoded(self) -> bytes:
-        """As the driver's store keeps it."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decoded(cls, value: bytes) -> "Member":
-        """The reverse of :meth:`encoded`."""
-        fields = json.loads(value)
-        return cls(**{**fields, "peer": Peer(**fields["peer"])})
 
 
 def is_there() -> bool:
@@ -88,84 +51,125 @@ def is_there() -> bool:
     return os.environ.get(_ELASTIC) == "1"
 
 
-def next_place(while_waiting: Callable[[float], None]) -> Launch | None:
-    """Says that this rank has left the world and is ready for the next; waits for its place in it.
+class DriverMembership:
+    """A rank of Horovod's that the elastic driver numbers; see :class:`.elastic.membership.Membership`.
 
     Args:
-        while_waiting: Called several times per second with the seconds waited so far; may raise to give up.
+        environment: Says the rank, for now.
 
-    Returns:
-        The place; None if this rank's host is no longer among those of the discovery script.
-
-    Raises:
-        DriverGoneError: If there is no driver any more.
-    """
-    key = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
-    answer: list[bytes | Exception] = []
-
-    def ask() -> None:
-        try:
-            answer.append(_request("GET", f"rank_and_size/{key}"))
-        except Exception as error:
-            answer.append(error)
-
-    thread = threading.Thread(target=ask, name="elastic-place", daemon=True)
-    started = time.monotonic()
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL_INTERVAL_S)
-        while_waiting(time.monotonic() - started)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    if not answer[0]:
-        raise DriverGoneError("The elastic driver has no answer for this rank")
-    numbers = answer[0].decode().split(",")
-    if int(numbers[0]) < 0:
-        return None
-    # For what reads them: Horovod's C++, and Trainers to come.
-    os.environ.update(zip(_PLACE, numbers, strict=True))
-    launch = Launch.find()
-    assert launch is not None
-    return launch
-
-
-def meet(launch: Launch, member: Member, while_waiting: Callable[[float], None]) -> list[Member] | None:
-    """Waits until all ranks of a world are there.
-
-    Args:
-        launch: The place of this rank.
-        member: This rank.
-        while_waiting: See :func:`next_place`.
-
-    Returns:
-        The ranks in their order; None if some did not come in :data:`JOIN_TIMEOUT_S`.
+    Attributes:
+        members: The ranks of the world that this one is in.
+        is_entered: Whether this rank takes part in what they do.
 
     Raises:
-        DriverGoneError: If there is no driver any more.
+        RuntimeError: If some of the ranks with which this process was started do not come.
     """
-    members: list[Member] = []
-    is_said = False
-    started = time.monotonic()
-    while len(members) < launch.size:
-        # A driver that has ended the job may still take requests, and answers none.
-        with suppress(TimeoutError):
-            if not is_said:
-                _request("PUT", f"{_SCOPE}/{launch.rank}of{launch.size}", member.encoded(), ANSWER_TIMEOUT_S)
-                is_said = True
-            value = _request("GET", f"{_SCOPE}/{len(members)}of{launch.size}", timeout_s=ANSWER_TIMEOUT_S)
-            if value:
-                members.append(Member.decoded(value))
-                continue
-        waited = time.monotonic() - started
-        if waited > JOIN_TIMEOUT_S:
+
+    def __init__(self, environment: HorovodEnvironment) -> None:
+        self._environment = environment
+        self._launch = environment.launch
+        self.members: list[Member] = []
+        rank = environment.global_rank()
+        if not self.rendezvous(Member(Peer.this_process(rank)), lambda waited_s: None):
+            raise RuntimeError(
+                f"Rank {rank}: not all {environment.world_size()} ranks have come in {JOIN_TIMEOUT_S:.0f} s. Let the"
+                " script do less before `fit`, or look at the output of the others for why they ended."
+            )
+        self.is_entered = all(member.is_new for member in self.members)
+
+    def next_rank(self, while_waiting: Callable[[float], None]) -> int | None:
+        """Asks the driver for a slot; None if this rank's host is no longer among those of the discovery script."""
+        key = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
+        answer: list[bytes | Exception] = []
+
+        def ask() -> None:
+            try:
+                answer.append(_request("GET", f"rank_and_size/{key}"))
+            except Exception as error:
+                answer.append(error)
+
+        thread = threading.Thread(target=ask, name="elastic-slot", daemon=True)
+        started = time.monotonic()
+        thread.start()
+        while thread.is_alive():
+            thread.join(_POLL_INTERVAL_S)
+            while_waiting(time.monotonic() - started)
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        if not answer[0]:
+            raise MembershipLostError("The elastic driver has no answer for this rank")
+        numbers = answer[0].decode().split(",")
+        if int(numbers[0]) < 0:
             return None
-        while_waiting(waited)
-        time.sleep(max(_POLL_INTERVAL_S, launch.size / REQUESTS_PER_S))
-    return members
+        # For what reads them: Horovod's C++, and Trainers to come.
+        os.environ.update(zip(_SLOT, numbers, strict=True))
+        launch = Launch.find()
+        assert launch is not None
+        self._launch = launch
+        return launch.rank
+
+    def rendezvous(self, member: Member, while_waiting: Callable[[float], None]) -> bool:
+        """Waits until all ranks are there, for :data:`JOIN_TIMEOUT_S`; then initialises Horovod."""
+        members: list[Member] = []
+        launch, is_said = self._launch, False
+        started = time.monotonic()
+        while len(members) < launch.size:
+            # A driver that has ended the job may still take requests, and answers none.
+            with suppress(TimeoutError):
+                if not is_said:
+                    _request("PUT", f"{_SCOPE}/{launch.rank}of{launch.size}", member.encoded(), ANSWER_TIMEOUT_S)
+                    is_said = True
+                value = _request("GET", f"{_SCOPE}/{len(members)}of{launch.size}", timeout_s=ANSWER_TIMEOUT_S)
+                if value:
+                    members.append(Member.decoded(value))
+                    continue
+            waited = time.monotonic() - started
+            if waited > JOIN_TIMEOUT_S:
+                return False
+            while_waiting(waited)
+            time.sleep(max(_POLL_INTERVAL_S, launch.size / REQUESTS_PER_S))
+        _initialise()
+        self.members = members
+        self._environment.launch = launch
+        say_rank(launch.rank)
+        return True
+
+    def leave(self, *, agreed: bool) -> None:
+        """Shuts Horovod down; its connections too, if others may wait at their ends."""
+        if not agreed:
+            _disconnect()
+        shut_down()
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an exception comes from Horovod's telling that another rank is gone."""
+        from horovod.common.exceptions import HorovodInternalError
+
+        at: BaseException | None = error
+        while at is not None:
+            if isinstance(at, HorovodInternalError):
+                return True
+            at = at.__cause__ or at.__context__
+        return False
+
+    def notices(self) -> "HostNotices":
+        """Begins to hear of hosts that come or go."""
+        return HostNotices()
 
 
-def initialise() -> None:
-    """Initialises Horovod for the place that the environment variables say."""
+def membership(environment: HorovodEnvironment) -> DriverMembership:
+    """That of this process; the same again when called again. The first call waits for the other ranks.
+
+    Raises:
+        RuntimeError: If some do not come.
+    """
+    global _membership
+    if _membership is None:
+        _membership = DriverMembership(environment)
+    return _membership
+
+
+def _initialise() -> None:
+    # For the slot that the environment variables say.
     import horovod.torch as hvd
 
     global _has_been_initialised
@@ -182,12 +186,10 @@ def initialise() -> None:
     _connections.update(_connections_now() - before)
 
 
-def disconnect() -> None:
-    """Closes the connections to the other ranks that Horovod has made for this world.
-
-    It keeps some when it is shut down (0.28.1), and a rank that waits at the other end of one for what we will never
-    send would do so for 30 s, the timeout of gloo.
-    """
+def _disconnect() -> None:
+    # Closes the connections to the other ranks that Horovod has made for this world. It keeps some when it is shut down
+    # (0.28.1), and a rank that waits at the other end of one for what we will never send would do so for 30 s, the
+    # timeout of gloo.
     shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in _connections)
 
 
@@ -200,20 +202,20 @@ class HostNotices:
     """Hears from the driver, which tells rank 0 only, that hosts have come or gone.
 
     Attributes:
-        has_come: Whether a notice has come since it was last set to False.
+        have_come: Whether one has come since it was last set to False.
     """
 
     def __init__(self) -> None:
         from horovod.common.elastic import notification_manager
 
-        self.has_come = False
+        self.have_come = False
         self._manager = notification_manager
         self._manager.init()
         self._manager.register_listener(self)
 
     def on_hosts_updated(self, timestamp: int, update: int) -> None:
         """Called by Horovod, on a thread of its own."""
-        self.has_come = True
+        self.have_come = True
 
     def close(self) -> None:
         """Hears no more."""
@@ -224,7 +226,7 @@ def _request(method: str, path: str, body: bytes | None = None, timeout_s: float
     """What the driver's store answers; nothing where it has nothing.
 
     Raises:
-        DriverGoneError: If nobody is there.
+        MembershipLostError: If nobody is there.
         TimeoutError: If no answer comes in time.
     """
     address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
@@ -236,7 +238,7 @@ def _request(method: str, path: str, body: bytes | None = None, timeout_s: float
     except TimeoutError:
         raise
     except (OSError, HTTPException) as error:
-        raise DriverGoneError(f"The elastic driver at {address}:{port} does not answer: {error}") from error
+        raise MembershipLostError(f"The elastic driver at {address}:{port} does not answer: {error}") from error
     finally:
         connection.close()
     return content if response.status == 200 else b""

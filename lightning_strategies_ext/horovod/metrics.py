@@ -20,10 +20,10 @@ class MetricSync:
 
     Args:
         module: The module.
-        collectives: What carries their states.
+        collectives: Says what carries their states, which changes when this rank fails or enters a world.
     """
 
-    def __init__(self, module: Module, collectives: Collectives) -> None:
+    def __init__(self, module: Module, collectives: Callable[[], Collectives]) -> None:
         self._metrics: list[tuple[Metric, Any, Any]] = []
         gather = _gather_with(collectives)
         for metric in module.modules():
@@ -40,15 +40,15 @@ class MetricSync:
         self._metrics.clear()
 
 
-def _are_several_with(collectives: Collectives) -> Callable[[], bool]:
+def _are_several_with(collectives: Callable[[], Collectives]) -> Callable[[], bool]:
     def are_several() -> bool:
-        return collectives.rank() is not None and collectives.world_size() > 1
+        return collectives().rank() is not None and collectives().world_size() > 1
 
     return are_several
 
 
-def _gather_with(collectives: Collectives) -> Callable[..., list[Tensor]]:
+def _gather_with(collectives: Callable[[], Collectives]) -> Callable[..., list[Tensor]]:
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return collectives.gather_list(tensor, group)
+        return collectives().gather_list(tensor, group)
 
     return gather

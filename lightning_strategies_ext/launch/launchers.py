@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.launch.errors import ResultsError, WorkerDiedError
+from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
 from lightning_strategies_ext.launch.processes.pool import GRACE_S
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.job import StageJob

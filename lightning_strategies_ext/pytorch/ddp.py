@@ -10,7 +10,7 @@ or more over ``shm``, which adds up in another order than gloo.
 import re
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,13 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, registry
-from lightning_strategies_ext.failure.departure import Departure
-from lightning_strategies_ext.failure.reconciliation import Reconciliation, disconnect
-from lightning_strategies_ext.failure.termination import TerminationAgreement
+from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT, StartMethod, check_start_method, check_start_method_here
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.stage.job import WorkerContext
-from lightning_strategies_ext.pytorch.parallel import ParallelStrategy, check_not_interactive
+from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,
     ModelAveraging,
@@ -47,9 +46,8 @@ from lightning_strategies_ext.torch_distributed.gradient_sync import (
     check_has_trainable_parameters,
     wrap_in_ddp,
 )
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-DEFAULT_TIMEOUT = timedelta(minutes=30)
+from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
+from lightning_strategies_ext.world import World
 
 
 class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
@@ -184,7 +182,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the process group as the rank that the cluster environment gives to this process."""
         assert self.cluster_environment is not None
-        self._has_failed = False
         if self._worker is None or not self._worker.continues:
             reset_seed()
         self.set_world_ranks()
@@ -196,13 +193,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self._process_group_options,
             self.num_processes,
         )
-        if self.world_size > 1:
-            known = self._reconciliation
-            store = process_group.default_store()
-            if known is None or known.default_store is not store:
-                self._reconciliation = Reconciliation(store, self.global_rank, self.world_size, disconnect)
-            else:
-                known.start_stage()
+        store = process_group.default_store() if self.world_size > 1 else None
+        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
+        if store is not None:
+            self._world.end_others_on_failure(disconnect)
 
     # --- setup ---
 
@@ -234,15 +228,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
             self._averaging = self._gradient_sync.create_averaging(inner, self.num_processes)
         _lightning.skip_needless_moves(trainer)
-        store = process_group.default_store() if self.world_size > 1 else None
-        must_stop = self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
-        agreement = TerminationAgreement(store, self.global_rank, self.world_size, is_requested=must_stop)
-        self._agree_on_sigterm(trainer, agreement)
-        if store is not None and self._reconciliation is not None:
-            if self._departure is not None:
-                self._departure.close()
-            wake = self._reconciliation.wake_this_rank
-            self._departure = Departure(store, self.global_rank, self.world_size, wake)
+        must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
+        self._agree_on_sigterm(trainer, is_requested=must_stop)
+        if self._world.reconciliation is not None:
+            self._world.watch_departures(DefaultGroupProgress(self._world.reconciliation.wake_this_rank))
 
     def configure_ddp(self) -> None:
         """Wraps the LightningModule in DDP, with the communication hook."""
@@ -325,28 +314,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_averaging": None, "_worker": None}
-
-
-def check_start_method(start_method: str) -> None:
-    """Refuses a way of starting processes that is unknown or that this platform lacks.
-
-    Raises:
-        ValueError: If it is.
-    """
-    available = ["popen", *torch.multiprocessing.get_all_start_methods()]
-    if start_method not in available:
-        raise ValueError(f"`start_method={start_method!r}` is not available here. Use one of {', '.join(available)}.")
-
-
-def check_start_method_here(start_method: str) -> None:
-    """Refuses a way of starting processes that a notebook or a prompt cannot have.
-
-    Raises:
-        RuntimeError: If this is one.
-    """
-    if start_method != "fork":
-        name = "ddp_ext" if start_method == "popen" else "ddp_spawn_ext"
-        check_not_interactive(f"`strategy={name!r}` (`start_method={start_method!r}`)")
 
 
 def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:

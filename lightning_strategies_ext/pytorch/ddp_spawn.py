@@ -19,10 +19,11 @@ from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import Self
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT
 from lightning_strategies_ext.launch.launchers import WorkerLauncher
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, get_metrics, put_metrics
-from lightning_strategies_ext.pytorch.ddp import DEFAULT_TIMEOUT, DDPStrategy
+from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 
 
 class DDPSpawnStrategy(DDPStrategy):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_strategies_ext import _lightning, registry
-from lightning_strategies_ext.pytorch.parallel import check_plugins
+from lightning_strategies_ext.arguments import check_plugins
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
     check_replica_devices,

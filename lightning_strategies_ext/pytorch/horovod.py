@@ -7,7 +7,7 @@ of metrics all go through it. No collective waits for a ``join``: all ranks take
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -22,11 +22,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_strategies_ext import _lightning, registry
-from lightning_strategies_ext.elastic.fit import ElasticFit
-from lightning_strategies_ext.elastic.options import commit_interval
+from lightning_strategies_ext.arguments import check_not_interactive
+from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
-from lightning_strategies_ext.failure.reconciliation import Reconciliation
-from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod.exchange import (
@@ -38,12 +36,10 @@ from lightning_strategies_ext.horovod.exchange import (
 )
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
-from lightning_strategies_ext.pytorch.parallel import ParallelStrategy, check_not_interactive
+from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import WAYS, UnevenInputs, UnevenInputsControl
-
-if TYPE_CHECKING:
-    from lightning_strategies_ext.horovod.collectives import HorovodCollectives
+from lightning_strategies_ext.world import World
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -65,14 +61,11 @@ class HorovodStrategy(ParallelStrategy):
         process_set: The ranks that exchange gradients; None for all.
         uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
             with the first that runs out, or "join": the others train to their end, see :mod:`.horovod.uneven`.
-        elastic: Whether ranks may die, leave and join during ``fit``, see :mod:`.horovod.elastic`. Needs ``horovodrun``
-            with a discovery script. The ends of epochs are made even as by ``uneven_inputs="join"`` then.
-        commit_every_n_steps: With ``elastic``, the number of optimizer steps between copies of the state, to which
-            ranks go back when one of them dies. 100 by default.
+        elastic: Whether ranks may die, leave and join during ``fit``: True makes a :class:`.HorovodElasticStrategy`.
+        commit_every_n_steps: See there.
 
     Raises:
-        RuntimeError: If Horovod is not installed, or not for this torch; the message names the command. If ``elastic``
-            and no driver has started this process that could change the ranks.
+        RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
         TypeError: If an argument is of the wrong kind.
         ValueError: If a value or a combination cannot work.
 
@@ -104,6 +97,7 @@ class HorovodStrategy(ParallelStrategy):
         self._options = ExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
         )
+        self._check_elastic(elastic, commit_every_n_steps)
         if not isinstance(scale_learning_rate, bool):
             raise TypeError(f"`scale_learning_rate` must be True or False, got {scale_learning_rate!r}.")
         if uneven_inputs not in WAYS:
@@ -115,7 +109,6 @@ class HorovodStrategy(ParallelStrategy):
                 " Leave one of them out, or use `uneven_inputs='stop'`."
             )
         runtime.check_installed()
-        self._commit_every_n_steps = commit_interval(elastic, commit_every_n_steps, self._options)
         launch = runtime.Launch.find()
         environment: ClusterEnvironment | None = None
         if launch is not None:
@@ -129,24 +122,31 @@ class HorovodStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._scale_learning_rate = scale_learning_rate
-        self._uneven_inputs: UnevenInputs = "join" if elastic and uneven_inputs == "error" else uneven_inputs
-        self._elastic: ElasticFit | None = None
-        self._inputs: UnevenInputsControl | None = None
-        self._exchange: GradientExchange | None = None
+        self._uneven_inputs = uneven_inputs
         self._deltas: DeltaExchange | None = None
         self._metrics: MetricSync | None = None
         self._batch_norm: SynchronizedBatchNorm | None = None
-        self._collectives: HorovodCollectives | None = None
-        self._store: Any = None
 
-    @property
-    def collectives(self) -> "HorovodCollectives":
-        """Horovod's, on this rank's device."""
-        if self._collectives is None:
-            from lightning_strategies_ext.horovod.collectives import HorovodCollectives
+    def __new__(cls, *args: Any, **kwargs: Any) -> "HorovodStrategy":
+        """With ``elastic=True``, an object of the subclass that is elastic."""
+        if cls is HorovodStrategy and kwargs.get("elastic") is True:
+            from lightning_strategies_ext.pytorch.horovod_elastic import HorovodElasticStrategy
 
-            self._collectives = HorovodCollectives(lambda: self.root_device)
-        return self._collectives
+            cls = HorovodElasticStrategy
+        return super().__new__(cls)
+
+    def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
+        if not isinstance(elastic, bool):
+            raise TypeError(f"`elastic` must be True or False, got {elastic!r}.")
+        if elastic:
+            raise TypeError(
+                f"`elastic=True` with {type(self).__name__}: let it inherit from `HorovodElasticStrategy`, which"
+                " `HorovodStrategy(elastic=True)` is."
+            )
+        if commit_every_n_steps is not None:
+            raise ValueError(
+                f"`commit_every_n_steps={commit_every_n_steps}` is for `elastic=True`. Set that, or leave it out."
+            )
 
     @property
     def is_distributed(self) -> bool:
@@ -190,7 +190,8 @@ class HorovodStrategy(ParallelStrategy):
     @property
     def is_shadowing(self) -> bool:
         """Whether this rank has run out of batches and goes through the last one again, which counts for nothing."""
-        return self._inputs is not None and self._inputs.is_shadowing
+        inputs = self._world.inputs
+        return inputs is not None and inputs.is_shadowing
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -203,11 +204,6 @@ class HorovodStrategy(ParallelStrategy):
         # Called by the Trainer when devices and environment are known, in one process still.
         assert self.cluster_environment is not None
         check_not_interactive(f"`strategy={self.strategy_name!r}`")
-        if self._commit_every_n_steps is not None and len(self.parallel_devices or []) != 1:
-            raise ValueError(
-                f"`devices={len(self.parallel_devices or [])}`: with `elastic=True` the number of ranks on a host may"
-                " change. Use `devices=1`; on GPUs, each rank gets that of its number on the host."
-            )
         runtime.configure(self.parallel_devices or [], self.cluster_environment)
         self._launcher = HorovodLauncher(self)
 
@@ -236,23 +232,18 @@ class HorovodStrategy(ParallelStrategy):
             RuntimeError: If this process has joined other ranks before.
         """
         assert self.accelerator is not None
-        assert self.cluster_environment is not None
         self.accelerator.setup_device(self.root_device)
-        self._has_failed = False
         reset_seed()
-        if self._commit_every_n_steps is not None:
-            assert isinstance(self.cluster_environment, runtime.HorovodEnvironment)
-            self.collectives.is_alone = not world.join(self.cluster_environment).is_entered
+        self._join()
+
+    def _join(self) -> None:
+        assert self.cluster_environment is not None
         runtime.start(self.cluster_environment, self.num_processes, self.root_device, self._options.process_set)
         runtime.say_rank(self.global_rank)
-        if self.world_size > 1 and self._commit_every_n_steps is None:
-            if self._reconciliation is None or self._store is not runtime.store():
-                self._store = runtime.store()
-                self._reconciliation = Reconciliation(
-                    self._store, self.global_rank, self.world_size, lambda peers: runtime.shut_down()
-                )
-            else:
-                self._reconciliation.start_stage()
+        store = runtime.store() if self.world_size > 1 else None
+        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
+        if store is not None:
+            self._world.end_others_on_failure(lambda peers: runtime.shut_down())
 
     # --- setup ---
 
@@ -281,69 +272,14 @@ class HorovodStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             _lightning.move_optimizers(self.optimizers, self.root_device)
-        self._metrics = MetricSync(module, self.collectives)
+        self._metrics = MetricSync(module, lambda: self.collectives)
         _lightning.skip_needless_moves(trainer)
-        if not is_fitting or self._commit_every_n_steps is None:
-            self.enter_world(trainer)
-            return
-        self._elastic = ElasticFit(
-            self, trainer, world.current(), self._commit_every_n_steps, self._scale_learning_rate
-        )
-        if self._was_asked_to_stop:
-            self._elastic.leave()
-        self._agree_on_sigterm(trainer, TerminationAgreement(None))  # with nobody, before the training loop
+        self._begin_stage(trainer)
 
-    def enter_world(self, trainer: "pl.Trainer") -> None:
-        """Begins what the ranks do together in a stage; in elastic training once for each world."""
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._begin_exchange(trainer)
-        is_alone = self.world_size == 1 or self.collectives.is_alone
-        if self._commit_every_n_steps is not None:
-            self._store = None if is_alone else runtime.make_store()
-        # In elastic training only those leave that were asked to.
-        must_stop = self._elastic is None and self.reduce_boolean_decision(self._was_asked_to_stop, all=False)
-        agreement = TerminationAgreement(
-            None if is_alone else self._store,
-            self.global_rank,
-            self.world_size,
-            is_requested=must_stop,
-            # Processes of an elastic run are not of the same age, and each world has a store of its own.
-            name=None if self._commit_every_n_steps is None else "world",
-        )
-        self._agree_on_sigterm(trainer, agreement)
-
-    def leave_world(self, *, agreed: bool) -> None:
-        """Ends what the ranks do together, in elastic training.
-
-        Args:
-            agreed: Whether all ranks leave before the same step; otherwise some may be gone.
-        """
-        if self._termination is not None:
-            self._termination.close() if agreed else self._termination.abandon()
-        self._end_exchange()
-        self._termination = self._store = None
-        if not agreed:
-            driver.disconnect()
-        runtime.shut_down()
-
-    def take_place(self, launch: runtime.Launch) -> None:
-        """Makes this process another rank, in elastic training."""
-        assert isinstance(self.cluster_environment, runtime.HorovodEnvironment)
-        self.cluster_environment.launch = launch
-        runtime.say_rank(launch.rank)
-
-    def fall_silent(self) -> None:
-        """Lets this rank end without the others, who go on in elastic training: its collectives return its input."""
-        self._has_failed = True
-        driver.disconnect()
-        runtime.shut_down()
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """In elastic training, gives a training loader this rank's share of what is left of the epoch."""
-        assert self.lightning_module is not None
-        if self._elastic is not None and self.lightning_module.trainer.training:
-            self._elastic.share_out(dataloader)
-        return dataloader
+    def _begin_stage(self, trainer: "pl.Trainer") -> None:
+        self._begin_exchange(trainer)
+        must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
+        self._agree_on_sigterm(trainer, is_requested=must_stop)
 
     def model_to_device(self) -> None:
         """Moves the model to the device of this rank."""
@@ -355,20 +291,22 @@ class HorovodStrategy(ParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
-        with nullcontext() if self._exchange is None else self._exchange.held_back():
+        exchange = self._world.exchange
+        with nullcontext() if exchange is None else exchange.held_back():
             yield
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one training step."""
-        if self._inputs is None:
+        inputs = self._world.inputs
+        if inputs is None:
             return super().training_step(*args, **kwargs)
-        with self._inputs.around_training_step():
+        with inputs.around_training_step():
             return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the exchange of gradients."""
-        if self._inputs is not None:
-            self._inputs.before_backward()
+        if self._world.inputs is not None:
+            self._world.inputs.before_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Waits until the gradients are those of all ranks, so that they can be clipped and used.
@@ -376,10 +314,10 @@ class HorovodStrategy(ParallelStrategy):
         Raises:
             UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.
         """
-        if self._inputs is not None:
-            self._inputs.after_backward()
-        elif self._exchange is not None:
-            self._exchange.finish()
+        if self._world.inputs is not None:
+            self._world.inputs.after_backward()
+        elif self._world.exchange is not None:
+            self._world.exchange.finish()
 
     def optimizer_step(
         self,
@@ -406,15 +344,16 @@ class HorovodStrategy(ParallelStrategy):
 
         In a training step, ranks that have run out of batches count for nothing (``uneven_inputs="join"``).
         """
-        if self._inputs is not None and not self._has_failed and self._inputs.does_reduce(tensor, group):
-            return self._inputs.reduce(tensor, self.collectives.op_named(reduce_op))
+        inputs = self._world.inputs
+        if inputs is not None and self._world.alone is None and inputs.does_reduce(tensor, group):
+            return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, result: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank, whose first dimensions may differ; see :meth:`.HorovodCollectives.all_gather`.
 
         Args:
-            result: The tensor.
+            result: The tensor; named as in Lightning 1, and why this method is here.
             group: Process set, default all ranks.
             sync_grads: Whether gradients flow back through the result, to every rank's input.
         """
@@ -427,63 +366,40 @@ class HorovodStrategy(ParallelStrategy):
 
         Horovod stays initialised for the next stage, and is shut down when the interpreter ends.
         """
-        if self._elastic is not None:
-            self._elastic.close()
-        self._end_exchange()
+        self._world.leave()
         if self._metrics is not None:
             self._metrics.close()
         if self._batch_norm is not None:
             self._batch_norm.revert()
-        self._deltas = self._metrics = self._batch_norm = self._elastic = None
+        self._deltas = self._metrics = self._batch_norm = None
         super().teardown()
-
-    def note_failure(self, exception: BaseException) -> None:
-        """Says to the other ranks that this one has failed; in elastic training they go on without it."""
-        super().note_failure(exception)
-        if self._commit_every_n_steps is not None and self._has_failed:
-            self.fall_silent()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.PYTORCH, cls)
 
+    def _engine(self) -> Collectives:
+        from lightning_strategies_ext.horovod.collectives import HorovodCollectives
+
+        return HorovodCollectives(lambda: self.root_device)
+
     def _begin_exchange(self, trainer: "pl.Trainer") -> None:
         assert self.lightning_module is not None
+        world = self._world
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
         if self._options.op == "adasum":
             self._deltas = DeltaExchange(self._options)
         else:
-            self._exchange = GradientExchange(self.lightning_module, self._options)
-        if self.world_size > 1:
-            self._inputs = UnevenInputsControl(
-                self._uneven_inputs, trainer, self.collectives, self._exchange, self.global_rank, self.world_size
+            world.exchange = GradientExchange(self.lightning_module, self._options)
+        if world.size > 1:
+            world.inputs = UnevenInputsControl(
+                self._uneven_inputs, trainer, world.collectives, world.exchange, world.rank, world.size
             )
 
-    def _end_exchange(self) -> None:
-        if self._inputs is not None:
-            self._inputs.close()
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = self._inputs = None
-
-    def _on_sigterm(self) -> None:
-        super()._on_sigterm() if self._elastic is None else self._elastic.leave()
-
-    def _before_train_step(self) -> None:
-        if self._elastic is None:
-            super()._before_train_step()
-        else:
-            self._elastic.before_train_step(self._termination)
-
-    def _stop_before_evaluation_step_if_agreed(self) -> None:
-        if self._elastic is None:
-            super()._stop_before_evaluation_step_if_agreed()
-        else:
-            self._elastic.before_evaluation_step(self._termination)
-
     def __getstate__(self) -> dict[str, Any]:
-        private = ("_elastic", "_exchange", "_deltas", "_metrics", "_batch_norm", "_inputs", "_collectives", "_store")
-        return {**super().__getstate__(), **dict.fromkeys(private)}
+        return {**super().__getstate__(), "_deltas": None, "_metrics": None, "_batch_norm": None}
 
 
 def legacy_horovod(**kwargs: Any) -> HorovodStrategy:

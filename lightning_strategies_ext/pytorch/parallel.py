@@ -5,11 +5,11 @@ are exchanged is left to the strategies; what carries the collectives is an engi
 torch.distributed, and nothing else here knows which.
 """
 
-import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -22,11 +22,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from lightning_strategies_ext import _lightning, registry
-from lightning_strategies_ext.collectives import Collectives, TorchCollectives
-from lightning_strategies_ext.failure.departure import Departure
-from lightning_strategies_ext.failure.errors import UnevenInputsError
-from lightning_strategies_ext.failure.reconciliation import Reconciliation
-from lightning_strategies_ext.failure.termination import TerminationAgreement
+from lightning_strategies_ext.arguments import check_devices, check_plugins, name_of_barrier
+from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from lightning_strategies_ext.world import World
 
 T = TypeVar("T")
 
@@ -78,13 +77,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._collectives: Collectives | None = None
-        self._termination: TerminationAgreement | None = None
-        self._reconciliation: Reconciliation | None = None
-        self._departure: Departure | None = None
-        self._has_failed = False
-        self._was_asked_to_stop = False
-        self._is_interrupted = False
+        self._world = World(self._engine)
 
     @property
     @abstractmethod
@@ -95,11 +88,10 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     def collectives(self) -> Collectives:
         """What carries this strategy's collectives: torch.distributed's default group, once this process is in one.
 
-        In a process that is in none, each returns its input.
+        In a process that is in none, each returns its input. A rank that has failed answers alone, see
+        :class:`.LocalCollectives`.
         """
-        if self._collectives is None:
-            self._collectives = TorchCollectives(lambda: self.root_device)
-        return self._collectives
+        return self._world.collectives
 
     @property
     def is_global_zero(self) -> bool:
@@ -119,17 +111,17 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one validation step; before it all ranks stop if they agreed to."""
-        self._stop_before_evaluation_step_if_agreed()
+        self._before_evaluation_step()
         return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one test step; before it all ranks stop if they agreed to."""
-        self._stop_before_evaluation_step_if_agreed()
+        self._before_evaluation_step()
         return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one predict step; before it all ranks stop if they agreed to."""
-        self._stop_before_evaluation_step_if_agreed()
+        self._before_evaluation_step()
         return super().predict_step(*args, **kwargs)
 
     # --- collectives ---
@@ -148,7 +140,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Raises:
             ValueError: If ``reduce_op`` is unknown.
         """
-        return tensor if self._has_failed else self.collectives.reduce(tensor, group, reduce_op)
+        return self._answering.reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``.
@@ -158,9 +150,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             group: Ranks that take part, default all.
             sync_grads: Whether gradients flow back through the result, to every rank's input.
         """
-        if self._has_failed:
-            return torch.stack([tensor] * self.world_size)
-        return self.collectives.all_gather(tensor, group, sync_grads)
+        return self._answering.all_gather(tensor, group, sync_grads)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank ``src``, any picklable one; small ones in one round trip.
@@ -169,7 +159,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             ValueError: If there is no such rank.
             RuntimeError: On every rank, if the object cannot be pickled.
         """
-        return obj if self._has_failed else self.collectives.broadcast(obj, src)
+        return self._answering.broadcast(obj, src)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns when every rank has called it.
@@ -178,20 +168,18 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             *args: The first is a name, shown in the error if it fails. There is no use for others.
             **kwargs: ``name`` is the same.
         """
-        if not self._has_failed:
-            self.collectives.barrier(name_of_barrier(*args, **kwargs))
+        self._answering.barrier(name_of_barrier(*args, **kwargs))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does.
 
         A subclass that brings ``reduce``, and no ``collectives``, decides by that, as on Lightning's base.
         """
-        if self._has_failed:
-            return bool(decision)
         own = type(self)
-        if own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives:
+        brings_reduce = own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
+        if brings_reduce and self._world.alone is None:
             return bool(super().reduce_boolean_decision(decision, all))
-        return self.collectives.reduce_boolean_decision(decision, all)
+        return self._answering.reduce_boolean_decision(decision, all)
 
     # --- exception, teardown ---
 
@@ -201,10 +189,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Raises:
             KeyboardInterrupt: If no stage runs that could agree on a step.
         """
-        if self._termination is None:
-            raise KeyboardInterrupt
-        self._is_interrupted = True
-        self._termination.request()
+        self._world.interrupt()
 
     def note_failure(self, exception: BaseException) -> None:
         """Says to the other ranks that this one has failed; called before any ``on_exception`` hook.
@@ -213,19 +198,12 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         callback that saves a checkpoint would wait in a barrier for ever. An agreed SIGTERM is no failure, and the
         Tuner's way out of a trial is none either.
         """
-        if isinstance(exception, (SIGTERMException, _lightning.TunerExitException)):
-            return
-        self._has_failed = True
-        if self._reconciliation is not None and isinstance(exception, Exception):
-            self._reconciliation.announce("".join(traceback.format_exception(exception)))
+        if not isinstance(exception, (SIGTERMException, _lightning.TunerExitException)):
+            self._fail(exception)
 
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""
-        if self._departure is None or self._departure.reason is None or not isinstance(exception, Exception):
-            return exception
-        error = UnevenInputsError(self._departure.reason)
-        error.__cause__ = exception
-        return error
+        return self._world.explained(exception)
 
     def reconciliate_processes(self, trace: str) -> None:
         """Ends the other ranks of this host after this one failed, so that none waits for it.
@@ -236,14 +214,14 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         Args:
             trace: The failure of this rank, as ``traceback.format_exc()`` gives it.
         """
-        if self._reconciliation is not None:
-            self._reconciliation.reconciliate(trace)
+        if self._world.reconciliation is not None:
+            self._world.reconciliation.reconciliate(trace)
 
     def on_exception(self, exception: BaseException) -> None:
         """Ends the other ranks if this one failed. Ctrl-C and an agreed SIGTERM end all ranks and are no failures."""
-        if self._reconciliation is None or not isinstance(exception, Exception):
+        if self._world.reconciliation is None or not isinstance(exception, Exception):
             return
-        first = self._reconciliation.first_failure()
+        first = self._world.reconciliation.first_failure()
         if first is not None and hasattr(exception, "add_note"):  # Python 3.11 and later
             exception.add_note(first)
         trace = "".join(traceback.format_exception(exception))
@@ -251,17 +229,8 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     def teardown(self) -> None:
         """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
-        if self._departure is not None:
-            self._departure.close() if self._has_failed else self._departure.depart()
-        if self._termination is not None:
-            self._termination.close()
-            # A request that came after the last step, while a checkpoint was saved, say, is for the next stage.
-            self._was_asked_to_stop = self._termination.is_unanswered
-            self._termination = None
-            module = self.lightning_module
-            trainer = None if module is None else _lightning.trainer_of(module)
-            if trainer is not None:
-                _lightning.release_sigterm(trainer)
+        self._world.leave()
+        self._world.release_sigterm()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         _lightning.move_optimizers(self.optimizers, torch.device("cpu"))
@@ -272,104 +241,48 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _agree_on_sigterm(self, trainer: "pl.Trainer", agreement: TerminationAgreement) -> None:
-        """Lets ``agreement`` decide what a SIGTERM on any rank does to this stage; called by all ranks in ``setup``."""
-        if self._termination is not None:
-            self._termination.close()
-        self._termination = agreement
-        self._confirm_sigterm = _lightning.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
+    # --- the world ---
+
+    def _engine(self) -> Collectives:
+        """The engine's collectives; engines other than torch.distributed override it."""
+        return TorchCollectives(lambda: self.root_device)
+
+    @property
+    def _answering(self) -> Collectives:
+        # A subclass may bring `collectives` of its own, which say nothing of a rank that has failed.
+        return self._world.alone or self.collectives
+
+    def _fail(self, exception: BaseException) -> None:
+        self._world.fail(exception, self.global_rank, self.world_size)
+
+    def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
+        """Lets a SIGTERM on any rank stop all before the same step; called by all ranks together."""
+        confirm = _lightning.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
+        release = partial(_lightning.release_sigterm, trainer)
+        self._world.agree_on_sigterm(confirm, release, is_requested=is_requested)
 
     def _on_sigterm(self) -> None:
-        if self._termination is not None:
-            self._termination.request()
+        self._world.request_stop()
 
     def _before_train_step(self) -> None:
-        if self._termination is not None and self._termination.must_stop_before_train_step():
-            self._stop()
+        if self._world.has_agreed_before_train_step():
+            self._world.stop()
 
-    def _stop_before_evaluation_step_if_agreed(self) -> None:
-        if self._termination is not None and self._termination.must_stop_before_evaluation_step():
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._is_interrupted:
-            raise KeyboardInterrupt
-        self._confirm_sigterm()
-        raise SIGTERMException
+    def _before_evaluation_step(self) -> None:
+        if self._world.has_agreed_before_evaluation_step():
+            self._world.stop()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        # They belong to this process: a worker has its own.
-        state.update(_collectives=None, _termination=None, _reconciliation=None, _departure=None)
-        state.pop("_confirm_sigterm", None)
-        return state
+        # What belongs to this process stays here: a worker has a world of its own.
+        state.pop("_world")
+        return {**state, "was_asked_to_stop": self._world.was_asked_to_stop}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        was_asked_to_stop = state.pop("was_asked_to_stop", False)
+        super().__setstate__(state)
+        self._world = World(self._engine)
+        self._world.was_asked_to_stop = was_asked_to_stop
 
     def __repr__(self) -> str:
         return registry.describe(self)
-
-
-def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
-    """The name among the arguments of ``barrier(*args, **kwargs)``, or None."""
-    name = kwargs.get("name", args[0] if args else None)
-    return None if name is None else str(name)
-
-
-def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any) -> None:
-    """Refuses plugins that are not what their argument says.
-
-    Raises:
-        TypeError: If one is not.
-    """
-    from lightning.fabric.accelerators import Accelerator as AnyAccelerator
-
-    for name, value, kind in (
-        ("accelerator", accelerator, AnyAccelerator),
-        ("cluster_environment", cluster_environment, ClusterEnvironment),
-        ("checkpoint_io", checkpoint_io, CheckpointIO),
-    ):
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"`{name}` must be a {kind.__module__.rpartition('.')[0]}.{kind.__name__}, got {value!r}.")
-
-
-def check_not_interactive(way: str) -> None:
-    """Refuses, in a notebook or at a prompt, a way of starting processes that needs a script.
-
-    Lightning refuses it too, but later, and recommends its own strategy in place of ours.
-
-    Args:
-        way: The argument that asks for it, as the user writes it.
-
-    Raises:
-        RuntimeError: If this is a notebook, a prompt or ``python -i``.
-    """
-    if hasattr(sys, "ps1") or sys.flags.interactive:
-        raise RuntimeError(
-            f"{way} does not work in a notebook or at a prompt: new processes would run or import a script. Use"
-            " `strategy='ddp_notebook_ext'` or `DDPStrategy(start_method='fork')`, which fork; or `strategy='dp_ext'`,"
-            " which starts no process; or run a script."
-        )
-
-
-def check_devices(devices: Any) -> None:
-    """Refuses a list of devices that no host could give to one process each.
-
-    Raises:
-        TypeError: If it is not a list of ``torch.device``.
-        ValueError: If it mixes types, repeats a GPU or names one that is not there.
-    """
-    if devices is None:
-        return
-    if not isinstance(devices, (list, tuple)) or not all(isinstance(device, torch.device) for device in devices):
-        raise TypeError(f"`parallel_devices` must be a list of torch.device, got {devices!r}.")
-    types = {device.type for device in devices}
-    if len(types) > 1:
-        raise ValueError(f"`parallel_devices` must be of one type, got {', '.join(sorted(types))}.")
-    if types != {"cuda"}:
-        return
-    indices = [device.index for device in devices]
-    if len(set(indices)) < len(indices):
-        raise ValueError(f"`parallel_devices={devices}` gives the same GPU to two processes. Name each once.")
-    count = torch.cuda.device_count()
-    missing = [index for index in indices if index is None or index >= count]
-    if missing:
-        raise ValueError(f"`parallel_devices={devices}`: this host has {count} GPUs, with indices from 0.")

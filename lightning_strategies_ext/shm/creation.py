@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 import wrapt
 
+from lightning_strategies_ext.shm import native_build
 from lightning_strategies_ext.shm.execution import Execution
 from lightning_strategies_ext.shm.gloo import GlooBeside
 from lightning_strategies_ext.shm.links import Peer

@@ -15,11 +15,11 @@ import struct
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed import Store
 
+from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.shm.links import Links, Peer, PeerLostError, polled
 
 _TOKEN_NUM_BYTES: Final = 16
@@ -241,13 +241,3 @@ class _Calls:
 
 def _not_made(missing: Iterable[str]) -> TimeoutError:
     return TimeoutError(f"the process group is not made: {', '.join(missing)} did not come before the timeout ended")
-
-
-def host_identity() -> str:
-    """Tells apart hosts, and on one host what cannot reach each other's sockets: network namespaces."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    network = Path("/proc/self/ns/net")
-    try:
-        return f"{boot.read_text().strip()}/{network.readlink()}"
-    except OSError:
-        return socket.gethostname()

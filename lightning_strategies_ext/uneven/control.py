@@ -31,7 +31,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.failure.errors import UnevenInputsError
+from lightning_strategies_ext.exceptions import UnevenInputsError
 from lightning_strategies_ext.horovod.exchange import GradientExchange
 from lightning_strategies_ext.uneven.even_fetcher import ADVICE, Batch, EvenFetcher
 from lightning_strategies_ext.uneven.step_state import StepState

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_strategies_ext.failure.errors import UnevenInputsError
+from lightning_strategies_ext.exceptions import UnevenInputsError
 
 ADVICE = (
     "Give all ranks the same number of batches, or say `HorovodStrategy(uneven_inputs='stop')` to end the epoch with"

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
 
-from lightning_strategies_ext.launch.errors import WorkerDiedError, WorkerRaisedError
+from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.process import END_S, WorkerProcess, WorkerStartMethod
 from lightning_strategies_ext.launch.processes.worker import (

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import psutil
 
-from lightning_strategies_ext.launch.errors import WorkerDiedError
+from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.worker import Done, Failure, Job, Ping, command, own_exit_handlers, serve
 from lightning_strategies_ext.launch.transport.channel import Channel

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext import process_group
+from lightning_strategies_ext.torch_distributed import process_group
 
 MODULES = ("functional", "dtensors", "fully_sharded", "data_parallel", "optimizers", "checkpoints", "groups")
 

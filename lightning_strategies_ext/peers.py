@@ -2,7 +2,9 @@
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -19,7 +21,7 @@ class Peer:
     @classmethod
     def this_process(cls, rank: int) -> "Peer":
         """Describes the calling process."""
-        return cls(rank, pid_namespace_identity(), os.getpid(), psutil.Process().create_time())
+        return cls(rank, host_identity(), os.getpid(), psutil.Process().create_time())
 
     def is_running(self) -> bool:
         """Whether the process is alive; only meaningful on its own host."""
@@ -30,10 +32,12 @@ class Peer:
             return False
 
 
-def pid_namespace_identity() -> str:
-    """Tells hosts apart, and containers on one host, whose pids mean nothing to each other."""
-    try:
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        namespace = 0
-    return f"{socket.gethostname()}/{namespace}"
+def host_identity() -> str:
+    """Tells hosts apart, and containers on one host, which cannot reach each other's processes or sockets."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+    for namespace in ("pid", "net"):
+        with suppress(OSError):
+            parts.append(str(Path("/proc/self/ns", namespace).readlink()))
+    return "/".join(parts)

@@ -1,6 +1,14 @@
-"""What the main process raises: when a worker fails, torch.multiprocessing's errors, as the stock strategies do."""
+"""What this package raises and users may want to catch: when workers fail, torch.multiprocessing's errors, as stock."""
 
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+
+class UnevenInputsError(RuntimeError):
+    """Ranks have different numbers of batches, and nobody said what to do then."""
+
+
+class WorldTooSmallError(RuntimeError):
+    """Fewer ranks are left than elastic training may have; the message says where the state is."""
 
 
 class WorkerRaisedError(ProcessRaisedException):

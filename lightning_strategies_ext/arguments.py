@@ -1,0 +1,102 @@
+"""Arguments that the Trainer's face and Fabric's have in common: their kinds, their defaults, what is refused."""
+
+import sys
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.multiprocessing
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+
+#: How the further processes of a host are started.
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+#: Of the rendezvous and of every collective.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
+    """The name among the arguments of ``barrier(*args, **kwargs)``, or None."""
+    name = kwargs.get("name", args[0] if args else None)
+    return None if name is None else str(name)
+
+
+def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any) -> None:
+    """Refuses plugins that are not what their argument says.
+
+    Raises:
+        TypeError: If one is not.
+    """
+    for name, value, kind in (
+        ("accelerator", accelerator, Accelerator),
+        ("cluster_environment", cluster_environment, ClusterEnvironment),
+        ("checkpoint_io", checkpoint_io, CheckpointIO),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"`{name}` must be a {kind.__module__.rpartition('.')[0]}.{kind.__name__}, got {value!r}.")
+
+
+def check_not_interactive(way: str) -> None:
+    """Refuses, in a notebook or at a prompt, a way of starting processes that needs a script.
+
+    Lightning refuses it too, but later, and recommends its own strategy in place of ours.
+
+    Args:
+        way: The argument that asks for it, as the user writes it.
+
+    Raises:
+        RuntimeError: If this is a notebook, a prompt or ``python -i``.
+    """
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        raise RuntimeError(
+            f"{way} does not work in a notebook or at a prompt: new processes would run or import a script. Use"
+            " `strategy='ddp_notebook_ext'` or `DDPStrategy(start_method='fork')`, which fork; or `strategy='dp_ext'`,"
+            " which starts no process; or run a script."
+        )
+
+
+def check_devices(devices: Any) -> None:
+    """Refuses a list of devices that no host could give to one process each.
+
+    Raises:
+        TypeError: If it is not a list of ``torch.device``.
+        ValueError: If it mixes types, repeats a GPU or names one that is not there.
+    """
+    if devices is None:
+        return
+    if not isinstance(devices, (list, tuple)) or not all(isinstance(device, torch.device) for device in devices):
+        raise TypeError(f"`parallel_devices` must be a list of torch.device, got {devices!r}.")
+    types = {device.type for device in devices}
+    if len(types) > 1:
+        raise ValueError(f"`parallel_devices` must be of one type, got {', '.join(sorted(types))}.")
+    if types != {"cuda"}:
+        return
+    indices = [device.index for device in devices]
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"`parallel_devices={devices}` gives the same GPU to two processes. Name each once.")
+    count = torch.cuda.device_count()
+    missing = [index for index in indices if index is None or index >= count]
+    if missing:
+        raise ValueError(f"`parallel_devices={devices}`: this host has {count} GPUs, with indices from 0.")
+
+
+def check_start_method(start_method: str) -> None:
+    """Refuses a way of starting processes that is unknown or that this platform lacks.
+
+    Raises:
+        ValueError: If it is.
+    """
+    available = ["popen", *torch.multiprocessing.get_all_start_methods()]
+    if start_method not in available:
+        raise ValueError(f"`start_method={start_method!r}` is not available here. Use one of {', '.join(available)}.")
+
+
+def check_start_method_here(start_method: str) -> None:
+    """Refuses a way of starting processes that a notebook or a prompt cannot have.
+
+    Raises:
+        RuntimeError: If this is one.
+    """
+    if start_method != "fork":
+        name = "ddp_ext" if start_method == "popen" else "ddp_spawn_ext"
+        check_not_interactive(f"`strategy={name!r}` (`start_method={start_method!r}`)")

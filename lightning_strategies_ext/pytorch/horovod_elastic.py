@@ -1,0 +1,175 @@
+"""HorovodElasticStrategy: ``fit`` over Horovod with ranks that may die, leave and join. Name ``horovod_elastic_ext``.
+
+What happens then is :mod:`lightning_strategies_ext.elastic`'s; this is its face, and says what Horovod has to do.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_strategies_ext.collectives import LocalCollectives
+from lightning_strategies_ext.elastic.fit import ElasticFit
+from lightning_strategies_ext.elastic.options import check_commit_interval
+from lightning_strategies_ext.horovod import elastic_driver, runtime
+from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
+from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.world import World
+
+
+class HorovodElasticStrategy(HorovodStrategy):
+    """Data parallelism over Horovod whose ranks may die, leave and join during ``fit``.
+
+    Needs ``horovodrun`` with a discovery script. Ends of epochs are made even as by ``uneven_inputs="join"``, unless
+    "stop" is asked for.
+
+    Args:
+        elastic: True.
+        commit_every_n_steps: Optimizer steps between copies of the state, to which ranks go back when one of them dies.
+            100 by default.
+        *args: Those of :class:`.HorovodStrategy`.
+        **kwargs: Those of :class:`.HorovodStrategy`.
+
+    Raises:
+        RuntimeError: If Horovod is not installed, or no elastic driver has started this process.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value or a combination cannot work.
+
+    Example::
+
+        # horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python train.py
+        trainer = Trainer(strategy="horovod_elastic_ext")
+    """
+
+    strategy_name = "horovod_elastic_ext"
+
+    def __init__(
+        self, *args: Any, elastic: bool = True, commit_every_n_steps: int | None = None, **kwargs: Any
+    ) -> None:
+        kwargs.update(elastic=elastic, commit_every_n_steps=commit_every_n_steps)
+        super().__init__(*args, **kwargs)
+        self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
+        if self._uneven_inputs == "error":
+            self._uneven_inputs = "join"
+        self._fit: ElasticFit | None = None
+
+    def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
+        if elastic is not True:
+            raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is elastic. Use `HorovodStrategy`.")
+        check_commit_interval(commit_every_n_steps)
+        if self._options.op == "adasum":
+            raise ValueError(
+                "`elastic=True` goes over gloo, and `op='adasum'` needs MPI or NCCL. Leave one of them out."
+            )
+        if self._options.process_set is not None:
+            raise ValueError(
+                f"`elastic=True` with `process_set={self._options.process_set}`: the ranks of a process set cannot be"
+                " kept when ranks change. Leave one of them out."
+            )
+        if not elastic_driver.is_there():
+            raise UnavailableHereError(
+                "`elastic=True`: this process was not started for a changing number of ranks. Use `horovodrun -np 2"
+                " --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python train.py`, or `elastic=False`."
+            )
+
+    @property
+    def membership(self) -> elastic_driver.DriverMembership:
+        """Who the ranks are. The first call waits for them.
+
+        Raises:
+            RuntimeError: If some do not come.
+        """
+        assert isinstance(self.cluster_environment, runtime.HorovodEnvironment)
+        return elastic_driver.membership(self.cluster_environment)
+
+    def _configure_launcher(self) -> None:
+        if len(self.parallel_devices or []) != 1:
+            raise ValueError(
+                f"`devices={len(self.parallel_devices or [])}`: with `elastic=True` the number of ranks on a host may"
+                " change. Use `devices=1`; on GPUs, each rank gets that of its number on the host."
+            )
+        super()._configure_launcher()
+
+    def _join(self) -> None:
+        is_entered = self.membership.is_entered
+        assert self.cluster_environment is not None
+        runtime.start(self.cluster_environment, self.num_processes, self.root_device)
+        self._world = World(self._engine, self.global_rank, self.world_size, before=self._world)
+        if not is_entered:
+            self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+
+    def _begin_stage(self, trainer: "pl.Trainer") -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.enter_world(trainer)
+            return
+        self._fit = ElasticFit(self, trainer, self.membership, self._commit_every_n_steps, self._scale_learning_rate)
+        if self._world.was_asked_to_stop:
+            self._fit.leave()
+        self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop
+
+    # --- one world after another ---
+
+    def take_part(self) -> None:
+        """Lets this rank's collectives be those of all, from here on."""
+        self.membership.is_entered = True
+        self._world.alone = None
+
+    def enter_world(self, trainer: "pl.Trainer") -> None:
+        """Begins what the ranks of a world do together."""
+        alone = self._world.alone
+        is_alone = self.world_size == 1 or alone is not None
+        # Processes of an elastic run are not of the same age, and each world has a store of its own.
+        store = None if is_alone else runtime.make_store()
+        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
+        self._world.alone = alone
+        self._begin_exchange(trainer)
+        # Only those leave that were asked to.
+        must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
+        self._agree_on_sigterm(trainer, is_requested=must_stop)
+
+    def leave_world(self, *, agreed: bool) -> None:
+        """Ends what the ranks do together.
+
+        Args:
+            agreed: Whether all ranks leave before the same step; otherwise some may be gone.
+        """
+        self._world.leave() if agreed else self._world.abandon()
+        self.membership.leave(agreed=agreed)
+
+    def fall_silent(self) -> None:
+        """Lets this rank end without the others, who go on: it answers alone."""
+        self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+        self.membership.leave(agreed=False)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Gives a training loader this rank's share of what is left of the epoch."""
+        assert self.lightning_module is not None
+        if self._fit is not None and self.lightning_module.trainer.training:
+            self._fit.share_out(dataloader)
+        return dataloader
+
+    # --- exception, teardown ---
+
+    def _fail(self, exception: BaseException) -> None:
+        # The other ranks go on without this one.
+        super()._fail(exception)
+        self.fall_silent()
+
+    def teardown(self) -> None:
+        """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
+        if self._fit is not None:
+            self._fit.close()
+        self._fit = None
+        super().teardown()
+
+    def _on_sigterm(self) -> None:
+        super()._on_sigterm() if self._fit is None else self._fit.leave()
+
+    def _before_train_step(self) -> None:
+        super()._before_train_step() if self._fit is None else self._fit.before_train_step(self._world)
+
+    def _before_evaluation_step(self) -> None:
+        super()._before_evaluation_step() if self._fit is None else self._fit.before_evaluation_step(self._world)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fit": None}

@@ -1,0 +1,213 @@
+"""What ranks have together, from when they enter a stage of the Trainer until they leave it, as one object.
+
+A strategy holds one. It gets a new one when it enters a stage (in elastic training, each time the ranks change), and
+what an earlier stage has left in it is gone then: a failure, an interrupt, who reads which keys of the store.
+"""
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed import Store
+
+from lightning_strategies_ext.collectives import Collectives, LocalCollectives
+from lightning_strategies_ext.exceptions import UnevenInputsError
+from lightning_strategies_ext.failure.departure import Departure, Progress
+from lightning_strategies_ext.failure.reconciliation import Reconciliation
+from lightning_strategies_ext.failure.termination import TerminationAgreement
+from lightning_strategies_ext.peers import Peer
+
+
+class World:
+    """One rank's part of it.
+
+    Args:
+        engine: Makes the engine's collectives, when they are first asked for.
+        rank: Global rank of this process.
+        size: Number of ranks.
+        store: The key-value store that all ranks share; None for a rank that has no others to talk to.
+        before: The world that this rank was in before: a SIGTERM that came too late for it is for this one.
+        name: Tells it from others with the same store, the same on all ranks; None where all ranks have had as many.
+
+    Attributes:
+        rank: See above.
+        size: See above.
+        store: See above.
+        alone: What answers in place of the engine, if this rank has failed or is still to join the others.
+        reconciliation: Ends the others when this rank fails; None if they go on, or there are none.
+        exchange: Of gradients, where no DDP does it.
+        inputs: Keeps ranks with different numbers of batches in step, if anything has to.
+        was_asked_to_stop: Whether a SIGTERM came after the last step of the stage before.
+    """
+
+    def __init__(
+        self,
+        engine: Callable[[], Collectives],
+        rank: int = 0,
+        size: int = 1,
+        store: Store | None = None,
+        *,
+        before: "World | None" = None,
+        name: str | None = None,
+    ) -> None:
+        self._engine = engine
+        self.rank = rank
+        self.size = size
+        self.store = store
+        self._name = name
+        self._collectives: Collectives | None = None
+        self.alone: LocalCollectives | None = None
+        self.reconciliation: Reconciliation | None = None if before is None else before.reconciliation
+        self.exchange: Any = None
+        self.inputs: Any = None
+        self.was_asked_to_stop: bool = before is not None and before.was_asked_to_stop
+        self._departure: Departure | None = None
+        self._termination: TerminationAgreement | None = None
+        self._confirm_sigterm: Callable[[], None] | None = None
+        self._release_sigterm: Callable[[], None] | None = None if before is None else before._release_sigterm
+        self._is_interrupted = False
+        if before is not None:
+            before._close()
+
+    @property
+    def collectives(self) -> Collectives:
+        """Who answers: all ranks by way of the engine, or this one alone."""
+        if self.alone is not None:
+            return self.alone
+        if self._collectives is None:
+            self._collectives = self._engine()
+        return self._collectives
+
+    # --- entering ---
+
+    def end_others_on_failure(self, wake: Callable[[Sequence[Peer]], None]) -> None:
+        """Lets the other ranks of this host end when this one fails. Called by all ranks together, with a store.
+
+        Args:
+            wake: Lets ranks fail that are blocked in a collective with this one.
+        """
+        assert self.store is not None
+        if self.reconciliation is None or self.reconciliation.default_store is not self.store:
+            self.reconciliation = Reconciliation(self.store, self.rank, self.size, wake)
+        else:
+            self.reconciliation.start_stage()
+
+    def agree_on_sigterm(
+        self, confirm: Callable[[], None], release: Callable[[], None], *, is_requested: bool = False
+    ) -> None:
+        """Lets a SIGTERM on any rank stop all before the same step. Called by all ranks together.
+
+        Args:
+            confirm: Says to the Trainer that a SIGTERM was agreed on.
+            release: Gives the Trainer its own handling of it back.
+            is_requested: Whether the ranks know already that they have to stop.
+        """
+        if self._termination is not None:
+            self._termination.close()
+        self._confirm_sigterm, self._release_sigterm = confirm, release
+        self._termination = TerminationAgreement(
+            self.store, self.rank, self.size, is_requested=is_requested, name=self._name
+        )
+
+    def watch_departures(self, progress: Progress) -> None:
+        """Lets this rank fail where it waits for one that has ended the stage. Called by all ranks together."""
+        assert self.store is not None
+        if self._departure is not None:
+            self._departure.close()
+        self._departure = Departure(self.store, self.rank, self.size, progress)
+
+    # --- between steps ---
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop; for a signal handler."""
+        if self._termination is not None:
+            self._termination.request()
+
+    def interrupt(self) -> None:
+        """Asks all ranks to stop as after Ctrl-C; for a signal handler.
+
+        Raises:
+            KeyboardInterrupt: If no stage runs that could agree on a step.
+        """
+        if self._termination is None:
+            raise KeyboardInterrupt
+        self._is_interrupted = True
+        self._termination.request()
+
+    def has_agreed_before_train_step(self) -> bool:
+        """Notes that this rank is about to start a training step; True if all stop before it."""
+        return self._termination is not None and self._termination.must_stop_before_train_step()
+
+    def has_agreed_before_evaluation_step(self) -> bool:
+        """Notes that this rank is about to start a validation, test or predict step; True if all stop before it."""
+        return self._termination is not None and self._termination.must_stop_before_evaluation_step()
+
+    def stop(self) -> None:
+        """Ends the stage, as agreed.
+
+        Raises:
+            KeyboardInterrupt: If Ctrl-C was what they agreed on.
+            SIGTERMException: Otherwise.
+        """
+        if self._is_interrupted:
+            raise KeyboardInterrupt
+        assert self._confirm_sigterm is not None
+        self._confirm_sigterm()
+        raise SIGTERMException
+
+    # --- failure ---
+
+    def fail(self, exception: BaseException, rank: int, world_size: int) -> None:
+        """Says to the others that this rank has failed, and lets it answer alone."""
+        self.alone = LocalCollectives(rank, world_size)
+        if self.reconciliation is not None and isinstance(exception, Exception):
+            self.reconciliation.announce("".join(traceback.format_exception(exception)))
+
+    def explained(self, exception: BaseException) -> BaseException:
+        """The exception that the user should see: the given one, or one that it came from by way of a collective."""
+        if self._departure is None or self._departure.reason is None or not isinstance(exception, Exception):
+            return exception
+        error = UnevenInputsError(self._departure.reason)
+        error.__cause__ = exception
+        return error
+
+    # --- leaving ---
+
+    def leave(self) -> None:
+        """Ends what the ranks have together, but for what the next stage takes over. A second call does no harm."""
+        if self._departure is not None:
+            self._departure.depart() if self.alone is None else self._departure.close()
+        self._end_exchange()
+        if self._termination is None:
+            return
+        self._termination.close()
+        # A request that came after the last step, while a checkpoint was saved, say, is for the next stage.
+        self.was_asked_to_stop = self._termination.is_unanswered
+        self._termination = None
+
+    def release_sigterm(self) -> None:
+        """Gives the Trainer its own handling of a SIGTERM back. A second call does no harm."""
+        if self._release_sigterm is not None:
+            self._release_sigterm()
+        self._confirm_sigterm = self._release_sigterm = None
+
+    def abandon(self) -> None:
+        """Ends this rank's part without a word to the others, some of whom may be gone."""
+        if self._termination is not None:
+            self._termination.abandon()
+        self._termination = None
+        self._end_exchange()
+
+    def _close(self) -> None:
+        # What a stage that ended on its way has left open.
+        if self._departure is not None:
+            self._departure.close()
+        if self._termination is not None:
+            self._termination.close()
+
+    def _end_exchange(self) -> None:
+        for part in (self.inputs, self.exchange):
+            if part is not None:
+                part.close()
+        self.exchange = self.inputs = None
