@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_strategies_ext.launch.stage.predictions import RankPredictions, in_dataset_order
+from lightning_strategies_ext.launch.stage.dataset_order import KeyedOutputs, in_dataset_order
 
 Predict = Callable[[list[int]], Any]
 
@@ -73,12 +73,12 @@ def one_process(predict: Predict, keys: list[int], batch_size: int) -> list[Any]
     return [predict(batch) for batch in chunks(keys, batch_size)]
 
 
-def rank_of(predict: Predict, keys: list[int], batch_size: int) -> RankPredictions:
+def rank_of(predict: Predict, keys: list[int], batch_size: int) -> KeyedOutputs:
     batches = chunks(keys, batch_size)
-    return RankPredictions(batches, (predict(batch) for batch in batches))
+    return KeyedOutputs(batches, (predict(batch) for batch in batches))
 
 
-def strided(predict: Predict, num_samples: int, world_size: int, batch_size: int) -> list[RankPredictions]:
+def strided(predict: Predict, num_samples: int, world_size: int, batch_size: int) -> list[KeyedOutputs]:
     """As a distributed sampler that repeats no sample: ranks may differ in length."""
     shares = [list(range(rank, num_samples, world_size)) for rank in range(world_size)]
     return [rank_of(predict, share, batch_size) for share in shares]
@@ -137,10 +137,10 @@ class TestOneProcess:
         assert_same(in_dataset_order(ranks, 5), one_process(logits, sorted(keys), 5))
 
     def test_ranks_without_batches(self):
-        ranks = [RankPredictions([], iter(())), rank_of(logits, [0, 1, 2], 2), RankPredictions([], iter(()))]
+        ranks = [KeyedOutputs([], iter(())), rank_of(logits, [0, 1, 2], 2), KeyedOutputs([], iter(()))]
         assert_same(in_dataset_order(ranks, 2), one_process(logits, [0, 1, 2], 2))
         assert in_dataset_order([], 2) == []
-        assert in_dataset_order([RankPredictions([], iter(()))], 2) == []
+        assert in_dataset_order([KeyedOutputs([], iter(()))], 2) == []
 
     def test_at_random(self):
         choose = random.Random(20)
@@ -182,7 +182,7 @@ class TestDuplicates:
             yield from (logits([key]) for key in range(4))
             ends.append(rank)
 
-        ranks = [RankPredictions([[key] for key in range(4)], outputs(rank)) for rank in range(3)]
+        ranks = [KeyedOutputs([[key] for key in range(4)], outputs(rank)) for rank in range(3)]
         assert_same(in_dataset_order(ranks, 4), [logits([0, 1, 2, 3])])
         assert ends == [0, 1, 2]
 
@@ -283,7 +283,7 @@ class TestWholeOutputs:
 
     def test_read_before_its_turn(self):
         """The first output of the rank is needed last."""
-        ranks = [RankPredictions([[8, 9], [0, 1]], iter([whole([8, 9]), logits([0, 1])])), rank_of(logits, [2, 3], 2)]
+        ranks = [KeyedOutputs([[8, 9], [0, 1]], iter([whole([8, 9]), logits([0, 1])])), rank_of(logits, [2, 3], 2)]
         assert_same(in_dataset_order(ranks, 3), [logits([0, 1, 2]), logits([3]), whole([8, 9])])
 
 
@@ -326,7 +326,7 @@ class TestLists:
             ["6", "7"],
         ]
         keys = chunks(list(range(8)), 2)
-        assert_same(in_dataset_order([RankPredictions(keys, iter(outputs))], 2), outputs)
+        assert_same(in_dataset_order([KeyedOutputs(keys, iter(outputs))], 2), outputs)
 
     def test_found_out_late(self):
         """The first lists may be either and stay whole; a later one tells what the rest are."""
@@ -365,7 +365,7 @@ class TestStreaming:
         stride = world_size if copies == 1 else 1
         shares = [list(range(rank if copies == 1 else 0, num_samples, stride)) for rank in range(world_size)]
         ranks = [
-            RankPredictions(chunks(share, batch_size), watched(rank, chunks(share, batch_size)))
+            KeyedOutputs(chunks(share, batch_size), watched(rank, chunks(share, batch_size)))
             for rank, share in enumerate(shares)
         ]
         result = in_dataset_order(ranks, batch_size)
@@ -384,7 +384,7 @@ class TestStreaming:
                 yield logits(keys)
 
         shares = [chunks(list(range(8)), 2), chunks(list(range(8, 16)), 2)]
-        in_dataset_order([RankPredictions(share, noted(rank, share)) for rank, share in enumerate(shares)], 2)
+        in_dataset_order([KeyedOutputs(share, noted(rank, share)) for rank, share in enumerate(shares)], 2)
         assert read == [0, 0, 0, 0, 1, 1, 1, 1]
 
     @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ class TestStreaming:
             return value
 
         given = one_process(make, [0, 1, 2, 3], 2)
-        result = in_dataset_order([RankPredictions([[0, 1], [2, 3]], iter(given))], batch_size)
+        result = in_dataset_order([KeyedOutputs([[0, 1], [2, 3]], iter(given))], batch_size)
         zero(given)
         can_be_cut = not isinstance(given[0], tuple)
         assert_same(result, one_process(make, [0, 1, 2, 3], batch_size if can_be_cut else 2))
@@ -416,18 +416,18 @@ class TestStreaming:
 
 class TestBadInput:
     def test_iterator_ends_early(self):
-        ranks = [rank_of(logits, [0, 2], 1), RankPredictions([[1], [3]], iter([logits([1])]))]
+        ranks = [rank_of(logits, [0, 2], 1), KeyedOutputs([[1], [3]], iter([logits([1])]))]
         with pytest.raises(ValueError, match=r"Rank 1 has keys for 1 more batch\(es\) than it has outputs"):
             in_dataset_order(ranks, 2)
 
     def test_iterator_ends_early_among_duplicates(self):
-        ranks = [rank_of(logits, [0, 1], 1), RankPredictions([[0], [1]], iter([logits([0])]))]
+        ranks = [rank_of(logits, [0, 1], 1), KeyedOutputs([[0], [1]], iter([logits([0])]))]
         with pytest.raises(ValueError, match="Rank 1 has keys for 1 more"):
             in_dataset_order(ranks, 2)
 
     def test_more_outputs_than_keys(self):
         with pytest.raises(ValueError, match="Rank 0 has more outputs than lists of keys"):
-            in_dataset_order([RankPredictions([[0]], iter([logits([0]), logits([1])]))], 2)
+            in_dataset_order([KeyedOutputs([[0]], iter([logits([0]), logits([1])]))], 2)
 
     def test_batch_size(self):
         with pytest.raises(ValueError, match="must be at least 1, not 0"):

@@ -89,6 +89,18 @@ class Collectives(ABC):
         """Overwrites tensors with those of rank ``src``; all are under way before the first is waited for."""
 
     @abstractmethod
+    def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Begins to add up a tensor over all ranks, where it is, beside what else is under way.
+
+        Args:
+            tensor: Of a dtype in :attr:`native`, contiguous, of the same shape on all ranks.
+            name: Tells it, on all ranks alike, from others that are under way.
+
+        Returns:
+            Waits until it is done.
+        """
+
+    @abstractmethod
     def barrier(self, name: str | None = None) -> None:
         """Returns when every rank has called it.
 

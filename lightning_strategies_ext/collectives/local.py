@@ -1,6 +1,6 @@
 """The collectives of a rank that answers alone: one that has failed, or that is still to enter a world of others."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +50,10 @@ class LocalCollectives(Collectives):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decides alone."""
         return bool(decision)
+
+    def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Leaves the tensor as it is."""
+        return lambda: None
 
     def barrier(self, name: str | None = None) -> None:
         """Returns."""

@@ -83,6 +83,9 @@ class ElasticStrategy(Protocol):
     def barrier(self, name: str) -> None:
         """Returns when every rank has called it."""
 
+    def take_rank(self) -> None:
+        """Makes this process the rank that its membership says."""
+
     def take_part(self) -> None:
         """Lets this rank's collectives be those of all, from here on."""
 
@@ -307,6 +310,7 @@ class ElasticFit:
             if have_come:
                 break
             log.warning("Rank %d: a new rank did not come; asking for another world.", rank)
+        self._strategy.take_rank()
         self._saved = None
 
     def _while_waiting_for_rank(self, waited_s: float) -> None:

@@ -96,7 +96,7 @@ class Membership(Protocol):
             while_waiting: See :meth:`next_rank`.
 
         Returns:
-            Whether all have come. Then :attr:`members` are they, and this process has the rank that it was given.
+            Whether all have come. Then :attr:`members` are they.
 
         Raises:
             MembershipLostError: If nobody answers.

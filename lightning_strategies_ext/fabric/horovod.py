@@ -15,8 +15,9 @@ from torch.nn import Module
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.arguments import check_devices, check_not_interactive, check_plugins, name_of_barrier
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.horovod import runtime
+from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
+from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 
@@ -81,11 +82,11 @@ class HorovodStrategy(FabricParallelStrategy):
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         runtime.check_installed()
-        launch = runtime.Launch.find()
+        launch = Launch.find()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=None if launch is None else runtime.HorovodEnvironment(launch),
+            cluster_environment=None if launch is None else environment.HorovodEnvironment(launch),
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
@@ -107,7 +108,7 @@ class HorovodStrategy(FabricParallelStrategy):
     @property
     def num_processes(self) -> int:
         """Ranks on this host."""
-        return runtime.num_processes(self.parallel_devices or [], self.cluster_environment)
+        return environment.num_processes(self.parallel_devices or [], self.cluster_environment)
 
     @property
     def num_nodes(self) -> int:
@@ -118,14 +119,14 @@ class HorovodStrategy(FabricParallelStrategy):
     def root_device(self) -> torch.device:
         """The device of this rank."""
         assert self.parallel_devices
-        return runtime.device_of_rank(self.parallel_devices, self.local_rank)
+        return environment.device_of_rank(self.parallel_devices, self.local_rank)
 
     def _configure_launcher(self) -> None:
         # The last that Fabric's constructor calls: everything is known, and nothing started.
         assert self.cluster_environment is not None
         check_not_interactive("`strategy='horovod_ext'`")
-        runtime.check_num_nodes(self._num_nodes, self.cluster_environment)
-        runtime.configure(self.parallel_devices or [], self.cluster_environment)
+        environment.check_num_nodes(self._num_nodes, self.cluster_environment)
+        environment.configure(self.parallel_devices or [], self.cluster_environment)
         self._launcher = FabricHorovodLauncher(self.cluster_environment, self.num_processes)
 
     def setup_environment(self) -> None:
@@ -137,7 +138,8 @@ class HorovodStrategy(FabricParallelStrategy):
         assert self.cluster_environment is not None
         super().setup_environment()
         reset_seed()
-        runtime.start(self.cluster_environment, self.num_processes, self.root_device, self._options.process_set)
+        launch = environment.launch_of(self.cluster_environment, self.num_processes)
+        runtime.start(launch, self.root_device, self._options.process_set)
 
     def setup_module(self, module: Module) -> Module:
         """Gives a module rank 0's weights, and lets its gradients be exchanged.

@@ -5,7 +5,7 @@ differ between ranks once some of them have used a process set alone, and they n
 for a name is of no use. Ours are always the same: of each only one is under way at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -106,6 +106,15 @@ class HorovodCollectives(Collectives):
         data_handle = hvd.allgather_async(carried, name=name, process_set=process_set)
         gathered, sizes = hvd.synchronize(data_handle), hvd.synchronize(sizes_handle).tolist()
         return gathered.view(tensor.dtype).view(sum(sizes), *rows.shape[1:]), sizes
+
+    def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Begins to add up a tensor over all ranks."""
+        handle = hvd.allreduce_async_(tensor, name=f"lightning_strategies_ext.{name}", op=hvd.Sum)
+
+        def finish() -> None:
+            hvd.synchronize(handle)
+
+        return finish
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
         process_set = _process_set(group)

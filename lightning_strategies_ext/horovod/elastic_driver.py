@@ -18,7 +18,8 @@ import psutil
 
 from lightning_strategies_ext.connections import shut_down_connections
 from lightning_strategies_ext.elastic.membership import Member, MembershipLostError
-from lightning_strategies_ext.horovod.runtime import HorovodEnvironment, Launch, say_rank, shut_down
+from lightning_strategies_ext.horovod.launch import Launch
+from lightning_strategies_ext.horovod.runtime import shut_down
 from lightning_strategies_ext.peers import Peer
 
 _ELASTIC = "HOROVOD_ELASTIC"
@@ -55,9 +56,10 @@ class DriverMembership:
     """A rank of Horovod's that the elastic driver numbers; see :class:`.elastic.membership.Membership`.
 
     Args:
-        environment: Says the rank, for now.
+        launch: The slot that the driver has started this process for.
 
     Attributes:
+        launch: The slot that this rank has now.
         members: The ranks of the world that this one is in.
         is_entered: Whether this rank takes part in what they do.
 
@@ -65,14 +67,12 @@ class DriverMembership:
         RuntimeError: If some of the ranks with which this process was started do not come.
     """
 
-    def __init__(self, environment: HorovodEnvironment) -> None:
-        self._environment = environment
-        self._launch = environment.launch
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
         self.members: list[Member] = []
-        rank = environment.global_rank()
-        if not self.rendezvous(Member(Peer.this_process(rank)), lambda waited_s: None):
+        if not self.rendezvous(Member(Peer.this_process(launch.rank)), lambda waited_s: None):
             raise RuntimeError(
-                f"Rank {rank}: not all {environment.world_size()} ranks have come in {JOIN_TIMEOUT_S:.0f} s. Let the"
+                f"Rank {launch.rank}: not all {launch.size} ranks have come in {JOIN_TIMEOUT_S:.0f} s. Let the"
                 " script do less before `fit`, or look at the output of the others for why they ended."
             )
         self.is_entered = all(member.is_new for member in self.members)
@@ -105,13 +105,13 @@ class DriverMembership:
         os.environ.update(zip(_SLOT, numbers, strict=True))
         launch = Launch.find()
         assert launch is not None
-        self._launch = launch
+        self.launch = launch
         return launch.rank
 
     def rendezvous(self, member: Member, while_waiting: Callable[[float], None]) -> bool:
         """Waits until all ranks are there, for :data:`JOIN_TIMEOUT_S`; then initialises Horovod."""
         members: list[Member] = []
-        launch, is_said = self._launch, False
+        launch, is_said = self.launch, False
         started = time.monotonic()
         while len(members) < launch.size:
             # A driver that has ended the job may still take requests, and answers none.
@@ -130,8 +130,6 @@ class DriverMembership:
             time.sleep(max(_POLL_INTERVAL_S, launch.size / REQUESTS_PER_S))
         _initialise()
         self.members = members
-        self._environment.launch = launch
-        say_rank(launch.rank)
         return True
 
     def leave(self, *, agreed: bool) -> None:
@@ -156,7 +154,7 @@ class DriverMembership:
         return HostNotices()
 
 
-def membership(environment: HorovodEnvironment) -> DriverMembership:
+def membership(launch: Launch) -> DriverMembership:
     """That of this process; the same again when called again. The first call waits for the other ranks.
 
     Raises:
@@ -164,7 +162,7 @@ def membership(environment: HorovodEnvironment) -> DriverMembership:
     """
     global _membership
     if _membership is None:
-        _membership = DriverMembership(environment)
+        _membership = DriverMembership(launch)
     return _membership
 
 

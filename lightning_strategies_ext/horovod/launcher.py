@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.horovod import runtime
+from lightning_strategies_ext.horovod.launch import serve_rendezvous
 from lightning_strategies_ext.launch.launchers import ScriptLauncher
 
 
@@ -18,7 +18,7 @@ class HorovodLauncher(ScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the ranks if they are not there yet, and runs ``function`` in this one."""
         if not self.cluster_environment.creates_processes_externally:
-            runtime.serve_rendezvous(self.num_processes)
+            serve_rendezvous(self.num_processes)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -31,5 +31,5 @@ class FabricHorovodLauncher(_lightning.FabricSubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Starts the ranks if they are not there yet, and runs ``function`` in this one."""
         if not self.cluster_environment.creates_processes_externally:
-            runtime.serve_rendezvous(self.num_processes)
+            serve_rendezvous(self.num_processes)
         return super().launch(function, *args, **kwargs)

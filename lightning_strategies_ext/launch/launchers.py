@@ -19,6 +19,7 @@ from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
 from lightning_strategies_ext.launch.processes.pool import GRACE_S
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.job import StageJob
+from lightning_strategies_ext.launch.strategy import LaunchedStrategy
 from lightning_strategies_ext.launch.worker_group import Workers
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
         strategy: Its ``check_before_launch(trainer)`` raises to refuse a run.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: LaunchedStrategy) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._check = strategy.check_before_launch
         self._note_failure = strategy.note_failure
@@ -64,7 +65,7 @@ class WorkerLauncher(_lightning.Launcher):
         workers: The workers.
     """
 
-    def __init__(self, strategy: Any, start_method: WorkerStartMethod) -> None:
+    def __init__(self, strategy: LaunchedStrategy, start_method: WorkerStartMethod) -> None:
         self._strategy = strategy
         self.workers = Workers(strategy, start_method)
 
@@ -199,7 +200,7 @@ class FabricWorkerLauncher(_lightning.FabricMultiProcessingLauncher):
 
 
 @contextmanager
-def _without_optimizers(strategy: Any) -> Generator[None, None, None]:
+def _without_optimizers(strategy: LaunchedStrategy) -> Generator[None, None, None]:
     """Keeps the optimizers of an earlier ``fit`` from being sent: ``fit`` asks the module for them each time."""
     optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
     strategy.optimizers, strategy.lr_scheduler_configs = [], []

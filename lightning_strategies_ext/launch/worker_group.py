@@ -15,10 +15,12 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
-from lightning_strategies_ext.launch.processes.worker import Conditions, RngState, is_importing_main
+from lightning_strategies_ext.launch.processes.worker import is_importing_main
 from lightning_strategies_ext.launch.stage.job import CallJob, StageJob
+from lightning_strategies_ext.launch.strategy import WorkersStrategy
 from lightning_strategies_ext.launch.transport.channel import Packed
 from lightning_strategies_ext.launch.transport.messages import Pickled
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
@@ -37,7 +39,7 @@ class Workers:
         start_method: How workers are started, see :class:`.WorkerPool`.
     """
 
-    def __init__(self, strategy: Any, start_method: WorkerStartMethod) -> None:
+    def __init__(self, strategy: WorkersStrategy, start_method: WorkerStartMethod) -> None:
         self._strategy = strategy
         self._start_method: WorkerStartMethod = start_method
         self._pool: WorkerPool | None = None
@@ -258,7 +260,7 @@ class Workers:
         return {**vars(self), "_pool": None, "_finalizer": None, "_rng": [], "_kept": KeptSegments()}
 
 
-def _rendezvous(strategy: Any) -> dict[str, str]:
+def _rendezvous(strategy: WorkersStrategy) -> dict[str, str]:
     """Environment variables by which the workers find each other, the same for all of them.
 
     On one host the port is always a new one: workers stay, and ``MASTER_PORT`` may be that of another Trainer's.

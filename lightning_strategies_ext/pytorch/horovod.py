@@ -25,7 +25,7 @@ from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.arguments import check_not_interactive
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
-from lightning_strategies_ext.horovod import runtime
+from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod.exchange import (
     Compression,
@@ -34,6 +34,7 @@ from lightning_strategies_ext.horovod.exchange import (
     GradientExchange,
     Op,
 )
+from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
@@ -109,15 +110,15 @@ class HorovodStrategy(ParallelStrategy):
                 " Leave one of them out, or use `uneven_inputs='stop'`."
             )
         runtime.check_installed()
-        launch = runtime.Launch.find()
-        environment: ClusterEnvironment | None = None
+        launch = Launch.find()
+        cluster_environment: ClusterEnvironment | None = None
         if launch is not None:
-            environment = runtime.HorovodEnvironment(launch)
-            runtime.say_rank(launch.rank)
+            cluster_environment = environment.HorovodEnvironment(launch)
+            environment.say_rank(launch.rank)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=environment,
+            cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
@@ -161,26 +162,26 @@ class HorovodStrategy(ParallelStrategy):
     @property
     def num_processes(self) -> int:
         """Ranks on this host."""
-        return runtime.num_processes(self.parallel_devices or [], self.cluster_environment)
+        return environment.num_processes(self.parallel_devices or [], self.cluster_environment)
 
     @property
     def num_nodes(self) -> int:
         """Hosts."""
-        environment = self.cluster_environment
-        if isinstance(environment, runtime.HorovodEnvironment):
-            return max(1, environment.launch.size // environment.launch.local_size)
+        if isinstance(self.cluster_environment, environment.HorovodEnvironment):
+            launch = self.cluster_environment.launch
+            return max(1, launch.size // launch.local_size)
         return 1
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        runtime.check_num_nodes(num_nodes, self.cluster_environment)
+        environment.check_num_nodes(num_nodes, self.cluster_environment)
 
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
         if not self.parallel_devices:
             raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
-        return runtime.device_of_rank(self.parallel_devices, self.local_rank)
+        return environment.device_of_rank(self.parallel_devices, self.local_rank)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -204,7 +205,7 @@ class HorovodStrategy(ParallelStrategy):
         # Called by the Trainer when devices and environment are known, in one process still.
         assert self.cluster_environment is not None
         check_not_interactive(f"`strategy={self.strategy_name!r}`")
-        runtime.configure(self.parallel_devices or [], self.cluster_environment)
+        environment.configure(self.parallel_devices or [], self.cluster_environment)
         self._launcher = HorovodLauncher(self)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
@@ -238,8 +239,9 @@ class HorovodStrategy(ParallelStrategy):
 
     def _join(self) -> None:
         assert self.cluster_environment is not None
-        runtime.start(self.cluster_environment, self.num_processes, self.root_device, self._options.process_set)
-        runtime.say_rank(self.global_rank)
+        launch = environment.launch_of(self.cluster_environment, self.num_processes)
+        runtime.start(launch, self.root_device, self._options.process_set)
+        environment.say_rank(self.global_rank)
         store = runtime.store() if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
         if store is not None:

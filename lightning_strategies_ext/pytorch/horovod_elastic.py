@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.options import check_commit_interval
-from lightning_strategies_ext.horovod import elastic_driver, runtime
+from lightning_strategies_ext.horovod import elastic_driver, environment, runtime
 from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
 from lightning_strategies_ext.registry import UnavailableHereError
 from lightning_strategies_ext.world import World
@@ -79,8 +79,8 @@ class HorovodElasticStrategy(HorovodStrategy):
         Raises:
             RuntimeError: If some do not come.
         """
-        assert isinstance(self.cluster_environment, runtime.HorovodEnvironment)
-        return elastic_driver.membership(self.cluster_environment)
+        assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
+        return elastic_driver.membership(self.cluster_environment.launch)
 
     def _configure_launcher(self) -> None:
         if len(self.parallel_devices or []) != 1:
@@ -92,8 +92,9 @@ class HorovodElasticStrategy(HorovodStrategy):
 
     def _join(self) -> None:
         is_entered = self.membership.is_entered
-        assert self.cluster_environment is not None
-        runtime.start(self.cluster_environment, self.num_processes, self.root_device)
+        self.take_rank()
+        assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
+        runtime.start(self.cluster_environment.launch, self.root_device)
         self._world = World(self._engine, self.global_rank, self.world_size, before=self._world)
         if not is_entered:
             self._world.alone = LocalCollectives(self.global_rank, self.world_size)
@@ -108,6 +109,12 @@ class HorovodElasticStrategy(HorovodStrategy):
         self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop
 
     # --- one world after another ---
+
+    def take_rank(self) -> None:
+        """Makes this process the rank that its membership says."""
+        assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
+        self.cluster_environment.launch = self.membership.launch
+        environment.say_rank(self.global_rank)
 
     def take_part(self) -> None:
         """Lets this rank's collectives be those of all, from here on."""

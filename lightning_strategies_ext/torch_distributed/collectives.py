@@ -1,6 +1,6 @@
 """Collectives over torch.distributed. Torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` finds tensors of different shapes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -40,6 +40,15 @@ class TorchCollectives(Collectives):
     def world_size(self, group: Any = None) -> int:
         """The number of ranks of a process group."""
         return dist.get_world_size(group)
+
+    def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
+        """Begins to add up a tensor over all ranks; torch.distributed tells operations apart by their order."""
+        work = dist.all_reduce(tensor, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+
+        return finish
 
     def barrier(self, name: str | None = None) -> None:
         """Returns when every rank has called it.

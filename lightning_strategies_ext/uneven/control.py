@@ -1,6 +1,6 @@
 """Uneven inputs: what happens when a rank runs out of training batches before the others.
 
-Horovod's ranks must all take part in every exchange; a rank that is done while others go on would leave them waiting
+All ranks must take part in every exchange; a rank that is done while others go on would leave them waiting
 for ever. There are three ways out:
 
 - "error": all ranks end with an error that says who has how many batches;
@@ -21,7 +21,7 @@ waited for when the next one begins.
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -32,12 +32,31 @@ from torch.utils.data import IterableDataset
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.exceptions import UnevenInputsError
-from lightning_strategies_ext.horovod.exchange import GradientExchange
 from lightning_strategies_ext.uneven.even_fetcher import ADVICE, Batch, EvenFetcher
 from lightning_strategies_ext.uneven.step_state import StepState
 
 UnevenInputs = Literal["error", "stop", "join"]
 WAYS = ("error", "stop", "join")
+
+
+class Exchange(Protocol):
+    """An exchange of gradients to which ranks may contribute nothing.
+
+    Attributes:
+        num_contributors: How many ranks have gradients of their own in the next exchange; None for all.
+        is_held_back: Whether the backward passes of now exchange nothing, since gradients still add up locally.
+    """
+
+    num_contributors: int | None
+
+    @property
+    def is_held_back(self) -> bool: ...  # noqa: D102
+
+    def keep_gradients(self) -> None:
+        """Lets the backward pass that is to come add nothing to this rank's gradients."""
+
+    def finish(self) -> None:
+        """Waits until the gradients are those of all ranks."""
 
 
 class UnevenInputsControl:
@@ -46,7 +65,7 @@ class UnevenInputsControl:
     Args:
         way: What happens to ranks that run out.
         trainer: The Trainer, whose training loaders are not made yet.
-        collectives: Horovod's.
+        collectives: Of all ranks.
         exchange: Of gradients; None with Adasum.
         rank: Of this process.
         world_size: Number of ranks.
@@ -57,7 +76,7 @@ class UnevenInputsControl:
         way: UnevenInputs,
         trainer: "pl.Trainer",
         collectives: Collectives,
-        exchange: GradientExchange | None,
+        exchange: Exchange | None,
         rank: int,
         world_size: int,
     ) -> None:
@@ -234,14 +253,12 @@ class UnevenInputsControl:
     # --- telling each other ---
 
     def _start_telling(self, batch: Batch) -> Callable[[], Tensor]:
-        import horovod.torch as hvd
-
         words = torch.zeros(self._world_size, 2, dtype=torch.int64)
         words[self._rank, 0], words[self._rank, 1] = batch.number, int(bool(batch.has_next))
-        handle = hvd.allreduce_async_(words, name="lightning_strategies_ext.uneven_inputs", op=hvd.Sum)
+        finish = self._collectives.begin_sum(words, "uneven_inputs")
 
         def hear() -> Tensor:
-            hvd.synchronize(handle)
+            finish()
             return words
 
         return hear

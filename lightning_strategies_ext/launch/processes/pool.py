@@ -22,19 +22,10 @@ from typing import Any
 
 from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.launch.processes import fork_server
+from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.processes.process import END_S, WorkerProcess, WorkerStartMethod
-from lightning_strategies_ext.launch.processes.worker import (
-    Conditions,
-    Done,
-    End,
-    Failure,
-    Job,
-    Order,
-    Pull,
-    RngState,
-    Save,
-    Start,
-)
+from lightning_strategies_ext.launch.processes.worker import Job
+from lightning_strategies_ext.launch.protocol import Done, End, Failure, Order, Pull, Save, Start
 from lightning_strategies_ext.launch.transport.channel import Packed
 
 log = logging.getLogger(__name__)

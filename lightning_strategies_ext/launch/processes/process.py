@@ -15,7 +15,8 @@ import psutil
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
-from lightning_strategies_ext.launch.processes.worker import Done, Failure, Job, Ping, command, own_exit_handlers, serve
+from lightning_strategies_ext.launch.processes.worker import Job, command, own_exit_handlers, serve
+from lightning_strategies_ext.launch.protocol import Done, Failure, Ping
 from lightning_strategies_ext.launch.transport.channel import Channel
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]

@@ -20,11 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
-from lightning_strategies_ext.launch.processes.worker import JobFailedError, Place
+from lightning_strategies_ext.launch.processes.worker import JobFailedError, WorkerState
 from lightning_strategies_ext.launch.stage.changes import with_identity
 from lightning_strategies_ext.launch.stage.culprit import culprit
-from lightning_strategies_ext.launch.stage.rank_predictions import PredictionsOfRank, merged
+from lightning_strategies_ext.launch.stage.predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
+from lightning_strategies_ext.launch.strategy import WorkerStrategy
 from lightning_strategies_ext.launch.transport.channel import Envelope
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump, walk
 from lightning_strategies_ext.launch.transport.segments import Received
@@ -94,7 +95,7 @@ class StageJob:
 
     # --- in a worker ---
 
-    def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
+    def run(self, state: WorkerState, envelope: Envelope) -> Iterator[Any]:
         """Runs the stage; see :class:`.Job`."""
         trainer = self.trainer
         inherited: Mapping[int, Any] = {}
@@ -106,20 +107,21 @@ class StageJob:
         if envelope.parts:
             received = Received(envelope.parts)
         before = None
-        if place.local_rank == 0:
+        if state.local_rank == 0:
             before = Before(trainer, self.shared, inherited or with_identity(envelope.found), received)
-        place.save = partial(_save, trainer)
-        context = WorkerContext(place.continues, received)
-        os.environ["LOCAL_RANK"] = str(place.local_rank)
-        place.on_interrupt = trainer.strategy.request_interrupt
-        trainer.strategy.enter_worker(context)
+        state.save = partial(_save, trainer)
+        context = WorkerContext(state.continues, received)
+        strategy: WorkerStrategy = trainer.strategy
+        os.environ["LOCAL_RANK"] = str(state.local_rank)
+        state.on_interrupt = strategy.request_interrupt
+        strategy.enter_worker(context)
         try:
             value = self.function(*self.args, **self.kwargs)
-            place.on_interrupt = None
+            state.on_interrupt = None
         except BaseException as exception:
-            place.on_interrupt = lambda: None  # the results are still to be handed over
-            exception = trainer.strategy.explained(exception)
-            trainer.strategy.note_failure(exception)
+            state.on_interrupt = lambda: None  # the results are still to be handed over
+            exception = strategy.explained(exception)
+            strategy.note_failure(exception)
             results = None if before is None else self._results(before, None)
             raise JobFailedError(partial(_end_failed_stage, trainer), results) from exception
         predictions = None
@@ -277,14 +279,14 @@ class CallJob:
     def note_inherited(self) -> None:
         """Does nothing: only the function's value comes back."""
 
-    def run(self, place: Place, envelope: Envelope) -> Iterator[Any]:
+    def run(self, state: WorkerState, envelope: Envelope) -> Iterator[Any]:
         """Runs the function; see :class:`.Job`."""
-        os.environ["LOCAL_RANK"] = str(place.local_rank)
+        os.environ["LOCAL_RANK"] = str(state.local_rank)
         if self.joins_group:
-            self.strategy.enter_worker(WorkerContext(place.continues, None))
+            self.strategy.enter_worker(WorkerContext(state.continues, None))
             self.strategy.setup_distributed()
         value = self.function(*self.args, **self.kwargs)
-        if place.local_rank > 0 or not self.return_result:
+        if state.local_rank > 0 or not self.return_result:
             return iter(())
         return iter([value])
 

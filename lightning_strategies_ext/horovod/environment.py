@@ -1,0 +1,151 @@
+"""Horovod's ranks as Lightning asks for them, and what the Trainer's and Fabric's arguments must not contradict."""
+
+import os
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us
+
+
+class HorovodEnvironment(ClusterEnvironment):
+    """The ranks of a launcher of Horovod's, as Lightning asks for them.
+
+    Args:
+        launch: What the launcher says.
+
+    Attributes:
+        launch: The same; in elastic training it changes.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """True: the launcher has."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Not known, and not needed: Horovod has a rendezvous of its own."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """See :attr:`main_address`."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether a launcher has started this process."""
+        return Launch.find() is not None
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.launch.size
+
+    def set_world_size(self, size: int) -> None:
+        """Does nothing: the launcher has decided."""
+
+    def global_rank(self) -> int:
+        """Rank among all."""
+        return self.launch.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Does nothing: the launcher has decided."""
+
+    def local_rank(self) -> int:
+        """Rank on this host."""
+        return self.launch.local_rank
+
+    def node_rank(self) -> int:
+        """Number of this host."""
+        return int(os.environ.get("HOROVOD_CROSS_RANK", self.launch.rank // self.launch.local_size))
+
+
+def say_rank(rank: int) -> None:
+    """Tells Lightning which rank this is, for what only rank 0 prints or writes."""
+    for decorator in (fabric_rank_zero_only, rank_zero_only):
+        decorator.rank = rank  # type: ignore[attr-defined]
+
+
+def launch_of(environment: ClusterEnvironment, num_processes: int) -> Launch:
+    """Which rank this process is.
+
+    Args:
+        environment: Says it.
+        num_processes: Ranks on this host.
+    """
+    if isinstance(environment, HorovodEnvironment):
+        return environment.launch
+    ranks = environment.global_rank(), environment.world_size(), environment.local_rank()
+    return Launch("python", *ranks, num_processes)
+
+
+def check_num_nodes(num_nodes: int, environment: ClusterEnvironment | None) -> None:
+    """Refuses several hosts without a launcher, and a number that contradicts it.
+
+    Raises:
+        ValueError: If it does.
+    """
+    launch = environment.launch if isinstance(environment, HorovodEnvironment) else None
+    hosts = 1 if launch is None else max(1, launch.size // launch.local_size)
+    if num_nodes in (1, hosts):
+        return
+    raise ValueError(
+        f"`num_nodes={num_nodes}`: "
+        + (
+            f"{launch.launcher} has started ranks on {hosts} hosts. Leave `num_nodes` out."
+            if launch is not None
+            else "without a launcher, Horovod's ranks are started on this host only. Use `horovodrun -H` or `mpirun`."
+        )
+    )
+
+
+def num_processes(devices: list[torch.device], environment: ClusterEnvironment | None) -> int:
+    """The number of ranks on this host."""
+    return environment.launch.local_size if isinstance(environment, HorovodEnvironment) else len(devices)
+
+
+def configure(devices: list[torch.device], environment: ClusterEnvironment) -> None:
+    """Sets what ranks there are to be, before any is started.
+
+    Raises:
+        ValueError: If the number of devices contradicts the launcher.
+    """
+    check_devices(devices, environment)
+    if not isinstance(environment, HorovodEnvironment):
+        environment.set_world_size(len(devices))
+        environment.set_global_rank(environment.local_rank())
+    say_rank(environment.global_rank())
+
+
+def check_devices(devices: list[torch.device], environment: ClusterEnvironment) -> None:
+    """Refuses a number of devices that contradicts the launcher.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if not isinstance(environment, HorovodEnvironment):
+        if environment.creates_processes_externally and not is_started_by_us(os.environ):
+            raise ValueError(
+                f"The processes were started for {type(environment).__name__}, and Horovod's ranks come from"
+                " `horovodrun` or `mpirun`. Start the script with one of these, or once with `python`."
+            )
+        return
+    launch = environment.launch
+    if len(devices) not in (1, launch.local_size):
+        raise ValueError(
+            f"`devices={len(devices)}`: {launch.launcher} has started {launch.local_size} ranks on this host. Use"
+            f" `devices={launch.local_size}`, or start as many ranks as devices."
+        )
+
+
+def device_of_rank(devices: list[torch.device], local_rank: int) -> torch.device:
+    """The device of a rank of this host. With one GPU named, it is that which has the number of the rank."""
+    if len(devices) == 1 and devices[0].type != "cpu":
+        return torch.device(devices[0].type, (devices[0].index or 0) + local_rank)
+    return devices[local_rank if len(devices) > 1 else 0]

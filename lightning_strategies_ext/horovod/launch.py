@@ -1,0 +1,103 @@
+"""Who has started the ranks of Horovod: a launcher, or ``trainer.fit``, which runs Horovod's rendezvous server then."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+_RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+#: What Horovod and NCCL read when a process set or a communicator is made.
+_READ_LATER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", _RENDEZVOUS_PORT, "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
+#: Rank, size, local rank and local size, as the launchers name them.
+_LAUNCHERS = {
+    "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+#: The process of the ranks' script that has started the others: it and they know by it that no launcher has.
+_STARTED_BY = "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says of this process.
+
+    Attributes:
+        launcher: Its name; "python" where the user's script starts the ranks.
+        rank: Global rank.
+        size: Number of ranks.
+        local_rank: Rank on this host.
+        local_size: Number of ranks on this host.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def find(cls, variables: Mapping[str, str] | None = None) -> "Launch | None":
+        """What the environment variables say, or None if no launcher has started this process."""
+        variables = os.environ if variables is None else variables
+        if is_started_by_us(variables):
+            return None
+        for launcher, names in _LAUNCHERS.items():
+            if all(name in variables for name in names):
+                return cls(launcher, *(int(variables[name]) for name in names))
+        return None
+
+
+def is_started_by_us(variables: Mapping[str, str]) -> bool:
+    """Whether this process is a rank of a script that has started its ranks itself."""
+    # What the user's script starts later inherits the variable, and `horovodrun` there is a launcher.
+    return variables.get(_STARTED_BY) in (str(os.getpid()), str(os.getppid()))
+
+
+def serve_rendezvous(num_processes: int) -> Any:
+    """Starts Horovod's rendezvous server for ranks of this host; called by the process that starts them, before.
+
+    Returns:
+        The server. It lives in a thread of this process.
+    """
+    from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    os.environ[_RENDEZVOUS_PORT] = str(server.start())
+    os.environ[_STARTED_BY] = str(os.getpid())
+    server.init(get_host_assignments([HostInfo("127.0.0.1", num_processes)], num_processes))
+    return server
+
+
+@contextmanager
+def told_as_by_a_launcher(launch: Launch) -> Iterator[None]:
+    """Sets the environment variables from which Horovod learns which rank this is, as a launcher would have.
+
+    Most are gone afterwards: what the script starts later would take itself for this rank. Where the rendezvous is
+    stays, since process sets that are added later are made there.
+    """
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
+
+    if launch.size == 1:
+        serve_rendezvous(1)
+    slot = SlotInfo("127.0.0.1", launch.rank, launch.local_rank, 0, launch.size, launch.local_size, 1)
+    variables = create_slot_env_vars(slot) | create_run_env_vars("127.0.0.1", ["lo"], os.environ[_RENDEZVOUS_PORT])
+    before = {name: os.environ.get(name) for name in variables if name not in _READ_LATER}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

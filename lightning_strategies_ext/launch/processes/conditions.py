@@ -1,0 +1,70 @@
+"""What makes a worker like the main process: directory, environment variables, random numbers, torch's settings."""
+
+import os
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass
+class Conditions:
+    """The state of the main process's globals that a job sees too, as they are when the job is sent."""
+
+    directory: str
+    environment: dict[str, str]
+    rng: "RngState"
+    num_threads: int
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    is_deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    only_warns: bool = field(default_factory=torch.is_deterministic_algorithms_warn_only_enabled)
+    cudnn_benchmark: bool = field(default_factory=lambda: bool(torch.backends.cudnn.benchmark))
+    cudnn_deterministic: bool = field(default_factory=lambda: bool(torch.backends.cudnn.deterministic))
+    matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
+
+    def apply(self) -> None:
+        """Makes this process's globals so."""
+        os.chdir(self.directory)
+        for name in set(os.environ) - set(self.environment):
+            del os.environ[name]
+        os.environ.update(self.environment)
+        torch.set_num_threads(self.num_threads)
+        torch.set_default_dtype(self.default_dtype)
+        torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        self.rng.apply()
+
+
+@dataclass
+class RngState:
+    """The states of Python's, NumPy's and torch's generators; of the GPU of this rank too where one is in use."""
+
+    python: Any
+    numpy: Any
+    torch_cpu: bytes
+    torch_cuda: bytes | None
+
+    @classmethod
+    def now(cls) -> "RngState":
+        """Those of this process."""
+        cuda = bytes(torch.cuda.get_rng_state().numpy()) if torch.cuda.is_initialized() else None
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        numpy = (kind, bytes(keys), *rest)  # type: ignore[arg-type]
+        return cls(random.getstate(), numpy, bytes(torch.get_rng_state().numpy()), cuda)
+
+    def is_same(self, other: "RngState") -> bool:
+        """Whether the generators on the CPU have the same states."""
+        return (self.python, self.numpy, self.torch_cpu) == (other.python, other.numpy, other.torch_cpu)
+
+    def apply(self) -> None:
+        """Sets this process's."""
+        random.setstate(self.python)
+        kind, keys, *rest = self.numpy
+        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch_cpu), dtype=torch.uint8))
+        if self.torch_cuda is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(self.torch_cuda), dtype=torch.uint8))

@@ -1,0 +1,108 @@
+"""What the main process and a worker say to each other.
+
+The main process sends a :class:`Start`, once, and then for each job an :class:`Order`, with the job in the next message
+unless the worker was forked with it. The worker answers with :class:`Done` or :class:`Failure`. With :class:`Pull` the
+main process then asks for one result after the other, until the worker answers :class:`End`. :class:`Ping`,
+:class:`Save` and :class:`End` come between jobs. A worker that is gone is seen by its closed channel.
+"""
+
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
+from lightning_strategies_ext.launch.transport.messages import Pickled, dump
+
+
+@dataclass
+class Start:
+    """The first message to a worker: what makes it like the main process.
+
+    Attributes:
+        preparation: As ``multiprocessing.spawn.get_preparation_data`` gives it; None in a forked worker.
+    """
+
+    local_rank: int
+    preparation: dict[str, Any] | None
+
+
+@dataclass
+class Order:
+    """Tells a worker to run a job.
+
+    Attributes:
+        continues: Whether the job goes on where an earlier one ended.
+        is_inherited: Whether the job is the one that the worker was forked with; otherwise the next message holds it.
+    """
+
+    conditions: Conditions
+    continues: bool
+    is_inherited: bool = False
+
+
+class Ping:
+    """Asks a worker whether it is there. The worker answers with the same."""
+
+
+class Pull:
+    """Asks a worker for the next of its job's results."""
+
+
+@dataclass
+class Save:
+    """Asks a worker to write the state of its stage to a file, since it could not be pulled.
+
+    The worker answers with a :class:`Done`, or a :class:`Failure`.
+    """
+
+    path: str
+
+
+class End:
+    """Tells a worker to end. Also the answer to a :class:`Pull` when there are no more results."""
+
+
+@dataclass
+class Done:
+    """A worker's answer to a job: it has run."""
+
+    rng: RngState
+
+
+@dataclass
+class Failure:
+    """A worker's answer to a job: it has failed.
+
+    Attributes:
+        pickled: The exception, if it can be pickled; otherwise None.
+        summary: Its class, and the first line of its message.
+        trace: Its trace, as text.
+        time: When, on the clock that all processes of a host share.
+        has_results: Whether there are results to pull.
+    """
+
+    pickled: Pickled | None
+    summary: str
+    trace: str
+    time: float
+    has_results: bool
+
+    @classmethod
+    def of(cls, exception: BaseException, has_results: bool = False) -> "Failure":
+        """Describes an exception that was caught."""
+        trace = "".join(traceback.format_exception(exception))
+        pickled = None
+        with suppress(Exception):
+            pickled = dump(exception, returning=True)
+        summary = f"{type(exception).__qualname__}: {exception}".splitlines()[0]
+        return cls(pickled, summary, trace, time.monotonic(), has_results)
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The exception, or None if it cannot be rebuilt here."""
+        with suppress(Exception):
+            loaded = None if self.pickled is None else self.pickled.load()
+            return loaded if isinstance(loaded, BaseException) else None
+        return None

@@ -1,0 +1,52 @@
+"""What launchers and workers ask of a strategy, the Trainer's or Fabric's."""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning.fabric.plugins import CheckpointIO
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.launch.stage.job import WorkerContext
+
+
+class WorkersStrategy(Protocol):
+    """A strategy that has workers."""
+
+    cluster_environment: Any  # a ClusterEnvironment; None until the Trainer or Fabric has chosen one
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts."""
+
+
+class LaunchedStrategy(WorkersStrategy, Protocol):
+    """A strategy of the Trainer's."""
+
+    optimizers: list[Any]
+    lr_scheduler_configs: list[Any]
+    checkpoint_io: CheckpointIO
+
+    def check_before_launch(self, trainer: Any) -> None:
+        """Refuses, before processes start, a run that cannot work."""
+
+    def note_failure(self, exception: BaseException) -> None:
+        """Says to the other ranks that this one has failed."""
+
+    def explained(self, exception: BaseException) -> BaseException:
+        """The exception that the user should see."""
+
+
+class WorkerStrategy(LaunchedStrategy, Protocol):
+    """A strategy of the Trainer's, as a worker has it."""
+
+    def enter_worker(self, context: "WorkerContext") -> None:
+        """Called first, with what is known only there."""
+
+    def setup_distributed(self) -> None:
+        """Joins the process group."""
+
+    def request_interrupt(self) -> None:
+        """Lets all ranks stop before the same step, as after Ctrl-C."""
