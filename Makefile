@@ -46,7 +46,7 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.horovod
 
 # Every corner of the declared versions, one after the other, in environments that are removed again; docs/versions.md
-# gets what they showed. One of them: make matrix CORNERS=py310. Some tests only, and no table: TESTS=tests/test_ddp.py.
+# gets what they showed. One of them: make matrix CORNERS=py310. Some tests only, and no table: TESTS=tests/pytorch/test_ddp.py.
 CORNERS ?=
 TESTS ?=
 MATRIX := .nox

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from benchmarks.horovod_launch import FIRST, SECOND, elastic_horovodrun
 from benchmarks.report import Spread, print_table, write_json
-from tests.elastic_runs import FIRST, SECOND, horovodrun
 
 COMMIT_EVERY = 5
 NUM_COMMITS = 4
@@ -43,7 +43,7 @@ def measure_round(num_parameters: int) -> dict[str, float]:
     """
     kill_at = COMMIT_EVERY * NUM_COMMITS + 2
     with tempfile.TemporaryDirectory() as directory:
-        command = horovodrun(Path(directory), (FIRST, SECOND), 1)
+        command = elastic_horovodrun(Path(directory), (FIRST, SECOND), 1)
         numbers = [num_parameters, kill_at + 3, COMMIT_EVERY, kill_at]
         script = [sys.executable, "-m", "benchmarks.elastic_ranks", directory, *map(str, numbers)]
         result = subprocess.run([*command, *script], capture_output=True, text=True, timeout=600)

@@ -31,10 +31,10 @@ from benchmarks.contenders import (
     train_in_turn,
     train_with_lightning,
 )
+from benchmarks.horovod_launch import BIN, start_of
 from benchmarks.ranks import collect, free_port, rank_main
 from benchmarks.report import rotated
-from lightning_strategies_ext.horovod.runtime import Launch
-from tests.horovod_ranks import BIN, LAUNCHERS
+from lightning_strategies_ext.horovod.launch import Launch
 
 OURS = "horovod_ext"
 BY_HAND = "raw Horovod"
@@ -63,7 +63,7 @@ def run_ranks_under(launcher: str, function: Callable[..., Any], *args: Any, num
         results = [Path(directory, f"rank{rank}") for rank in range(num_ranks)]
         for file in results:
             file.touch()
-        start = [str(part).format(n=num_ranks, directory="/dev/shm") for part in LAUNCHERS[launcher]]
+        start = start_of(launcher, num_ranks, "/dev/shm")
         path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
         ended = subprocess.run(
             [*start, sys.executable, "-m", __name__, directory],

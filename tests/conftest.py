@@ -1,13 +1,16 @@
 """Starts the server that test ranks are forked from, once per session and not again in forked tests."""
 
+import multiprocessing.process
 import os
 import signal
+import subprocess
 from functools import partial
+from typing import NoReturn
 
 import pytest
 import torch
 
-from tests import ranks
+from tests.support import ranks
 
 # Lightning's detection of MPI initializes it in every rank that makes a Trainer, which takes half a second and leaves a
 # file in /dev/shm for each rank that is killed or forked. Before 2.6 it fails where mpi4py finds no MPI; there, MPI is
@@ -23,5 +26,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-processes", action="store_true", help="skip a test as soon as it comes to start a process")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
-    ranks.start_server()
+    if not session.config.getoption("--no-processes"):
+        ranks.start_server()
+        return
+
+    def skip(*args: object, **kwargs: object) -> NoReturn:
+        pytest.skip("starts a process")
+
+    os.fork = skip
+    subprocess.Popen._execute_child = skip
+    multiprocessing.process.BaseProcess.start = skip

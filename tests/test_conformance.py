@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_script
+from tests.support.ranks import run_script
 
 pytestmark = pytest.mark.timeout(900)
 

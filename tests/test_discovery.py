@@ -20,7 +20,7 @@ import pytest
 
 from lightning_strategies_ext import __main__
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
-from tests.ranks import REPOSITORY, clean_environment, kill_tree
+from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
 
 PACKAGE = "lightning_strategies_ext"
 AUTOLOAD_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

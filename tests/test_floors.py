@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.support.ranks import REPOSITORY
 
 PACKAGE = "lightning_strategies_ext"
 ENGINES = {"torch_distributed", "horovod", "shm"}

@@ -29,8 +29,8 @@ from packaging.version import Version
 
 from lightning_strategies_ext import DDPStrategy, _lightning
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
-from tests.models import MLP, StatefulLoader, dataset, fit, loader, make_trainer
-from tests.ranks import REPOSITORY, run_ranks
+from tests.support.models import MLP, StatefulLoader, dataset, fit, loader, make_trainer
+from tests.support.ranks import REPOSITORY, run_ranks
 
 
 class Record:

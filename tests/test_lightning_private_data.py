@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_strategies_ext import _lightning
-from tests.models import MLP, loader, make_trainer
+from tests.support.models import MLP, loader, make_trainer
 
 
 def test_what_is_to_be_done_after_loaders_are_made_is_done_then_and_can_be_undone() -> None:

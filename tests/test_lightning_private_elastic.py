@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_strategies_ext import _lightning
-from tests.models import MLP, loader, make_trainer, state_of
+from tests.support.models import MLP, loader, make_trainer, state_of
 
 
 class BadLuckError(Exception):

@@ -3,7 +3,7 @@
 import pytest
 
 from examples import tour
-from tests.ranks import REPOSITORY, run_script
+from tests.support.ranks import REPOSITORY, run_script
 
 #: Ranks of scripts have their own share of the predictions each, as with Lightning's strategies.
 OF_ALL_RANKS = {"ddp_spawn_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests import versions_table
-from tests.ranks import run_script
+from tests.support import versions_table
+from tests.support.ranks import run_script
 
 TESTS = """
 import os, pytest

@@ -3,10 +3,10 @@
 import time
 from typing import Any
 
-from tests import ranks
 from tests.conformance import programs
 from tests.conformance.outcomes import FAILED, PASSED, SKIPPED, Outcome
 from tests.conformance.torch_cases import reason
+from tests.support import ranks
 
 LIMIT_S = 90
 

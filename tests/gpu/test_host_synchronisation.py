@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from torch.profiler import ProfilerActivity, profile
 
 from tests.gpu.devices import DEVICE_TYPE, ON_CPU, Ranks
-from tests.models import MLP, loader, make_trainer
+from tests.support.models import MLP, loader, make_trainer
 
 #: The profiler's names, or their beginnings, of all by which a host waits for a GPU or reads from it.
 WAITS = (

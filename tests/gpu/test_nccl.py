@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_strategies_ext import DDPStrategy
 from tests.gpu.devices import BACKEND, DEVICE_TYPE, Ranks, cuda_only
-from tests.models import fit
+from tests.support.models import fit
 
 
 def touch_the_device(where: dict[str, Any]) -> tuple[bool, float]:

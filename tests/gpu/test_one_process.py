@@ -9,7 +9,7 @@ import torch
 from lightning_strategies_ext import DataParallelStrategy
 from lightning_strategies_ext.fabric.dp import DataParallelStrategy as FabricDataParallelStrategy
 from tests.gpu.devices import BACKEND, DEVICE_TYPE, ON_CPU, Ranks, cuda_only, run_main, two_gpus
-from tests.models import MLP, WithBatchNorm, assert_same_bits, dataset, fit, loader, state_of
+from tests.support.models import MLP, WithBatchNorm, assert_same_bits, dataset, fit, loader, state_of
 
 num_devices = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=two_gpus)])
 

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_strategies_ext import DDPStrategy
 from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks, cuda_only, run_main, two_gpus
-from tests.models import (
+from tests.support.models import (
     LOADS_EVERYTHING,
     MLP,
     TwoOptimizers,
@@ -28,7 +28,7 @@ from tests.models import (
     make_trainer,
     state_of,
 )
-from tests.ranks import run_script
+from tests.support.ranks import run_script
 
 #: Has torch compute the same bits again; for cuBLAS see `devices.py`.
 REPEATABLE = {"deterministic": True}
@@ -209,7 +209,7 @@ def on_cpu(where: dict[str, Any], path: Path) -> Any:
 SCRIPT = """
 import os, sys
 import lightning_strategies_ext
-from tests.models import fit
+from tests.support.models import fit
 
 if __name__ == "__main__":
     trainer, model = fit("ddp_ext", devices=int(sys.argv[1]), accelerator=sys.argv[2])

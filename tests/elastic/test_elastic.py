@@ -1,0 +1,152 @@
+"""Elastic training: ranks that die, leave and join during ``fit``, under ``horovodrun`` with a discovery script.
+
+Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
+"""
+
+import pytest
+
+from benchmarks.horovod_launch import FIRST, SECOND, THIRD
+from tests.support.elastic_runs import Run, run_elastic
+from tests.support.elastic_training import NUM_TRAINED
+
+NUM_EPOCHS = 12
+STRATEGY = {"commit_every_n_steps": 20}
+#: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
+UNDISTURBED_ACCURACY = 0.988
+
+
+def check_is_as_good_as_undisturbed(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
+    assert run.code == 0, run.output
+    assert run.ends, run.output
+    for end in run.ends:
+        assert end["accuracy"] == pytest.approx(UNDISTURBED_ACCURACY, abs=0.01)
+        assert end["weights"] == run.ends[0]["weights"]
+    counts = run.counts_per_epoch()
+    assert len(counts) == num_epochs
+    for count in counts:
+        assert len(count) == NUM_TRAINED
+        assert set(count.values()) == {1}
+
+
+def test_an_undisturbed_run():
+    run = run_elastic(strategy=STRATEGY, again=True)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
+    assert [line["seen"] for line in run.having("seen")] == [NUM_TRAINED] * (NUM_EPOCHS + 1) * 2
+    first, second = run.having("validated")
+    assert first["validated"] == second["validated"]
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():
+    run = run_elastic(strategy=STRATEGY, events=[{"do": "kill", "step": 70, "rank": 1}], again=True)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (1, 60), (1, 0)]  # the last of another `fit`
+    assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
+    assert "2 -> 1 ranks: each keeps its batch size" in run.output
+    assert len({line["pid"] for line in run.lines}) == 2  # the survivor is the process it was
+    assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2)
+
+
+def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
+    run = run_elastic(
+        strategy={"commit_every_n_steps": 10},
+        events=[{"do": "kill", "step": 35, "rank": 0}],
+        num_workers=1,
+        trainer={"accumulate_grad_batches": 2, "max_epochs": 20},
+        policy={"ScaleLearningRate": {}},
+    )
+    check_is_as_good_as_undisturbed(run, num_epochs=20)
+    assert run.worlds == [(2, 0), (1, 30)]
+    assert "2 -> 1 ranks: each keeps its batch size, and learning rates are times 0.5" in run.output
+    assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2**2 / 2)
+
+
+def test_a_rank_that_is_added():
+    events = [{"do": "hosts", "step": 100, "hosts": [FIRST, SECOND]}]
+    run = run_elastic(hosts=(FIRST,), strategy=STRATEGY, pause_s=0.005, events=events)
+    check_is_as_good_as_undisturbed(run)
+    assert [size for size, _ in run.worlds] == [1, 2]
+    assert "with 2 ranks, 1 of them new" in run.output
+    assert "; 0 steps are repeated" in run.output
+
+
+def test_a_rank_that_is_added_and_one_that_is_killed():
+    events = [
+        {"do": "hosts", "step": 60, "hosts": [FIRST, SECOND, THIRD]},
+        {"do": "kill", "step": 260, "rank": 0},
+    ]
+    run = run_elastic(strategy=STRATEGY, pause_s=0.01, events=events, policy={"KeepGlobalBatch": {}})
+    check_is_as_good_as_undisturbed(run)
+    assert [size for size, _ in run.worlds] == [2, 3, 2]
+    assert "2 -> 3 ranks: the batch of all ranks keeps its size, and is divided by 3" in run.output
+    sizes = {len(line["samples"]) for line in run.having("samples")}
+    assert {16, 11} <= sizes  # of 32 samples, 16 for each of two and 11 for each of three
+    assert max(sizes) <= 17  # the last of an epoch may have one more
+
+
+def test_a_rank_that_is_killed_during_a_commit():
+    run = run_elastic(strategy=STRATEGY, events=[{"do": "kill", "at": "commit", "step": 60, "rank": 1}])
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (1, 60)]
+    assert "; 0 steps are repeated" in run.output
+
+
+def test_a_rank_that_is_killed_during_validation():
+    events = [{"do": "kill", "at": "validation", "step": 50, "rank": 0}]
+    run = run_elastic(strategy=STRATEGY, events=events, is_manual=True)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (1, 80)]
+    assert "; 10 steps are repeated" in run.output
+
+
+def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
+    run = run_elastic(
+        min_ranks=2,
+        arguments=("--elastic-timeout", "8"),
+        keep=tmp_path,
+        strategy=STRATEGY,
+        events=[{"do": "kill", "step": 70, "rank": 1}],
+    )
+    assert run.code != 0
+    assert "WorldTooSmallError: This rank got a SIGTERM before it was in a new world" in run.output
+    (path,) = run.checkpoints
+    assert f"ckpt_path='{path}'" in run.output
+    assert run.checkpoints[path]["global_step"] == 60
+    run = run_elastic(hosts=(SECOND,), keep=tmp_path, strategy=STRATEGY, ckpt_path=path)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (1, 60)]
+
+
+def test_a_host_that_is_taken_away():
+    events = [{"do": "hosts", "step": 100, "hosts": [FIRST]}]
+    run = run_elastic(strategy=STRATEGY, pause_s=0.01, events=events)
+    check_is_as_good_as_undisturbed(run)
+    assert [size for size, _ in run.worlds] == [2, 1]
+    assert "; 0 steps are repeated" in run.output
+    assert "This rank ends: its host has been taken away" in run.output
+
+
+def test_a_host_of_two_ranks_of_which_one_is_killed():
+    run = run_elastic(hosts=(f"{FIRST}:2", SECOND), strategy=STRATEGY, events=[{"do": "kill", "step": 50, "rank": 1}])
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(3, 0), (1, 40)]
+    assert "This rank ends: its host has been taken away, or is blacklisted" in run.output
+    assert "WorldTooSmallError" not in run.output
+    assert not run.checkpoints
+
+
+@pytest.mark.parametrize(("at", "num_repeated"), [("train", 0), ("validation", 10)])
+def test_a_rank_that_gets_a_sigterm_leaves(at, num_repeated):
+    event = {"do": "signal", "signal": "SIGTERM", "at": at, "step": 70, "rank": 1}
+    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=0.5 if at == "validation" else 0.0)
+    check_is_as_good_as_undisturbed(run)
+    assert [size for size, _ in run.worlds] == [2, 1]
+    assert "This rank leaves after a SIGTERM." in run.output
+    assert f"; {num_repeated} steps are repeated" in run.output
+
+
+def test_a_rank_that_raises():
+    run = run_elastic(strategy=STRATEGY, events=[{"do": "raise", "step": 70, "rank": 0}])
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (1, 60)]
+    assert "ValueError: a bad sample" in run.output

@@ -1,0 +1,131 @@
+"""What ``Fabric(strategy="ddp_ext")`` promises: with two ranks, it trains as stock does, to the last bit."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from lightning_strategies_ext import WorkerRaisedError
+from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
+from tests.support.models import MLP, assert_same_bits, dataset, state_of
+from tests.support.ranks import REPOSITORY, leave_process_group, run_ranks, run_script
+
+
+def train_under_fabric(name: str) -> tuple[dict, str, float]:
+    fabric = Fabric(strategy=name, devices=2, accelerator="cpu")
+    fabric.launch()
+    return train(fabric)
+
+
+def train(fabric: Fabric) -> tuple[dict, str, float]:
+    fabric.seed_everything(11, verbose=False)
+    module = MLP()
+    model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
+    batches = fabric.setup_dataloaders(torch.utils.data.DataLoader(dataset(), batch_size=4))
+    for index, (features, labels) in enumerate(batches):
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            loss = torch.nn.functional.cross_entropy(model(features), labels)
+            fabric.backward(loss)
+        if index % 2 == 1:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    total = fabric.all_reduce(loss.detach(), reduce_op="sum").item()
+    assert fabric.all_gather(torch.tensor(fabric.global_rank)).tolist() == [0, 1]
+    assert fabric.broadcast(fabric.global_rank, src=1) == 1
+    assert fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0, all=False)
+    fabric.barrier()
+    return state_of(module), type(fabric.strategy).__module__, total
+
+
+def train_under_fabric_with_both() -> list[Any]:
+    theirs = train_under_fabric("ddp")
+    leave_process_group()
+    ours = train_under_fabric("ddp_ext")
+    assert torch.distributed.get_backend() == "shm"
+    return [ours, theirs]
+
+
+def test_fabric_trains_as_with_stock_to_the_last_bit():
+    for ours, theirs in run_ranks(train_under_fabric_with_both):
+        assert ours[1] == FabricDDPStrategy.__module__
+        assert_same_bits(ours[0], theirs[0])
+        assert ours[2] == theirs[2]
+
+
+def save_and_load_in_a_script(directory: str) -> tuple[dict, dict]:
+    fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
+    fabric.launch()
+    return save_and_load(fabric, directory)
+
+
+def save_and_load(fabric: Fabric, directory: str) -> tuple[dict, dict]:
+    torch.manual_seed(fabric.global_rank)
+    net = MLP().net
+    model = fabric.setup_module(net)
+    fabric.save(f"{directory}/model.ckpt", {"model": model})
+    before = state_of(net)
+    with torch.no_grad():
+        net[0].weight.zero_()
+    fabric.load(f"{directory}/model.ckpt", {"model": model})
+    return before, state_of(net)
+
+
+def test_fabric_saves_and_loads_without_the_prefix_of_the_wrapper(tmp_path):
+    for before, after in run_ranks(save_and_load_in_a_script, str(tmp_path)):
+        assert_same_bits(before, after)
+    assert next(iter(torch.load(tmp_path / "model.ckpt")["model"])) == "0.weight"
+    before, after = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch(save_and_load, str(tmp_path))
+    assert_same_bits(before, after)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_spawn_ext", "dp_ext"])
+def test_one_example_trains_with_each_strategy(strategy, tmp_path):
+    result = run_script(
+        REPOSITORY / "examples/fabric_digits.py", "--strategy", strategy, "--epochs", "4", "--batch-size", "16",
+        "--checkpoint", tmp_path / "digits.ckpt",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert float(result.stdout.split()[-1]) > 0.9
+    assert "0.weight" in torch.load(tmp_path / "digits.ckpt")["model"]
+
+
+# --- functions that are launched in workers ---
+
+
+@pytest.mark.parametrize("name", ["ddp_spawn_ext", "ddp_fork_ext"])
+def test_a_launched_function_trains_as_scripts_do_and_its_value_comes_back(name):
+    ((expected, _, total), _), *_ = run_ranks(train_under_fabric_with_both)
+    weights, module, sum_of_losses = Fabric(strategy=name, devices=2, accelerator="cpu").launch(train)
+    assert module == FabricDDPStrategy.__module__
+    assert_same_bits(weights, expected)
+    assert sum_of_losses == total
+
+
+def where(fabric: Fabric, scale: int, offset: int = 0) -> tuple[int, list[int]]:
+    return os.getpid(), (fabric.all_gather(torch.tensor(fabric.global_rank)) * scale + offset).tolist()
+
+
+def fail(fabric: Fabric) -> None:
+    if fabric.global_rank == 1:
+        raise ValueError("bad luck")
+    fabric.barrier()
+
+
+def test_workers_stay_for_the_next_launch_and_a_failure_names_the_rank():
+    fabric = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu")
+    pid, values = fabric.launch(where, 10, offset=1)
+    assert values == [1, 11]
+    assert pid != os.getpid()
+    assert fabric.launch(where, 2) == (pid, [0, 2])
+    with pytest.raises(WorkerRaisedError, match=r"rank 1 .* failed: ValueError: bad luck"):
+        fabric.launch(fail)
+    other, values = fabric.launch(where, 3)
+    assert (values, other != pid) == ([0, 3], True)
+
+
+def test_launching_nothing_in_workers_is_refused():
+    with pytest.raises(TypeError, match="needs to be called with a function"):
+        Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch()

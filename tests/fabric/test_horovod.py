@@ -1,0 +1,55 @@
+"""A Fabric loop trains with ``horovod_ext`` as with ``ddp_ext``."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch.nn import functional
+
+from tests.support.horovod_ranks import run_horovod
+from tests.support.horovod_training import assert_close
+from tests.support.models import MLP, loader, state_of
+from tests.support.ranks import run_ranks
+
+
+def train_under_fabric(strategy: str, directory: str) -> dict[str, Any]:
+    fabric = Fabric(strategy=strategy, devices=2, accelerator="cpu")
+    fabric.launch()
+    fabric.seed_everything(11, verbose=False)
+    module = MLP()
+    model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
+    for index, (features, labels) in enumerate(fabric.setup_dataloaders(loader())):
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            fabric.backward(functional.cross_entropy(model(features), labels))
+        if index % 2 == 1:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.save(f"{directory}/model.ckpt", {"model": model})
+    before = state_of(module)
+    with torch.no_grad():
+        module.net[0].weight.zero_()
+    fabric.load(f"{directory}/model.ckpt", {"model": model})
+    fabric.barrier()
+    return {
+        "before": before,
+        "after": state_of(module),
+        "sum": fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum").item(),
+        "gathered": fabric.all_gather(torch.tensor(fabric.global_rank)).tolist(),
+        "sent": fabric.broadcast(fabric.global_rank, src=1),
+        "any": fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0, all=False),
+    }
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "python"])
+def test_a_fabric_loop_trains_as_with_ddp(launcher, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    expected = run_ranks(train_under_fabric, "ddp_ext", str(tmp_path / "a"))
+    for ours, theirs in zip(
+        run_horovod(launcher, train_under_fabric, "horovod_ext", str(tmp_path / "b")), expected, strict=True
+    ):
+        assert_close(ours.pop("before"), theirs.pop("before"))
+        assert_close(ours.pop("after"), theirs.pop("after"))
+        assert ours == theirs

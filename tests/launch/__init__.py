@@ -1,0 +1,1 @@
+"""Workers, and what travels between them and the main process."""

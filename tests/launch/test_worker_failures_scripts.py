@@ -1,0 +1,122 @@
+"""A script or a notebook that does what cannot work is told so by ``ddp_spawn_ext``, and what to do instead."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_script
+
+FAILS_TWICE = """
+from pathlib import Path
+
+from lightning_strategies_ext import WorkerRaisedError
+from tests.support.models import MLP, loader, make_trainer
+
+is_broken = Path(__file__).with_name("is_broken")
+if __name__ == "__mp_main__" and is_broken.exists():
+    import no_such_module
+
+
+class MyError(Exception):
+    pass
+
+
+class Fails(MLP):
+    def training_step(self, batch, batch_idx):
+        raise MyError(self.global_rank)
+
+
+if __name__ == "__main__":
+    trainer = make_trainer("ddp_spawn_ext")
+    try:
+        trainer.fit(Fails(), loader())
+    except WorkerRaisedError as error:
+        print("has its own class:", isinstance(error.__cause__, MyError))
+    is_broken.touch()
+    trainer.fit(MLP(), loader())
+"""
+
+NO_GUARD = """
+from lightning_strategies_ext import DDPSpawnStrategy
+from lightning_strategies_ext import WorkerRaisedError
+from tests.support.models import MLP, loader, make_trainer
+
+for start_method in ("forkserver", "spawn"):
+    try:
+        make_trainer(DDPSpawnStrategy(start_method=start_method)).fit(MLP(), loader())
+    except WorkerRaisedError as error:
+        print(start_method, "said:", str(error).splitlines()[0])
+"""
+
+NOTEBOOK = """
+import sys
+
+sys.ps1 = ">>> "  # by which Lightning knows a notebook or a prompt
+
+from tests.support.models import MLP, loader, make_trainer, state_of
+
+
+class Doubled(MLP):
+    factor = 2
+
+    def training_step(self, batch, batch_idx):
+        self.log("factor", float(self.factor))
+        return self.factor * super().training_step(batch, batch_idx)
+
+
+try:
+    make_trainer("ddp_spawn_ext")
+except Exception as error:
+    print("refused:", type(error).__name__, error)
+
+trainer = make_trainer("ddp_notebook_ext", max_epochs=1)
+first = Doubled()
+weights = state_of(first)
+trainer.fit(first, loader())
+print("trained:", trainer.global_step, trainer.callback_metrics["factor"].item())
+assert any((tensor != weights[name]).any() for name, tensor in first.state_dict().items())
+
+exec("class Tripled(Doubled):\\n    factor = 3", globals())
+trainer.fit_loop.max_epochs = 2
+second = Tripled()
+trainer.fit(second, loader())
+print("trained:", trainer.global_step, trainer.callback_metrics["factor"].item())
+"""
+
+
+@pytest.fixture
+def run_text(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a script that is given as text."""
+
+    def run(text: str, *args: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        return run_script(script, *args, timeout_s=60)
+
+    return run
+
+
+def test_an_exception_of_a_class_of_the_script_is_the_cause_and_a_failing_import_is_named(run_text):
+    result = run_text(FAILS_TWICE)
+    assert "has its own class: True" in result.stdout
+    assert result.returncode == 1
+    assert "failed: ModuleNotFoundError: No module named 'no_such_module'" in result.stdout
+    assert "    import no_such_module\n" in result.stdout
+
+
+def test_a_script_without_a_guard_fails_and_is_told_to_have_one(run_text):
+    result = run_text(NO_GUARD)
+    for start_method in ("forkserver", "spawn"):
+        (said,) = [line for line in result.stdout.splitlines() if line.startswith(f"{start_method} said:")]
+        assert 'Put what the script does under `if __name__ == "__main__":`' in said
+
+
+def test_a_notebook_is_told_which_strategy_works_and_that_one_knows_what_was_just_defined(run_text):
+    result = run_text(NOTEBOOK)
+    assert result.returncode == 0, result.stdout
+    (refused,) = [line for line in result.stdout.splitlines() if line.startswith("refused:")]
+    assert "ddp_notebook_ext" in refused
+    trained = [line for line in result.stdout.splitlines() if line.startswith("trained:")]
+    assert trained == ["trained: 8 2.0", "trained: 16 3.0"]

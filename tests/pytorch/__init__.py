@@ -1,0 +1,1 @@
+"""The Trainer's face."""

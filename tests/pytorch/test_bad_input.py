@@ -1,0 +1,423 @@
+"""What cannot work is refused where it is first known, in words that name the argument, the value and the way out."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+
+from lightning_strategies_ext import ShmOptions
+from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
+from lightning_strategies_ext.pytorch.ddp import DDPStrategy
+from lightning_strategies_ext.torch_distributed import process_group
+from tests.support.models import MLP, loader, make_trainer
+from tests.support.ranks import free_port, run_ranks, run_script
+
+CPU, NO_GPU = torch.device("cpu"), torch.device("cuda", torch.cuda.device_count())
+HOOK_FORM = "`def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`"
+
+
+@dataclass
+class Refusal:
+    """A call of a constructor, and the exception it must raise.
+
+    Attributes:
+        arguments: Keyword arguments of the constructor.
+        error: Type of the exception.
+        argument: The argument that the message must name, default the last of ``arguments``.
+        value: How the message must show what was given.
+        fix: What the message must say to do, or to give instead.
+    """
+
+    arguments: dict[str, Any]
+    error: type[Exception]
+    value: str
+    fix: str
+    argument: str = field(default="")
+
+    def check(self, construct: Callable[..., Any]) -> None:
+        with pytest.raises(self.error) as caught:
+            construct(**self.arguments)
+        message = str(caught.value)
+        assert f"`{self.argument or list(self.arguments)[-1]}" in message
+        assert self.value in message
+        assert self.fix in message
+
+    def __str__(self) -> str:
+        return ",".join(
+            f"{key}={getattr(value, '__name__', None) or repr(value).partition(' object at ')[0]}"
+            for key, value in self.arguments.items()
+        )
+
+
+def hook_without_bucket(state):
+    """No communication hook."""
+
+
+def hook_with_other_names(state, gradients):
+    """No communication hook: torch passes ``bucket``."""
+
+
+def hook_with_keywords(state, **gradients):
+    """No communication hook."""
+
+
+def hook_with_wrong_argument(state, bucket: torch.Tensor):
+    """No communication hook."""
+
+
+def hook_with_wrong_result(state, bucket: dist.GradBucket) -> torch.Tensor:
+    """No communication hook."""
+
+
+def wrapper_without_result(hook):
+    """No wrapper."""
+
+
+def wrapper_with_wrong_result(hook):
+    return hook_without_bucket
+
+
+def local_sgd(**arguments: Any) -> dict[str, Any]:
+    return {"ddp_comm_hook": post_localSGD_hook, "ddp_comm_state": PostLocalSGDState(None, None, 2), **arguments}
+
+
+BY_BOTH_FACES = [
+    Refusal({"process_group_backend": "mccl"}, ValueError, "'mccl'", "Known: "),
+    Refusal({"process_group_backend": "cpu:gloo,cuda:mccl"}, ValueError, "'cpu:gloo,cuda:mccl'", "Known: "),
+    Refusal({"process_group_backend": 5}, TypeError, "got 5", "'gloo'"),
+    Refusal({"timeout": timedelta(seconds=-1)}, ValueError, "-1.0 seconds", "must be positive"),
+    Refusal({"timeout": timedelta(0)}, ValueError, "0.0 seconds", "must be positive"),
+    Refusal({"timeout": 1800}, TypeError, "got 1800", "Write `timedelta(seconds=...)`"),
+    Refusal(
+        {"process_group_backend": "gloo", "process_group_options": ShmOptions()},
+        ValueError,
+        "`process_group_options=ShmOptions(segment_num_bytes=None)` are for the backend 'shm'",
+        "`process_group_backend='gloo'`",
+    ),
+    Refusal({"start_method": "thread"}, ValueError, "'thread'", "Use one of popen, "),
+    Refusal({"start_method": None}, ValueError, "=None", "Use one of popen, "),
+    Refusal({"find_unused_params": True}, TypeError, "Unknown", "find_unused_parameters"),
+    Refusal({"device_ids": [0]}, TypeError, "Unknown", "DistributedDataParallel takes"),
+    Refusal({"bucket_cap_mb": 0}, ValueError, "got 0.", "must be positive"),
+    Refusal({"bucket_cap_mb": -25}, ValueError, "got -25.", "must be positive"),
+    Refusal({"bucket_cap_mb": "25"}, TypeError, "got '25'.", "must be a number"),
+    Refusal({"parallel_devices": [CPU, torch.device("cuda", 0)]}, ValueError, "cpu, cuda", "must be of one type"),
+    Refusal({"parallel_devices": ["cpu", "cpu"]}, TypeError, "['cpu', 'cpu']", "a list of torch.device"),
+    Refusal({"parallel_devices": CPU}, TypeError, "device(type='cpu')", "a list of torch.device"),
+    Refusal({"parallel_devices": 2}, TypeError, "got 2.", "a list of torch.device"),
+    Refusal({"parallel_devices": [NO_GPU]}, ValueError, repr(NO_GPU), f"this host has {NO_GPU.index} GPUs"),
+    Refusal({"parallel_devices": [torch.device("cuda", 0)] * 2}, ValueError, "index=0", "Name each once"),
+    Refusal({"accelerator": "cpu"}, TypeError, "'cpu'", "must be a lightning.fabric.accelerators.Accelerator"),
+    Refusal({"cluster_environment": "slurm"}, TypeError, "'slurm'", "environments.ClusterEnvironment"),
+    Refusal({"checkpoint_io": "file"}, TypeError, "'file'", "io.CheckpointIO"),
+    Refusal({"ddp_comm_hook": "fp16"}, TypeError, "'fp16'", "must be callable"),
+    Refusal({"ddp_comm_hook": hook_without_bucket}, TypeError, "hook_without_bucket", HOOK_FORM),
+    Refusal({"ddp_comm_hook": hook_with_other_names}, TypeError, "'gradients'", HOOK_FORM),
+    Refusal({"ddp_comm_hook": hook_with_keywords}, TypeError, "called `bucket`", HOOK_FORM),
+    Refusal({"ddp_comm_hook": hook_with_wrong_argument}, TypeError, "<class 'torch.Tensor'>", HOOK_FORM),
+    Refusal({"ddp_comm_hook": hook_with_wrong_result}, TypeError, "<class 'torch.Tensor'>", HOOK_FORM),
+    Refusal({"ddp_comm_hook": allreduce_hook, "ddp_comm_wrapper": 3}, TypeError, "got 3.", "must be callable"),
+    Refusal(
+        {"ddp_comm_hook": allreduce_hook, "ddp_comm_wrapper": wrapper_without_result},
+        TypeError,
+        "it returned None",
+        "must return a communication hook",
+    ),
+    Refusal(
+        {"ddp_comm_hook": allreduce_hook, "ddp_comm_wrapper": wrapper_with_wrong_result},
+        TypeError,
+        "hook_without_bucket",
+        HOOK_FORM,
+    ),
+    Refusal({"ddp_comm_wrapper": fp16_compress_wrapper}, ValueError, "fp16_compress_wrapper", "`ddp_comm_hook`"),
+    Refusal({"ddp_comm_state": "my state"}, ValueError, "'my state'", "`ddp_comm_hook`"),
+]
+
+BY_THE_TRAINERS_FACE = [
+    Refusal({"precision_plugin": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.pytorch"),
+    Refusal(local_sgd(), ValueError, "PostLocalSGDState", "`model_averaging_period=4`", argument="ddp_comm_state"),
+    Refusal({"model_averaging_period": 4}, ValueError, "=4` needs", "`ddp_comm_state` to be a PostLocalSGDState"),
+    *(
+        Refusal(local_sgd(model_averaging_period=period), ValueError, f"got {period!r}.", "must be a positive integer")
+        for period in (0, -1, True, "4", 2.0)
+    ),
+]
+
+BY_FABRICS_FACE = [
+    Refusal({"precision": "16-mixed"}, TypeError, "'16-mixed'", "a Precision of lightning.fabric"),
+    Refusal({"model_averaging_period": 4}, TypeError, "Unknown", "DistributedDataParallel takes"),
+    # Fabric's optimizer step does not pass through the strategy's averaging: models would drift apart for good.
+    Refusal(local_sgd(), ValueError, "PostLocalSGDState", "PeriodicModelAverager", argument="ddp_comm_state"),
+]
+
+
+@pytest.mark.parametrize("face", [DDPStrategy, FabricDDPStrategy], ids=["Trainer", "Fabric"])
+@pytest.mark.parametrize("refusal", BY_BOTH_FACES, ids=str)
+def test_constructors_refuse(refusal: Refusal, face: type) -> None:
+    refusal.check(face)
+
+
+@pytest.mark.parametrize("refusal", BY_THE_TRAINERS_FACE, ids=str)
+def test_the_trainers_constructor_refuses(refusal: Refusal) -> None:
+    refusal.check(DDPStrategy)
+
+
+@pytest.mark.parametrize("refusal", BY_FABRICS_FACE, ids=str)
+def test_fabrics_constructor_refuses(refusal: Refusal) -> None:
+    refusal.check(FabricDDPStrategy)
+
+
+# --- backends ---
+
+
+@pytest.mark.parametrize("backend", ["nccl", "mpi", "ucc"])
+def test_a_backend_that_torch_was_built_without_is_refused(backend: str) -> None:
+    if getattr(dist, f"is_{backend}_available")():
+        pytest.skip(f"this build of torch has {backend}")
+    for face in (DDPStrategy, FabricDDPStrategy):
+        Refusal({"process_group_backend": backend}, RuntimeError, f"without {backend}", "Leave the argument out").check(
+            face
+        )
+
+
+def construct_with_a_backend_that_is_for_gpus(backend: str | None) -> list[str]:
+    """Constructs both front ends for CPU processes; returns the messages. ``None`` registers such a backend."""
+    if backend is None:
+        backend = "gpuonly"
+        dist.Backend.register_backend(backend, lambda *args: None, devices=["cuda"])
+    messages = []
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 the caller reads the message
+        make_trainer(DDPStrategy(process_group_backend=backend))
+    messages.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Fabric(strategy=FabricDDPStrategy(process_group_backend=backend), accelerator="cpu", devices=2)
+    return [*messages, str(caught.value)]
+
+
+@pytest.mark.parametrize("backend", [None, "nccl"], ids=["a registered one", "nccl"])
+def test_a_backend_that_cannot_move_tensors_of_the_devices_is_refused_when_these_are_known(backend: str | None) -> None:
+    if backend == "nccl" and not dist.is_nccl_available():
+        pytest.skip("this build of torch has no NCCL")
+    (messages,) = run_ranks(construct_with_a_backend_that_is_for_gpus, backend, world_size=1)
+    for message in messages:
+        assert f"`process_group_backend={backend or 'gpuonly'!r}` moves tensors on cuda" in message
+        assert "of type 'cpu'" in message
+        assert "Use `accelerator='cuda'` or another backend, such as 'gloo'" in message
+
+
+def join_a_group_of_another_shape() -> str:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
+    with pytest.raises(RuntimeError) as caught:
+        process_group.start(environment, "gloo", CPU, None)
+    return str(caught.value)
+
+
+def test_a_process_group_of_another_shape_is_refused() -> None:
+    (message,) = run_ranks(join_a_group_of_another_shape, world_size=1)
+    assert "rank 0 of 1" in message
+    assert "rank 0 of 2" in message
+    assert "Ask for as many devices and nodes as before" in message
+
+
+# --- devices and ranks ---
+
+
+@pytest.mark.parametrize("devices", [0, [], "0"])
+def test_no_devices_are_refused(devices: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"devices=.*is not a valid input"):
+        make_trainer("ddp_ext", devices=devices)
+
+
+def test_the_device_is_not_made_up_before_a_trainer_has_chosen_it() -> None:
+    with pytest.raises(RuntimeError, match="pass the strategy to a Trainer first"):
+        _ = DDPStrategy().root_device
+
+
+def set_torchruns_environment(world_size: int) -> None:
+    """As torchrun sets it for the first of ``world_size`` processes on one host."""
+    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "none"}
+    sizes = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in {**addresses, **sizes, **ranks}.items()})
+
+
+def fit_under_torchrun(strategy: str, world_size: int, kwargs: dict[str, int]) -> str:
+    set_torchruns_environment(world_size)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 the caller reads the message
+        make_trainer(strategy, **kwargs).fit(MLP(), loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kwargs", [{"devices": 2}, {"devices": 2, "num_nodes": 3}])
+def test_a_world_size_from_torchrun_that_contradicts_the_trainer_is_refused(kwargs: dict[str, int]) -> None:
+    (message,) = run_ranks(fit_under_torchrun, "ddp_ext", 4, kwargs, world_size=1, timeout_s=30)
+    assert f"`devices=2` and `num_nodes={kwargs.get('num_nodes', 1)}`" in message
+    assert "does not match the world size (4)" in message
+
+
+def test_starting_workers_in_each_process_that_torchrun_has_started_is_refused() -> None:
+    (message,) = run_ranks(fit_under_torchrun, "ddp_fork_ext", 2, {"devices": 2}, world_size=1, timeout_s=30)
+    assert "`start_method='fork'`" in message
+    assert "TorchElasticEnvironment" in message
+    assert "`strategy='ddp_ext'`" in message
+
+
+def test_synchronised_batch_norm_on_cpus_is_refused_before_a_worker_starts() -> None:
+    with pytest.raises(ValueError, match="`sync_batchnorm=True` needs GPUs") as caught:
+        make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(MLP(), loader())
+    assert "Leave it out, or use `accelerator='gpu'`" in str(caught.value)
+
+
+# --- a model with nothing to train ---
+
+
+class Frozen(MLP):
+    """No parameter needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch).requires_grad_()
+
+    def configure_optimizers(self):
+        return None
+
+
+class UnfreezesInConfigureModel(Frozen):
+    def configure_model(self) -> None:
+        self.requires_grad_()
+
+
+class UnfreezesInSetup(Frozen):
+    def setup(self, stage: str) -> None:
+        self.requires_grad_()
+
+
+class StaysFrozenInSetup(Frozen):
+    def setup(self, stage: str) -> None:
+        """Does not unfreeze anything."""
+
+
+class Unfreeze(Callback):
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        pl_module.requires_grad_()
+
+
+class IsUnfrozenByItsCallback(Frozen):
+    def configure_callbacks(self):
+        return Unfreeze()
+
+
+SCRIPT = """
+print("a process starts", flush=True)
+from tests.support.models import loader, make_trainer
+from tests.pytorch.test_bad_input import Frozen
+make_trainer("ddp_ext").fit(Frozen(), loader())
+"""
+
+
+def test_a_model_with_nothing_to_train_is_refused_before_a_second_process_starts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = run_script(script)
+    assert result.returncode != 0
+    assert result.stdout.count("a process starts") == 1, result.stdout
+    assert result.stdout.count("No parameter of Frozen needs a gradient") == 1, result.stdout
+    assert "Unfreeze some (`parameter.requires_grad_()`)" in result.stdout
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork_ext", "ddp_notebook_ext"])
+def test_a_model_with_nothing_to_train_is_refused_before_a_worker_starts(strategy: str) -> None:
+    with pytest.raises(ValueError, match="No parameter of Frozen needs a gradient"):
+        make_trainer(strategy).fit(Frozen(), loader())
+
+
+def fit_alone(make_model: Callable[[], Frozen], callbacks: list[Callback]) -> int | str:
+    """Trains for one step in one process; returns how many steps were done, or why none."""
+    trainer = make_trainer("ddp_ext", devices=1, max_steps=1, callbacks=callbacks)
+    model = make_model()
+    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        trainer.fit(model, loader())
+    except ValueError as error:
+        return str(error)
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("make_model", "callbacks"),
+    [
+        (UnfreezesInConfigureModel, []),
+        (UnfreezesInSetup, []),
+        (Frozen, [Unfreeze()]),
+        (IsUnfrozenByItsCallback, []),
+    ],
+    ids=["configure_model", "setup", "a callback's setup", "setup of the model's callback"],
+)
+def test_a_model_that_is_unfrozen_before_training_is_accepted(make_model: type, callbacks: list[Callback]) -> None:
+    assert run_ranks(fit_alone, make_model, callbacks, world_size=1) == [1]
+
+
+def test_a_model_that_setup_left_frozen_is_refused_then() -> None:
+    (message,) = run_ranks(fit_alone, StaysFrozenInSetup, [], world_size=1)
+    assert "No parameter of StaysFrozenInSetup needs a gradient" in message
+
+
+def validate_frozen() -> list[str]:
+    trainer = make_trainer("ddp_ext", devices=1)
+    return list(trainer.validate(Frozen(), loader(), verbose=False)[0])
+
+
+def test_a_frozen_model_can_be_validated() -> None:
+    assert run_ranks(validate_frozen, world_size=1) == [["val_loss"]]
+
+
+def set_up_frozen_under_fabric() -> str:
+    fabric = Fabric(strategy="ddp_ext", accelerator="cpu", devices=1)
+    fabric.launch()
+    with pytest.raises(ValueError, match="No parameter of Sequential needs a gradient") as caught:
+        fabric.setup_module(Frozen().net)
+    return str(caught.value)
+
+
+def test_fabric_refuses_to_set_up_a_module_with_nothing_to_train() -> None:
+    run_ranks(set_up_frozen_under_fabric, world_size=1)
+
+
+# --- post-local SGD with an optimizer that distributes its own work ---
+
+
+class WithZeroRedundancyOptimizer(MLP):
+    def configure_optimizers(self):
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
+def fit_with_averaging_of_a_distributed_optimizer() -> str:
+    strategy = DDPStrategy(**local_sgd(model_averaging_period=4))
+    with pytest.raises(ValueError, match="ZeroRedundancyOptimizer") as caught:
+        make_trainer(strategy, devices=1).fit(WithZeroRedundancyOptimizer(), loader())
+    return str(caught.value)
+
+
+def test_model_averaging_with_an_optimizer_that_distributes_its_own_work_is_refused() -> None:
+    (message,) = run_ranks(fit_with_averaging_of_a_distributed_optimizer, world_size=1)
+    assert "`model_averaging_period` cannot be combined with ZeroRedundancyOptimizer" in message
+    assert "Use a plain optimizer" in message

@@ -1,0 +1,121 @@
+"""What LightningCLI offers of our strategies: every argument that the class takes, as options, in help and in YAML.
+
+The names of strategies on the command line are test_discovery's.
+"""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from jsonargparse import ArgumentParser, lazy_instance
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_strategies_ext import DDPSpawnPlugin, DDPSpawnStrategy, DDPStrategy
+from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
+from tests.support.ranks import run_script
+
+DDP_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DistributedDataParallel).parameters.items()
+    if name not in ("module", "device_ids", "output_device")  # which the strategy decides
+}
+
+
+@pytest.mark.parametrize("strategy_class", [DDPStrategy, DDPSpawnStrategy, DDPSpawnPlugin, FabricDDPStrategy])
+def test_every_argument_of_the_installed_ddp_is_offered_with_its_default_but_one(strategy_class: type) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(strategy_class, "strategy")
+    offered = vars(parser.get_defaults().strategy)
+    beside = {"module", "device_ids", "output_device", "device", "kwargs", "ddp_kwargs"} & offered.keys()
+    assert beside == set()
+    assert {name: offered.get(name, "missing") for name in DDP_DEFAULTS} == {
+        **DDP_DEFAULTS,
+        "gradient_as_bucket_view": True,
+    }
+
+
+@pytest.mark.parametrize("strategy_class", [DDPStrategy, DDPSpawnStrategy, DDPSpawnPlugin])
+def test_a_lazy_instance_takes_arguments_of_ddp_and_refuses_others(strategy_class: type) -> None:
+    strategy = lazy_instance(strategy_class, find_unused_parameters=True)
+    assert isinstance(strategy, strategy_class)
+    with pytest.raises(ValueError, match="find_unused_params"):
+        lazy_instance(strategy_class, find_unused_params=True)
+
+
+# --- the whole way: from the command line into the model ---
+
+SCRIPT = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+class Model(BoringModel):
+    def on_train_end(self):
+        if self.trainer.is_global_zero:
+            ddp = self.trainer.strategy.model
+            print("in DDP:", ddp.find_unused_parameters, ddp.gradient_as_bucket_view, ddp.bucket_bytes_cap, flush=True)
+
+if __name__ == "__main__":
+    LightningCLI(Model, BoringDataModule)
+"""
+QUIET = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+TRAINER = [
+    *(f"--trainer.{name}=false" for name in QUIET),
+    *("--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_steps=2", "--trainer.limit_val_batches=0"),
+]
+
+
+def fit(directory: Path, *options: str) -> str:
+    script = directory / "script.py"
+    script.write_text(SCRIPT)
+    result = run_script(script, "fit", *options, cwd=directory)
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+def strategy_options(strategy: str, **values: object) -> list[str]:
+    named = [f"--trainer.strategy.{name}={value}" for name, value in values.items()]
+    return [f"--trainer.strategy=lightning_strategies_ext.{strategy}", *named]
+
+
+@pytest.mark.parametrize("strategy", ["DDPStrategy", "DDPSpawnStrategy"])
+def test_options_reach_ddp_and_what_is_not_said_keeps_our_default(strategy: str, tmp_path: Path) -> None:
+    options = strategy_options(strategy, find_unused_parameters="true", bucket_cap_mb=3)
+    assert f"in DDP: True True {3 * 2**20}" in fit(tmp_path, *TRAINER, *options)
+
+
+def said(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, str]:
+    """What the command line prints, and its error, where it ends before it trains."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, "argv", ["script.py", "fit", *options])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit):
+            LightningCLI(BoringModel, BoringDataModule)
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_a_printed_config_trains_as_the_options_that_it_was_printed_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = strategy_options("DDPStrategy", find_unused_parameters="true", gradient_as_bucket_view="false")
+    printed, _ = said(capsys, *TRAINER, *options, "--print_config")
+    assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"].keys() >= DDP_DEFAULTS.keys()
+    config = tmp_path / "printed.yaml"  # config.yaml is where LightningCLI saves what it was given
+    config.write_text(printed)
+    assert "in DDP: True False" in fit(tmp_path, f"--config={config}")
+
+
+def test_help_describes_the_arguments_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = said(capsys, "--trainer.strategy.help=lightning_strategies_ext.DDPStrategy")
+    assert [name for name in DDP_DEFAULTS if f".{name} " not in text] == []
+    assert re.search(r"\.gradient_as_bucket_view [^-]*default: True", text), text
+
+
+def test_an_option_that_neither_the_strategy_nor_ddp_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    _, error = said(capsys, *TRAINER, *strategy_options("DDPStrategy", find_unused_params="true"))
+    assert "find_unused_params" in error

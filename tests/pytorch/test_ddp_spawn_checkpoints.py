@@ -1,0 +1,143 @@
+"""What the main process saves after a stage of ``ddp_spawn_ext`` is what its worker would have saved."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from tests.support.ddp_spawn_trainers import ALONE, Configurable, HasEverything, HasState, seeded, spawn_trainer
+from tests.support.models import (
+    LOADS_EVERYTHING,
+    assert_same_bits,
+    loader,
+    make_trainer,
+    state_of,
+)
+
+
+class SavesInTheEnd(pl.Callback):
+    """What the process that trains would save when the stage has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+class StopsInTheMiddle(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 11:
+            trainer.should_stop = True
+
+
+def assert_same(ours: Any, theirs: Any, path: str = "checkpoint") -> None:
+    """Fails at the first key that differs."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), path
+        for key, value in theirs.items():
+            assert_same(ours[key], value, f"{path}.{key}")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), path
+        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(our, their, f"{path}[{index}]")
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs), path
+    else:
+        assert ours == theirs, path
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+def test_the_main_process_saves_what_the_worker_would(start_method, tmp_path):
+    model, data = seeded(HasEverything), HasState()
+    callbacks = [SavesInTheEnd(tmp_path / "theirs.ckpt"), StopsInTheMiddle()]
+    trainer = spawn_trainer(f"ddp_{start_method}_ext", max_epochs=2, callbacks=callbacks)
+    trainer.fit(model, datamodule=data)
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    ours, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("ours", "theirs"))
+    assert ours["steps_seen"] == ours["HasState"]["batches_seen"] == 11
+    assert ours["state_dict"]["metrics.mean.weight"] == 11
+    assert ours["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"position": 3}]
+    assert_same(ours, theirs)
+
+
+def test_a_run_that_goes_on_from_the_main_process_checkpoint_repeats_no_sample(tmp_path):
+    weights = {}
+    for strategy in ("auto", "ddp_spawn_ext"):
+        model, data = seeded(HasEverything), HasState()
+        trainer = make_trainer(strategy, **ALONE, callbacks=[StopsInTheMiddle()])
+        trainer.fit(model, datamodule=data)
+        trainer.save_checkpoint(tmp_path / "middle.ckpt")
+        model, data = HasEverything(), HasState()
+        trainer = make_trainer(strategy, **ALONE)
+        trainer.fit(model, datamodule=data, ckpt_path=tmp_path / "middle.ckpt", **LOADS_EVERYTHING)
+        weights[strategy] = state_of(model)
+        assert data.batches_seen == trainer.global_step
+    assert_same_bits(weights["ddp_spawn_ext"], weights["auto"])
+
+
+class Fails(HasEverything):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 5:
+            raise RuntimeError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_is_saved_on_an_exception_has_everything(tmp_path):
+    saved = {}
+    for strategy in ("auto", "ddp_spawn_ext"):
+        path = tmp_path / strategy
+        trainer = make_trainer(
+            strategy, **ALONE, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(path, "failed")]
+        )
+        with pytest.raises(Exception, match="on purpose"):
+            trainer.fit(seeded(Fails), datamodule=HasState())
+        saved[strategy] = torch.load(path / "failed.ckpt", weights_only=False)
+        del saved[strategy]["callbacks"]  # the callbacks' keys hold their paths
+    assert saved["auto"]["steps_seen"] == 5
+    assert_same(saved["ddp_spawn_ext"], saved["auto"])
+
+
+class AsksToStop(pl.Callback):
+    """Sends a SIGTERM to the main process, as a scheduler does."""
+
+    def __init__(self) -> None:
+        self.main_pid = os.getpid()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 5 and trainer.is_global_zero:
+            os.kill(self.main_pid, signal.SIGTERM)
+        time.sleep(0.1)
+
+
+def test_what_is_saved_after_a_sigterm_has_everything(tmp_path):
+    model, data = seeded(HasEverything), HasState()
+    callbacks = [SavesInTheEnd(tmp_path / "theirs.ckpt"), AsksToStop()]
+    trainer = spawn_trainer(max_epochs=20, callbacks=callbacks)
+    with pytest.raises(SIGTERMException):
+        trainer.fit(model, datamodule=data)
+    assert 5 <= trainer.global_step < 100
+    trainer.save_checkpoint(tmp_path / "ours.ckpt")
+    ours = torch.load(tmp_path / "ours.ckpt", weights_only=False)
+    assert ours["global_step"] == ours["steps_seen"] == ours["HasState"]["batches_seen"] == trainer.global_step
+    assert ours["state_dict"]["metrics.mean.weight"] == trainer.global_step
+    positions = ours["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert positions == [{"position": trainer.fit_loop.epoch_loop.batch_progress.current.ready}]
+
+
+def test_best_weights_of_a_checkpoint_are_those_of_one_process(tmp_path):
+    paths = []
+    for strategy in ("auto", "ddp_spawn_ext"):
+        checkpoint = ModelCheckpoint(tmp_path / strategy, monitor="val_loss")
+        trainer = make_trainer(strategy, **ALONE, callbacks=[checkpoint], enable_checkpointing=True)
+        trainer.fit(seeded(Configurable), loader(), loader())
+        paths.append(checkpoint.best_model_path)
+    theirs, ours = (torch.load(path, weights_only=False)["state_dict"] for path in paths)
+    assert_same_bits(ours, theirs)

@@ -1,0 +1,128 @@
+"""With ``ddp_spawn_ext`` no result is lost, and what cannot travel is named."""
+
+import os
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch import nn
+
+from lightning_strategies_ext import ResultsError, WorkerRaisedError
+from tests.support.ddp_spawn_trainers import HasEverything, Node, seeded, spawn_trainer
+from tests.support.models import (
+    LOADS_EVERYTHING,
+    MLP,
+    assert_same_bits,
+    loader,
+    state_of,
+)
+
+
+class Unloadable:
+    """Can be sent, and not be received."""
+
+    def __reduce__(self):
+        return fail_to_load, ()
+
+
+def fail_to_load() -> None:
+    raise ValueError("cannot be loaded here")
+
+
+class PutsUnloadable(HasEverything):
+    def add_to_queue(self, queue):
+        queue.put(Unloadable())
+
+    def get_from_queue(self, queue):
+        queue.get()
+
+
+class PutsUnpicklable(HasEverything):
+    def add_to_queue(self, queue):
+        queue.put(lambda: None if queue else (yield))
+        queue.put(open(os.devnull))  # noqa: SIM115
+
+
+class FailsToGet(HasEverything):
+    def add_to_queue(self, queue):
+        queue.put(1)
+
+    def get_from_queue(self, queue):
+        raise ValueError("not now")
+
+
+@pytest.mark.parametrize("make_model", [PutsUnloadable, PutsUnpicklable, FailsToGet])
+def test_a_run_whose_results_cannot_be_brought_back_is_saved_and_it_is_said_where(make_model, tmp_path):
+    model, expected = seeded(make_model), seeded(HasEverything)
+    spawn_trainer(max_epochs=1).fit(expected, loader())
+    trainer = spawn_trainer(max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(ResultsError, match="is saved in") as caught:
+        trainer.fit(model, loader())
+    assert caught.value.__cause__ is not None
+    (path,) = tmp_path.glob("not-brought-back-*.ckpt")
+    assert str(path) in str(caught.value)
+    checkpoint = torch.load(path, weights_only=False)
+    assert checkpoint["steps_seen"] == 8
+    assert_same_bits(checkpoint["state_dict"], state_of(expected))
+    resumed = spawn_trainer(max_epochs=2)
+    resumed.fit(HasEverything(), loader(), ckpt_path=path, **LOADS_EVERYTHING)
+    assert resumed.global_step == 16
+
+
+class RaisesFromC(MLP):
+    def training_step(self, batch, batch_idx):
+        error = ValueError("the real reason")
+        if hasattr(error, "add_note"):
+            error.add_note("  a note\nthat ends in: threading.py(1002): _bootstrap")
+        raise error
+
+
+def test_the_headline_of_a_failure_is_the_exception():
+    with pytest.raises(WorkerRaisedError, match=r"^\W*rank \d \(pid \d+\) failed: ValueError: the real reason\n"):
+        spawn_trainer().fit(RaisesFromC(), loader())
+
+
+class HasLambda(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].choices = {"a": [1, lambda x: x]}
+
+
+class IsParametrized(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.orthogonal(self.net[2])
+
+
+class HasUnpicklable(pl.Callback):
+    def __init__(self) -> None:
+        self.node = Node()
+        self.node.on_end = lambda: None
+
+
+@pytest.mark.parametrize(
+    ("make_model", "options", "said"),
+    [
+        (HasLambda, {}, r"`net\.1\.choices\['a'\]\[1\]` of the LightningModule HasLambda cannot be sent"),
+        (IsParametrized, {}, r"`net\.2` of the LightningModule IsParametrized cannot be sent"),
+        (MLP, {"callbacks": [HasUnpicklable()]}, r"`node\.on_end` of the callback HasUnpicklable cannot be sent"),
+        (
+            MLP,
+            {"profiler": "pytorch"},
+            r"`_profiler_kwargs\['schedule'\]\._schedule` of the profiler PyTorchProfiler cannot be sent",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_named_by_its_path(make_model, options, said):
+    with pytest.raises(TypeError, match=said):
+        spawn_trainer(**options).fit(make_model(), loader())
+
+
+def test_a_profiler_goes_through_several_stages_of_forked_workers(tmp_path):
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
+    trainer, model = spawn_trainer("ddp_fork_ext", max_epochs=1, profiler=profiler), MLP()
+    trainer.fit(model, loader())
+    trainer.test(model, loader(), verbose=False)
+    assert {path.name.split("-")[0] for path in tmp_path.glob("*.txt")} == {"fit", "test"}
+    assert "test_step" in profiler.summary()

@@ -1,0 +1,86 @@
+"""What a large model costs with ``ddp_spawn_ext``: no copy per worker that only reads it, little to bring it back."""
+
+import gc
+import os
+from pathlib import Path
+
+import lightning.pytorch as pl
+import psutil
+import torch
+
+from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
+from tests.support.models import MLP, assert_same_bits, loader, state_of
+
+
+class Large(MLP):
+    """128 MB that no step changes, unless asked to."""
+
+    def __init__(self, changes: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(32 << 20))
+        self.changes = changes
+
+    def validation_step(self, batch, batch_idx):
+        assert self.table.sum() == self.table.numel()
+        return super().validation_step(batch, batch_idx)
+
+    def on_train_end(self):
+        if self.changes:
+            self.table.mul_(3)
+
+
+class PrivateMemory(pl.Callback):
+    """What a worker alone holds, in bytes: pages that it shares with nobody."""
+
+    num_bytes = 0
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        memory = psutil.Process().memory_full_info()
+        self.num_bytes = int(trainer.strategy.reduce(torch.tensor(memory.uss), reduce_op="max"))
+
+
+def test_a_large_model_that_is_only_read_is_not_copied_into_each_worker():
+    small, large = PrivateMemory(), PrivateMemory()
+    spawn_trainer(callbacks=[small]).validate(MLP(), loader(), verbose=False)
+    spawn_trainer(callbacks=[large]).validate(Large(), loader(), verbose=False)
+    assert small.num_bytes > 0
+    assert large.num_bytes - small.num_bytes < 32 << 20
+
+
+def test_bringing_back_a_large_model_takes_little_more_memory_than_the_model():
+    model = Large(changes=True)
+    trainer = spawn_trainer(max_epochs=1)
+    trainer.validate(MLP(), loader(), verbose=False)
+    gc.collect()
+    address = model.table.data_ptr()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = psutil.Process().memory_info().rss
+    trainer.fit(model, loader())
+    status = Path("/proc/self/status").read_text()
+    peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
+    assert model.table.data_ptr() == address
+    assert torch.equal(model.table, torch.full_like(model.table, 3))
+    assert peak - before < 1.2 * model.table.nbytes
+
+
+def test_without_shared_memory_results_come_through_a_file_and_it_is_said_once(monkeypatch, caplog, tmp_path):
+    import tempfile
+
+    from lightning_strategies_ext.launch.transport import segments
+
+    monkeypatch.delattr(os, "memfd_create")  # as on a system that has none; forked workers have none either
+    monkeypatch.setattr(segments, "_has_told_of_files", False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model, expected = seeded(), seeded()
+    trainer = spawn_trainer("ddp_fork_ext", max_epochs=1)
+    trainer.fit(model, loader())
+    predictions = trainer.predict(model, loader(13))
+    trainer.strategy.launcher.close()
+    assert caplog.text.count(f"through files in {tmp_path}") == 1
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    other = spawn_trainer(max_epochs=1)
+    other.fit(expected, loader())
+    assert_same_bits(state_of(model), state_of(expected))
+    for ours, theirs in zip(predictions, other.predict(expected, loader(13)), strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,197 @@
+"""After a stage of ``ddp_spawn_ext`` the user's objects and layers are what one process would have made of them."""
+
+import random
+import threading
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics import SumMetric
+
+from tests.support.ddp_spawn_trainers import ALONE, Node, seeded, spawn_trainer
+from tests.support.models import (
+    MLP,
+    assert_same_bits,
+    dataset,
+    loader,
+    make_trainer,
+    state_of,
+)
+
+# --- the user's objects ---
+
+
+class HoldsObjects(pl.Callback):
+    def __init__(self) -> None:
+        self.node = Node()
+        self.tensor = torch.zeros(3)
+        self.array = np.zeros(3)
+        self.nested = {"deep": [OrderedDict(a=[0]), defaultdict(list), deque([1], maxlen=3), {1}]}
+        self.same = self.nested["deep"][0]
+        self.metric = SumMetric()
+        self.parameter = nn.Parameter(torch.zeros(2))
+        self.queue = [Node(), Node()]
+        self.random = random.Random(3)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.node.values.append(1)
+        self.random.random()
+        self.tensor += 1
+        self.array += 1
+        ordered, default, recent, numbers = self.nested["deep"]
+        ordered["a"].append(1)
+        default["x"].append(2)
+        recent.append(len(recent))
+        numbers.add(len(numbers) + 1)
+        self.metric.update(1.0)
+        self.parameter.data += 1
+        if len(self.queue) > 1:
+            self.queue.pop(0)
+        self.queue[0].values.append(5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("auto", None), ("ddp_spawn_ext", None), ("ddp_fork_ext", None), ("ddp_fork_ext", lambda: None)],
+    ids=["one process", "sent", "sent to forked", "inherited"],
+)
+def test_objects_that_the_user_holds_are_updated(strategy, more):
+    callback = HoldsObjects()
+    callback.same["more"] = more
+    callback.lock = lock = threading.Lock() if more else None
+    node, tensor, array, ordered, metric = (
+        callback.node,
+        callback.tensor,
+        callback.array,
+        callback.same,
+        callback.metric,
+    )
+    parameter, popped, kept = callback.parameter, *callback.queue
+    default, recent, numbers = callback.nested["deep"][1:]
+    make_trainer(strategy, **ALONE, max_epochs=1, limit_train_batches=3, callbacks=[callback]).fit(MLP(), loader())
+    assert node is callback.node is node.me
+    assert node.values == [1, 1, 1]
+    assert tensor is callback.tensor
+    assert tensor.tolist() == array.tolist() == [3, 3, 3]
+    assert parameter is callback.parameter
+    assert parameter.tolist() == [3, 3]
+    assert ordered is callback.same is callback.nested["deep"][0]
+    assert ordered["a"] == [0, 1, 1, 1]
+    assert ordered["more"] is more
+    assert callback.lock is lock
+    expected = random.Random(3)
+    _ = [expected.random() for _ in range(3)]
+    assert callback.random.getstate() == expected.getstate()
+    assert default == {"x": [2, 2, 2]}
+    assert default["new"] == []
+    assert list(recent) == [1, 2, 3]
+    assert numbers == {1, 2, 3, 4}
+    assert metric is callback.metric
+    assert metric.compute() == 3
+    assert callback.queue == [kept]
+    assert (popped.values, kept.values) == ([], [5, 5, 5])
+
+
+class HoldsData(MLP):
+    """What is large and does not change must not travel back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = torch.randn(1000, 100)
+        self.table = np.random.rand(1000, 100)
+        self.counts = torch.zeros(4)
+
+    def training_step(self, batch, batch_idx):
+        self.counts += 1
+        return super().training_step(batch, batch_idx)
+
+
+class Counts(pl.Callback):
+    def __init__(self, samples: torch.Tensor) -> None:
+        self.samples = samples
+
+
+def test_what_has_not_changed_stays_where_it_is():
+    model = HoldsData()
+    samples, before = model.samples, model.samples.clone()
+    addresses = samples.data_ptr(), model.table.ctypes.data
+    trainer = spawn_trainer(max_epochs=1, limit_train_batches=2, callbacks=[callback := Counts(samples)])
+    trainer.fit(model, loader())
+    assert (model.samples.data_ptr(), model.table.ctypes.data) == addresses
+    assert model.samples is samples is callback.samples
+    assert torch.equal(samples, before)
+    assert model.counts.tolist() == [2.0] * 4
+
+
+class SwapsData(MLP):
+    """Gives its layer, and a tensor, the memory of others that have not changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.zeros(3), torch.ones(3)
+        self.best = torch.full((16,), 5.0)
+
+    def on_train_end(self):
+        self.first.data, self.second.data = self.second.data, self.first.data
+        self.net[0].bias.data = self.best.data
+
+
+def test_tensors_that_were_given_the_memory_of_others_come_back():
+    model = SwapsData()
+    first, bias = model.first, model.net[0].bias
+    spawn_trainer(max_epochs=1, limit_train_batches=2).fit(model, loader())
+    assert first is model.first
+    assert (first.tolist(), model.second.tolist()) == ([1.0] * 3, [0.0] * 3)
+    assert bias is model.net[0].bias
+    assert bias.tolist() == [5.0] * 16
+
+
+# --- layers that are known late ---
+
+
+class Lazy(MLP):
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(3))
+
+    def configure_model(self):
+        if any(nn.parameter.is_lazy(parameter) for parameter in self.parameters()):
+            self.net(dataset().tensors[0])
+
+
+def test_lazy_layers_come_back():
+    states = []
+    for strategy in ("auto", "ddp_spawn_ext"):
+        model = seeded(Lazy)
+        first = model.net[0]
+        trainer = make_trainer(strategy, **ALONE, max_epochs=1)
+        trainer.fit(model, loader())
+        assert first is model.net[0]
+        assert type(first) is nn.Linear
+        assert not first._forward_pre_hooks
+        states.append(state_of(model))
+        (metrics,) = trainer.test(model, loader(), verbose=False)
+        states[-1]["test_loss"] = torch.tensor(metrics["test_loss"])
+        assert torch.isfinite(model.net(dataset().tensors[0])).all()
+    assert_same_bits(states[1], states[0])
+
+
+class Prunes(MLP):
+    def setup(self, stage):
+        nn.utils.prune.l1_unstructured(self.net[0], "weight", 0.5)
+
+    def teardown(self, stage):
+        nn.utils.prune.remove(self.net[0], "weight")
+
+
+def test_parts_that_the_stage_removed_are_gone():
+    states = []
+    for strategy in ("auto", "ddp_spawn_ext"):
+        model = seeded(Prunes)
+        make_trainer(strategy, **ALONE, max_epochs=1).fit(model, loader())
+        states.append(state_of(model))
+    assert_same_bits(states[1], states[0])
+    assert (states[1]["net.0.weight"] == 0).sum() > 50

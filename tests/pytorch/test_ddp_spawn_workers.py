@@ -1,0 +1,203 @@
+"""The workers of ``ddp_spawn_ext``: how many there are, how long they stay, what they are sent once more."""
+
+import atexit
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from lightning_strategies_ext import DDPSpawnStrategy
+from lightning_strategies_ext.launch.transport import segments
+from tests.support.ddp_spawn_trainers import Configurable, Stateful, seeded, spawn_trainer
+from tests.support.models import (
+    MLP,
+    assert_same_bits,
+    fit,
+    loader,
+    make_trainer,
+    state_of,
+)
+from tests.support.ranks import run_ranks
+
+
+def workers_of_this_process() -> list[psutil.Process]:
+    workers = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE and "fork_server" in " ".join(process.cmdline()):
+                workers.append(process)
+    return workers
+
+
+def test_a_search_over_many_trainers_has_the_workers_of_one():
+    kept = []
+    pids = set()
+    for _ in range(4):
+        model = MLP()
+        trainer = spawn_trainer(max_epochs=1)
+        trainer.fit(model, loader())
+        pids.update(trainer.strategy.launcher.pids)
+        kept.append((model, trainer))
+    assert len(pids) == 2
+    assert len(workers_of_this_process()) == 3  # and what they are forked from
+    first = kept[0][1]
+    first.fit_loop.max_epochs = 2
+    first.fit(kept[0][0], loader())
+    assert set(first.strategy.launcher.pids) == pids
+    assert first.global_step == 16
+    three = spawn_trainer(devices=3, max_epochs=1)
+    three.fit(MLP(), loader())
+    assert len(workers_of_this_process()) == 4
+    assert not pids & set(three.strategy.launcher.pids)
+
+
+def test_workers_that_are_taken_over_start_as_new_ones_do():
+    expected = state_of(fit("ddp_spawn_ext", Stateful)[1])
+    fit("ddp_spawn_ext", Configurable)
+    assert_same_bits(state_of(fit("ddp_spawn_ext", Stateful)[1]), expected)
+
+
+def test_workers_need_not_be_kept_and_can_be_closed():
+    trainer, model = spawn_trainer(DDPSpawnStrategy(keep_workers=False), max_epochs=1), seeded(Stateful)
+    trainer.fit(model, loader())
+    assert trainer.strategy.launcher.pids == []
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader())
+    assert trainer.global_step == 16
+    with DDPSpawnStrategy() as strategy:
+        again, other = spawn_trainer(strategy, max_epochs=1), seeded(Stateful)
+        again.fit(other, loader())
+        strategy.close()
+        assert strategy.launcher.pids == []
+        again.fit_loop.max_epochs = 2
+        again.fit(other, loader())
+        pids = strategy.launcher.pids
+        assert len(pids) == 2
+    assert not any(map(psutil.pid_exists, pids))
+    assert_same_bits(state_of(model), state_of(other))
+
+
+class LeavesGroup(pl.Callback):
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        torch.distributed.destroy_process_group()
+
+
+def fit_after_leaving_the_group() -> int:
+    trainers = [make_trainer("ddp_ext", max_epochs=1, callbacks=[LeavesGroup()]) for _ in range(2)]
+    for trainer in trainers:
+        trainer.fit(MLP(), loader())
+    return trainers[1].global_step
+
+
+def test_a_stage_can_follow_where_the_user_has_left_the_process_group():
+    trainer, model = spawn_trainer(max_epochs=1, callbacks=[LeavesGroup()]), MLP()
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader())
+    assert trainer.global_step == 16
+    assert run_ranks(fit_after_leaving_the_group, timeout_s=100) == [8, 8]
+
+
+def num_threads_and_exit_handler(path: str) -> int:
+    atexit.register(Path(path).touch)
+    return torch.get_num_threads()
+
+
+def in_main(path: str) -> None:
+    with Path(path).open("a") as file:
+        file.write(str(os.getpid()))
+
+
+@pytest.mark.parametrize(("start_method", "num_threads"), [("forkserver", 3), ("spawn", 3), ("fork", 1)])
+def test_workers_run_their_exit_handlers_and_have_the_threads_that_were_asked_for(
+    start_method, num_threads, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    atexit.register(in_main, str(tmp_path / "main"))
+    try:
+        with DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2, start_method=start_method) as strategy:
+            assert strategy.spawn(num_threads_and_exit_handler, str(tmp_path / "ended")) == num_threads
+            assert ("OMP_NUM_THREADS=3" in caplog.text) is (start_method == "fork")
+            assert list(tmp_path.iterdir()) == []
+    finally:
+        atexit.unregister(in_main)
+    assert [path.name for path in tmp_path.iterdir()] == ["ended"]
+
+
+def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(monkeypatch):
+    written = []
+    write = segments.Segment.write.__func__
+
+    def noting(cls: Any, buffers: Any) -> Any:
+        written.append(sum(memoryview(buffer).nbytes for buffer in buffers))
+        return write(cls, buffers)
+
+    monkeypatch.setattr(segments.Segment, "write", classmethod(noting))
+    model = HoldsLargeData()
+    with DDPSpawnStrategy() as strategy:
+        trainer = spawn_trainer(strategy, limit_test_batches=2)
+        for _ in range(2):
+            assert trainer.test(model, loader(), verbose=False)[0]["sum"] == model.samples.numel()
+        assert max(written[:2]) >= model.samples.nbytes
+        assert max(written[2:]) < 1 << 20
+        model.samples.numpy()[0, 0] = 3  # as no version counter sees
+        model.table[-1, -1] += 5
+        metrics = trainer.test(model, loader(), verbose=False)[0]
+        assert (metrics["sum"], metrics["table"]) == (model.samples.numel() + 2, model.table.size + 5)
+        assert kept_by(strategy) == model.samples.nbytes + model.table.nbytes
+        written.clear()
+        other = spawn_trainer()
+        other.test(model, loader(), verbose=False)
+        assert max(written) < 1 << 20  # a Trainer that takes the workers over takes that over too
+        assert (kept_by(strategy), kept_by(other.strategy)) == (0, model.samples.nbytes + model.table.nbytes)
+    other.strategy.close()
+    assert kept_by(other.strategy) == 0
+
+
+def kept_by(strategy: DDPSpawnStrategy) -> int:
+    return strategy.launcher.workers._kept.num_bytes
+
+
+class HoldsLargeData(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = torch.ones(1024, 1024)
+        self.table = np.ones((1024, 512))
+
+    def test_step(self, batch, batch_idx):
+        self.log_dict({"sum": self.samples.sum(), "table": float(self.table.sum())})
+        if self.global_rank == 1:
+            self.samples.zero_()  # stays in this worker
+
+
+class SlowToSend:
+    """Takes its time to be sent back, and says that it is at it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        Path(self.path).touch()
+        time.sleep(2)
+        return str, (f"sent by {os.getpid()}",)
+
+
+def test_workers_whose_results_are_on_their_way_are_not_taken_over(tmp_path):
+    devices = [torch.device("cpu")] * 2
+    path = tmp_path / "sending"
+    with DDPSpawnStrategy(parallel_devices=devices) as one, DDPSpawnStrategy(parallel_devices=devices) as other:
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(one.spawn, SlowToSend, str(path))
+            while not path.exists() and not first.done():
+                time.sleep(0.02)
+            pid = other.spawn(os.getpid)
+            assert first.result() != f"sent by {pid}"
+        assert first.result().startswith("sent by ")

@@ -1,0 +1,367 @@
+"""What a step changes in the module: what is left is what one step on the whole batch leaves, or there is an error.
+
+The reference is the Trainer with one device on the same batches. Batches have 10 samples and the last one 4, for three
+replicas: parts are of different sizes.
+"""
+
+import copy
+from collections import Counter, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+from tests.pytorch.test_dp import assert_close, each_way, train
+from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, loader, make_trainer, state_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
+
+
+# --- parameters ---
+
+
+class WithTarget(MLP):
+    """Has a target network, which follows the trained one."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = copy.deepcopy(self.net)
+
+    @torch.no_grad()
+    def follow(self, *args, **kwargs):
+        for theirs, ours in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            theirs.lerp_(ours, 0.1)
+
+    def follow_through_data(self):
+        for theirs, ours in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            theirs.data.copy_(0.9 * theirs.data + 0.1 * ours.data)
+
+    def follow_with_other_data(self):
+        for theirs, ours in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            theirs.data = 0.9 * theirs.data + 0.1 * ours.data
+
+    @torch.no_grad()
+    def follow_all_at_once(self):
+        torch._foreach_lerp_(list(self.target.parameters()), list(self.net.parameters()), 0.1)
+
+    def clamp(self):
+        for parameter in self.net.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+    def nothing(self):
+        pass
+
+    update_in_step = nothing
+
+    def training_step(self, batch, batch_idx):
+        self.update_in_step()
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+WRITES = ("follow", "follow_through_data", "follow_with_other_data", "follow_all_at_once", "clamp")
+
+
+@pytest.mark.parametrize("write", WRITES)
+@each_way
+def test_a_write_to_a_parameter_within_a_step_is_refused(way, write):
+    model = type("Model", (WithTarget,), {"update_in_step": getattr(WithTarget, write)})
+    place = "net" if write == "clamp" else "target"
+    with pytest.raises(RuntimeError, match=rf"`{place}\.\d\.\w+` in place\. .*`on_train_batch_end`.*step_post_hook`"):
+        train(way(3), model)
+
+
+class WritesBetweenSteps(WithTarget):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.update_in_step()
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_so_is_one_between_the_steps_of_optimizers(write):
+    model = type("Model", (WritesBetweenSteps,), {"update_in_step": getattr(WithTarget, write)})
+    with pytest.raises(RuntimeError, match="in place"):
+        train("dp_ext", model, devices=2)
+
+
+def test_so_is_one_in_a_validation_step():
+    class Model(WithTarget):
+        def validation_step(self, batch, batch_idx):
+            self.follow_through_data()
+
+    with pytest.raises(RuntimeError, match=r"the parameter `target\.\d\.\w+` in place"):
+        train("dp_ext", Model, devices=2)
+
+
+class FollowsAfterBatches(WithTarget):
+    on_train_batch_end = WithTarget.follow
+
+
+class FollowsAfterOptimizersSteps(WritesBetweenSteps):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self.follow)
+        return optimizer
+
+
+class FollowsAfterBackward(WithTarget):
+    on_after_backward = WithTarget.follow
+
+
+class RenormsEmbeddings(MLP):
+    """Its embedding writes to the rows that it looks up."""
+
+    def make_net(self):
+        return nn.Sequential(nn.Embedding(10, 4, max_norm=0.5), nn.Flatten(), nn.Linear(4 * NUM_FEATURES, NUM_CLASSES))
+
+    def loss(self, batch):
+        return super().loss((batch[0].abs().mul(3).long().clamp(max=9), batch[1]))
+
+
+@pytest.mark.parametrize(
+    "make_model", [FollowsAfterBatches, FollowsAfterOptimizersSteps, FollowsAfterBackward, RenormsEmbeddings]
+)
+def test_what_runs_once_may_write_to_parameters(make_model):
+    assert_close(state_of(train("dp_ext", make_model, devices=3)[1]), state_of(train("auto", make_model)[1]))
+
+
+class Parametrized(MLP):
+    """Torch's parametrizations: with buffers that each forward pass updates, with weights that are computed."""
+
+    def make_net(self):
+        return nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(NUM_FEATURES, 16)),
+            nn.ReLU(),
+            nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)),
+            nn.utils.parametrizations.weight_norm(nn.Linear(16, NUM_CLASSES)),
+        )
+
+
+@each_way
+def test_parametrized_weights_and_their_buffers_are_those_of_one_device(way):
+    assert_close(state_of(train(way(3), Parametrized)[1]), state_of(train("auto", Parametrized)[1]))
+
+
+class KeepsAverageInBuffers(MLP):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(16))
+        self.register_buffer("of_batches", torch.zeros(NUM_FEATURES))
+
+    def training_step(self, batch, batch_idx):
+        self.average.mul_(0.9).add_(self.net[0].bias.detach(), alpha=0.1)
+        self.of_batches.lerp_(batch[0].mean(0), 0.5)
+        return self.loss(batch)
+
+
+@each_way
+def test_a_buffer_that_is_updated_in_place_keeps_the_first_replicas_update(way):
+    ours, theirs = train(way(2), KeepsAverageInBuffers)[1], train("auto", KeepsAverageInBuffers)[1]
+    torch.testing.assert_close(ours.average, theirs.average)
+    expected = torch.zeros(NUM_FEATURES)
+    for _ in range(2):
+        for features, _ in loader(64, batch_size=10):
+            expected.lerp_(features.tensor_split(2)[0].mean(0), 0.5)
+    torch.testing.assert_close(ours.of_batches, expected)
+
+
+# --- attributes ---
+
+
+def with_attributes(update, **attributes):
+    """A model that does something to its attributes in each training step."""
+
+    class Model(MLP):
+        def __init__(self):
+            super().__init__()
+            for name, value in copy.deepcopy(attributes).items():
+                setattr(self, name, value)
+
+        def training_step(self, batch, batch_idx):
+            update(self, *batch, batch_idx)
+            return self.loss(batch)
+
+    return Model
+
+
+class Collector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def forward(self, values):
+        self.rows.append(values.detach())
+        return values
+
+
+def note_batch(model, x, y, i):
+    model.steps += 1
+    model.state["steps"] += 1
+    model.state["nested"]["last"] = i
+    model.state["config"] = {"sizes": [1, 2], "shape": (i, x.shape[1:])}
+    model.recent.append(i)
+
+
+def append_rows(model, x, y, i):
+    model.lists[i % 2].append(x)
+    model.by_name["features"].append(x)
+    model.by_key[i % 3].append(y)
+    model.pair[0].append(y)
+
+
+def append_records(model, x, y, i):
+    model.records.extend({"label": label} for label in y.tolist())
+
+
+def note_samples(model, x, y, i):
+    for features, label in zip(x, y, strict=True):
+        model.by_sample[features.sum().item()] = label
+    model.labels.update(y.tolist())
+
+
+@pytest.mark.parametrize(
+    ("update", "attributes"),
+    [
+        (
+            note_batch,
+            {"steps": 0, "state": {"steps": 0, "nested": {"last": None}, "config": None}, "recent": deque(maxlen=3)},
+        ),
+        (append_rows, {"lists": [[], []], "by_name": {"features": []}, "by_key": defaultdict(list), "pair": ([], 1)}),
+        (append_records, {"records": []}),
+        (note_samples, {"by_sample": {}, "labels": set()}),
+        (lambda model, x, y, i: model.collector(x), {"collector": Collector()}),
+        (lambda model, x, y, i: setattr(model, "last", [i, np.float32(1), np.ones(2)]), {"last": []}),
+    ],
+    ids=["the same in all", "rows", "records", "keys of their own", "a submodule's list", "set anew"],
+)
+@each_way
+def test_attributes_become_what_one_step_on_the_whole_batch_makes_of_them(way, update, attributes):
+    make_model = with_attributes(update, **attributes)
+    ours, theirs = train(way(3), make_model)[1], train("auto", make_model)[1]
+    names = attributes.keys()
+    if "collector" in names:
+        ours, theirs, names = ours.collector, theirs.collector, ["rows"]
+    for name in names:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert type(one) is type(other)
+        if name in ("lists", "by_name", "by_key", "pair", "rows"):
+            one, other = joined(one), joined(other)
+        torch.testing.assert_close(comparable(one), comparable(other))
+
+
+def joined(value):
+    if isinstance(value, dict):
+        return {key: joined(entry) for key, entry in value.items()}
+    if value and isinstance(value[0], torch.Tensor):
+        return torch.cat(value)
+    return [joined(entry) if isinstance(entry, list) else entry for entry in value]
+
+
+def comparable(value):
+    if isinstance(value, set | deque):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {key: comparable(value[key]) for key in sorted(value, key=str)}
+    return [] if value is None else value
+
+
+def count_labels(model, x, y, i):
+    for label in y.tolist():
+        model.counts[label] += 1
+
+
+def remember(model, x, y, i):
+    model.memory["last"].mul_(0.5).add_(x.mean(0))
+
+
+def set_running(model, x, y, i):
+    model.running += x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("update", "attributes", "message"),
+    [
+        (count_labels, {"counts": Counter()}, r"`self\.counts\[\d\]` of Model differently.*`on_train_batch_end`"),
+        (count_labels, {"counts": defaultdict(int)}, r"`self\.counts\[\d\]` of Model differently"),
+        (lambda m, x, y, i: m.state.update(loss=x.sum().item()), {"state": {}}, r"`self\.state\['loss'\]`"),
+        (lambda m, x, y, i: m.state["of"].update(n=x.sum()), {"state": {"of": {}}}, r"`self\.state\['of'\]\['n'\]`"),
+        (lambda m, x, y, i: m.recent.append(x.sum().item()), {"recent": deque()}, r"`self\.recent` of Model"),
+        (lambda m, x, y, i: m.seen.discard(int(x.sum()) % 2), {"seen": {0, 1}}, r"`self\.seen` of Model"),
+        (
+            lambda m, x, y, i: m.lists[0].clear(),
+            {"lists": [[1]]},
+            r"the list `self\.lists\[0\]`, which a step may only",
+        ),
+        (set_running, {"running": torch.zeros(NUM_FEATURES)}, r"`self\.running` of Model in place"),
+        (remember, {"memory": {"last": torch.zeros(NUM_FEATURES)}}, r"`self\.memory\['last'\]` of Model in place"),
+        (lambda m, x, y, i: m.array.__iadd__(1), {"array": np.zeros(3)}, r"`self\.array` of Model in place"),
+    ],
+    ids=[
+        *("a Counter", "a defaultdict", "a dict's value", "a nested dict", "a deque", "a set", "a nested list"),
+        *("a tensor", "a tensor in a dict", "an array"),
+    ],
+)
+@each_way
+def test_what_one_step_on_the_whole_batch_would_have_made_otherwise_is_refused(way, update, attributes, message):
+    with pytest.raises(RuntimeError, match=message):
+        make_trainer(way(2), 1).fit(with_attributes(update, **attributes)(), loader(10, batch_size=10))
+
+
+@pytest.mark.parametrize(
+    ("update", "place"),
+    [
+        (lambda model, x, y, i: setattr(model, "seen", model.seen + len(x)), r"`self\.seen` has grown by 5 "),
+        (lambda model, x, y, i: model.state.update(n=model.state["n"] + x.numel()), r"`self\.state\['n'\]` has grown"),
+    ],
+)
+def test_a_number_that_may_count_samples_warns(update, place):
+    model = with_attributes(update, seen=0, state={"n": 0})()
+    with pytest.warns(UserWarning, match=place + r".*it counts those of one replica only.*`on_train_batch_end`"):
+        make_trainer("dp_ext", devices=2, max_epochs=1).fit(model, loader(10, batch_size=10))
+
+
+# --- metrics that are no submodules ---
+
+
+class HidesMetrics(MLP):
+    def __init__(self):
+        super().__init__()
+        self.named = {"accuracy": MulticlassAccuracy(NUM_CLASSES), "deeper": {"auroc": MulticlassAUROC(NUM_CLASSES)}}
+        self.listed = [MeanMetric(), MulticlassAUROC(NUM_CLASSES)]
+        self.pair = (MulticlassAccuracy(NUM_CLASSES, average="micro"), "name")
+        self.values = []
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.log("accuracy", self.named["accuracy"](logits, batch[1]))
+        self.named["deeper"]["auroc"].update(logits, batch[1])
+        self.listed[0].update(loss)
+        self.log("auroc", self.listed[1](logits, batch[1]))
+        self.log("micro", self.pair[0](logits, batch[1]))
+        return loss
+
+    def on_train_epoch_end(self):
+        metrics = [*self.listed, self.named["accuracy"], self.named["deeper"]["auroc"], self.pair[0]]
+        self.values += [metric.compute() for metric in metrics]
+
+
+@each_way
+def test_metrics_in_dicts_lists_and_tuples_are_updated_once(way):
+    ours, theirs = train(way(3), HidesMetrics), train("auto", HidesMetrics)
+    torch.testing.assert_close(ours[1].values, theirs[1].values)
+    assert_close(ours[0].callback_metrics, theirs[0].callback_metrics)
+    assert type(ours[1].named["accuracy"]) is MulticlassAccuracy

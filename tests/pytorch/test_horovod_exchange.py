@@ -1,0 +1,89 @@
+"""What ``horovod_ext`` exchanges: each gradient once per window of accumulation, or steps with Adasum."""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_strategies_ext import HorovodStrategy
+from tests.pytorch.test_horovod import Accumulates
+from tests.support.horovod_ranks import run_horovod, try_horovod
+from tests.support.horovod_training import assert_close, weights_after
+from tests.support.models import MLP, loader, make_trainer
+
+# --- one exchange per window ---
+
+
+WINDOWS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    # Eight batches per epoch.
+    "of one": (MLP, {}, 8),
+    "of three and a last of two": (MLP, {"accumulate_grad_batches": 3}, 3),
+    "of four": (MLP, {"accumulate_grad_batches": 4}, 2),
+    "of one in the first epoch and of four in the second": (MLP, {"max_epochs": 2, "schedule": {0: 1, 1: 4}}, 10),
+    "of two, under manual optimization": (Accumulates, {}, 4),
+}
+
+
+def count_exchanges(make_model: Any, kwargs: dict[str, Any], path: Path) -> int:
+    """How often each gradient was exchanged, by Horovod's own timeline."""
+    import horovod.torch as hvd
+
+    kwargs = {"max_epochs": 1, **kwargs}
+    if schedule := kwargs.pop("schedule", None):
+        kwargs["callbacks"] = [GradientAccumulationScheduler(schedule)]
+    pl.seed_everything(11, verbose=False)
+    trainer = make_trainer("horovod_ext", **kwargs)
+    trainer.strategy.setup_environment()
+    hvd.start_timeline(str(path))
+    trainer.fit(make_model(), loader())
+    hvd.stop_timeline()
+    if hvd.rank() > 0:
+        return -1
+    for _ in range(1000):
+        if path.read_text().rstrip().endswith("]"):
+            break
+        time.sleep(0.02)
+    events = json.loads(path.read_text())
+    names = {event["pid"]: event["args"].get("name", "") for event in events if event.get("name") == "process_name"}
+    assert not any("uneven_inputs" in name for name in names.values())  # nothing travels where batches are counted
+    counts = Counter(names.get(event["pid"], "") for event in events if event.get("name") == "ALLREDUCE")
+    gradients = {name: count for name, count in counts.items() if ".gradient." in name}
+    assert len(gradients) == 4
+    assert len(set(gradients.values())) == 1
+    return next(iter(gradients.values()))
+
+
+def count_all_exchanges(directory: str) -> dict[str, int]:
+    return {
+        name: count_exchanges(make_model, kwargs, Path(directory, f"{place}.json"))
+        for place, (name, (make_model, kwargs, _)) in enumerate(WINDOWS.items())
+    }
+
+
+def test_gradients_are_exchanged_once_per_window(tmp_path):
+    counts = run_horovod("horovodrun", count_all_exchanges, str(tmp_path))[0]
+    assert counts == {name: expected for name, (_, _, expected) in WINDOWS.items()}
+
+
+# --- Adasum ---
+
+
+def adasum() -> list[Any]:
+    weights = weights_after(HorovodStrategy(op="adasum"), max_epochs=1)
+    return [weights, weights_after("horovod_ext", max_epochs=1)]
+
+
+def test_adasum_combines_steps_over_mpi():
+    first, second = run_horovod("mpirun", adasum)
+    assert_close(first[0], second[0], 0)
+    assert any((first[0][name] - average).abs().max() > 1e-3 for name, average in first[1].items())
+
+
+def test_adasum_without_mpi_is_refused():
+    _, outcomes = try_horovod("horovodrun", adasum)
+    assert all("needs Horovod over MPI" in outcome.text for outcome in outcomes.values())
+    assert outcomes

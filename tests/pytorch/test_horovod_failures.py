@@ -1,0 +1,62 @@
+"""A signal or an exception on one rank of ``horovod_ext`` ends all ranks."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from tests.support.horovod_ranks import run_horovod, try_horovod
+from tests.support.models import MLP, loader, make_trainer
+
+
+class Signals(MLP):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+
+def train_until_signalled() -> Any:
+    steps = []
+
+    class Notes(pl.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            steps.append((type(exception).__name__, trainer.global_step))
+
+    trainer = make_trainer("horovod_ext", max_epochs=200, callbacks=[Notes()])
+    try:
+        trainer.fit(Signals(), loader())
+    except BaseException as exception:
+        return steps, type(exception).__name__
+    return steps, None
+
+
+def test_a_sigterm_on_any_rank_ends_all_before_the_same_step():
+    first, second = run_horovod("horovodrun", train_until_signalled)
+    assert first == second
+    assert first[0][0][0] == "SIGTERMException"
+
+
+class Fails(MLP):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == 1:
+            raise ValueError("a bad sample")
+        return super().training_step(batch, batch_idx)
+
+
+def train_until_failure() -> None:
+    make_trainer("horovod_ext").fit(Fails(), loader())
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "python"])
+def test_a_failing_rank_ends_the_others(launcher):
+    started = time.monotonic()
+    output, outcomes = try_horovod(launcher, train_until_failure)
+    assert time.monotonic() - started < 60
+    assert outcomes[1].name == "ValueError"
+    assert "a bad sample" in output or "a bad sample" in outcomes[1].text
+    assert outcomes.get(0) is None or outcomes[0].name != "NoneType"

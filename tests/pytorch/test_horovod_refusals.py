@@ -1,0 +1,140 @@
+"""What ``horovod_ext`` refuses, with what words."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from lightning_strategies_ext import HorovodStrategy, ScaleLearningRate
+from lightning_strategies_ext.elastic.sampler import share_out
+from lightning_strategies_ext.fabric.horovod import HorovodStrategy as FabricHorovodStrategy
+from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
+from lightning_strategies_ext.horovod_build import installed
+from tests.support.horovod_ranks import run_horovod
+from tests.support.horovod_training import assert_close
+from tests.support.models import MLP, WithBatchNorm, dataset, loader, make_trainer, state_of
+
+
+class Streamed(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(dataset())
+
+
+def contradict() -> Any:
+    found = []
+    for kwargs in ({"devices": 3}, {"devices": 2, "num_nodes": 2}):
+        with pytest.raises(ValueError, match="horovodrun has started") as caught:
+            make_trainer("horovod_ext", **kwargs)
+        found.append(str(caught.value))
+    return found
+
+
+def test_devices_that_contradict_the_launcher_are_refused():
+    for devices, nodes in run_horovod("horovodrun", contradict):
+        assert devices.startswith("`devices=3`: horovodrun has started 2 ranks on this host. Use `devices=2`")
+        assert nodes.startswith("`num_nodes=2`: horovodrun has started ranks on 1 hosts")
+
+
+@pytest.mark.parametrize("make", [partial(pl.Trainer, logger=False), Fabric])
+def test_several_hosts_need_a_launcher(make):
+    with pytest.raises(ValueError, match="`num_nodes=2`: without a launcher"):
+        make(strategy="horovod_ext", accelerator="cpu", devices=2, num_nodes=2)
+
+
+@pytest.mark.parametrize("make", [partial(pl.Trainer, logger=False), Fabric])
+def test_ranks_of_torchrun_are_refused(make, monkeypatch):
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "run"}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="started for TorchElasticEnvironment, and Horovod's ranks come from"):
+        make(strategy="horovod_ext", accelerator="cpu", devices=2)
+
+
+@pytest.mark.parametrize("strategy_class", [HorovodStrategy, FabricHorovodStrategy])
+def test_without_horovod_there_is_one_error_that_names_the_command(strategy_class, monkeypatch):
+    monkeypatch.setattr(installed, "package_directory", lambda name: None if name == "horovod" else Path("torch"))
+    with pytest.raises(RuntimeError, match=r"not installed.*python -m lightning_strategies_ext install-horovod"):
+        strategy_class()
+
+
+@pytest.mark.parametrize("strategy_class", [HorovodStrategy, FabricHorovodStrategy])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"compression": "bf16"}, ValueError, "Horovod 0.28 cannot sum bfloat16. Use 'fp16'"),
+        ({"compression": "zip"}, ValueError, "`compression='zip'` is unknown. Use one of none, fp16"),
+        ({"op": "median"}, ValueError, "`op='median'` is unknown"),
+        ({"num_groups": -1}, ValueError, "`num_groups=-1` must be a whole number"),
+        ({"sparse_as_dense": "yes"}, TypeError, "`sparse_as_dense` must be True or False"),
+        ({"gradient_predivide_factor": 0}, ValueError, "must be above 0"),
+        ({"gradient_predivide_factor": 2, "op": "sum"}, ValueError, "splits the division of an average"),
+        ({"parallel_devices": "cpu"}, TypeError, "`parallel_devices` must be a list"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_construction(strategy_class, arguments, error, message):
+    with pytest.raises(error, match=message):
+        strategy_class(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {},
+            RuntimeError,
+            "`elastic=True`: this process was not started for a changing number of ranks. Use `horovodrun",
+        ),
+        ({"elastic": "yes"}, TypeError, "`elastic` must be True or False, got 'yes'"),
+        ({"commit_every_n_steps": 0}, ValueError, "`commit_every_n_steps=0` must be 1 or more"),
+        ({"commit_every_n_steps": 2.5}, TypeError, "must be a whole number, got 2.5"),
+        ({"elastic": False, "commit_every_n_steps": 5}, ValueError, "`commit_every_n_steps=5` is for `elastic=True`"),
+        ({"op": "adasum"}, ValueError, "`op='adasum'` needs MPI or NCCL"),
+        ({"process_set": object()}, ValueError, "the ranks of a process set cannot be kept"),
+    ],
+)
+def test_elastic_training_that_cannot_work_is_refused_at_construction(arguments, error, message):
+    with pytest.raises(error, match=message):
+        HorovodStrategy(**{"elastic": True, **arguments})
+
+
+def test_a_policy_that_is_unknown_is_refused():
+    with pytest.raises(ValueError, match="`by='square'` is unknown"):
+        ScaleLearningRate("square")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DataLoader(dataset(), batch_size=4), "a DataLoader with the sampler SequentialSampler and the batch sampler"),
+        (DataLoader(Streamed(), batch_size=4), "the IterableDataset Streamed"),
+        (DataLoader(dataset(), batch_size=None, sampler=DistributedSampler(dataset(), 2, 0)), "a DataLoader with the"),
+        ([1, 2], "a list"),
+    ],
+)
+def test_elastic_training_refuses_data_that_it_cannot_share_out(data, message):
+    with pytest.raises(ValueError, match=rf"which cannot be done for {message}.*use_distributed_sampler=True"):
+        share_out(data, 0, 2, lambda given: given, lambda: 0)
+
+
+def test_adasum_is_refused_under_fabric_and_batchnorm_on_cpus():
+    with pytest.raises(ValueError, match="`op='adasum'` combines what optimizers do"):
+        FabricHorovodStrategy(op="adasum")
+    with pytest.raises(ValueError, match="`sync_batchnorm=True` needs GPUs"):
+        make_trainer("horovod_ext", sync_batchnorm=True).fit(MLP(), loader())
+
+
+def test_horovods_batch_normalisation_takes_the_place_of_torchs_and_leaves_it_again():
+    model = WithBatchNorm()
+    before, state = model.net[1], state_of(model)
+    synchronized = SynchronizedBatchNorm(model)
+    assert type(model.net[1]).__module__ == "horovod.torch.sync_batch_norm"
+    assert model.net[1].weight is before.weight
+    model.eval()
+    synchronized.revert()
+    assert model.net[1] is before
+    assert not before.training
+    assert_close(state_of(model), state, 0)

@@ -1,0 +1,66 @@
+"""In a notebook or at a prompt, strategies that need a script are refused with the names of ours that do not."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from lightning.fabric import Fabric
+
+from lightning_strategies_ext import DDPStrategy
+from tests.support.models import make_trainer
+from tests.support.ranks import REPOSITORY, WITHOUT_MPI, clean_environment
+
+TYPED = """
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from lightning_strategies_ext import DDPStrategy
+
+def say(front_end, strategy):
+    try:
+        made = front_end(strategy=strategy, accelerator="cpu", devices=2)
+    except Exception as error:
+        made = f"{type(error).__name__}: {error}"
+    label = strategy if isinstance(strategy, str) else "an instance"
+    print(f"RESULT|{front_end.__name__}|{label}|{made}")
+
+for front_end in (Trainer, Fabric):
+    for strategy in STRATEGIES:
+        say(front_end, strategy)
+
+say(Trainer, DDPStrategy(start_method="forkserver"))
+"""
+REFUSED = ["ddp_ext", "ddp_ext_find_unused_parameters_true", "ddp_spawn_ext", "horovod_ext"]
+ACCEPTED = ["ddp_notebook_ext", "ddp_fork_ext", "dp_ext"]
+
+
+def test_a_prompt_is_told_of_the_strategies_that_work_there() -> None:
+    process = subprocess.run(
+        [sys.executable, "-i"],
+        input=f"STRATEGIES = {REFUSED + ACCEPTED}\n{TYPED}",
+        env={**clean_environment(), **WITHOUT_MPI, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = [line.split("RESULT|")[1].split("|") for line in process.stdout.splitlines() if "RESULT|" in line]
+    results = {(front_end, strategy): said for front_end, strategy, said in lines}
+    assert len(results) == 2 * len(REFUSED + ACCEPTED) + 1, process.stdout + process.stderr
+    for (front_end, strategy), said in results.items():
+        if strategy in ACCEPTED:
+            assert f"{front_end} object at" in said, said
+            continue
+        assert said.startswith(("RuntimeError: `strategy=", "RuntimeError: `start_method='forkserver'`")), said
+        assert "does not work in a notebook or at a prompt" in said
+        assert "`strategy='ddp_notebook_ext'`" in said
+        assert "'ddp_notebook'" not in said
+
+
+@pytest.mark.parametrize("strategy", ["ddp_ext", DDPStrategy(start_method="forkserver")], ids=["popen", "forkserver"])
+def test_so_is_a_notebook(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    with pytest.raises(RuntimeError, match=r"`start_method='(popen|forkserver)'`\) does not work in a notebook"):
+        make_trainer(strategy)
+    if isinstance(strategy, str):
+        with pytest.raises(RuntimeError, match=r"strategy='ddp_ext'.*does not work in a notebook"):
+            Fabric(strategy=strategy, accelerator="cpu", devices=2)

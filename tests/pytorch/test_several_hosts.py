@@ -1,0 +1,275 @@
+"""The promises of ``ddp_ext`` over more than one host: it trains as on one, and no host waits for one that failed.
+
+Two hosts are had on one Linux machine: two network namespaces joined by a virtual cable, each with a host name of its
+own, and one torchrun agent in each. That needs root; where it cannot be had, the tests say why and are skipped.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.models import assert_same_bits
+from tests.support.ranks import REPOSITORY, clean_environment, kill_tree, run_script
+
+DIGITS = REPOSITORY / "examples" / "digits.py"
+# One thread each: with more, sums of floats come in another order and the last bits differ.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+TRAIN_WITHOUT_END = """
+import os
+import sys
+from pathlib import Path
+
+from lightning.pytorch.callbacks import Callback
+
+from tests.support import models
+
+
+class Report(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 5:
+            write(f"started{trainer.global_rank}", os.getpid())
+
+    def on_exception(self, trainer, pl_module, exception):
+        write(f"ended{trainer.global_rank}", trainer.global_step)
+
+
+def write(name, number):
+    Path(sys.argv[1], name + ".new").write_text(str(number))
+    Path(sys.argv[1], name + ".new").rename(Path(sys.argv[1], name))
+
+
+models.fit("ddp_ext", devices=1, num_nodes=2, max_epochs=-1, callbacks=[Report()])
+"""
+
+
+EXCHANGE = """
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("shm")
+gloo = dist.new_group(backend="gloo")
+rank = dist.get_rank()
+
+
+def values(dtype, size):
+    return (torch.arange(size) * 7 + rank * 3 + 1).remainder(11).to(dtype)
+
+
+for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8):
+        for size in (1, 1000, 300_000):
+            ours, theirs = values(dtype, size), values(dtype, size)
+            work = dist.all_reduce(ours, op, async_op=True)
+            dist.all_reduce(theirs, op, group=gloo)
+            work.wait()
+            assert torch.equal(ours, theirs), (op, dtype, size)
+mean = torch.full((3,), float(rank))
+dist.all_reduce(mean, dist.ReduceOp.AVG)
+assert mean.tolist() == [1.5] * 3
+strided = torch.full((4, 6), float(rank)).t()
+dist.all_reduce(strided)
+assert (strided == 6.0).all()
+for source in range(4):
+    tensor = values(torch.float32, 100_000) if rank == source else torch.empty(100_000)
+    dist.broadcast(tensor, source)
+    assert torch.equal(tensor, (torch.arange(100_000) * 7 + source * 3 + 1).remainder(11).float())
+gathered = [torch.empty(5) for _ in range(4)]
+dist.all_gather(gathered, torch.full((5,), float(rank)))
+assert [part[0].item() for part in gathered] == [0.0, 1.0, 2.0, 3.0]
+part = torch.empty(2)
+dist.reduce_scatter_tensor(part, torch.arange(8.0))
+assert part.tolist() == [8.0 * rank, 8.0 * rank + 4]
+objects = [None] * 4
+dist.all_gather_object(objects, {"rank": rank})
+assert objects == [{"rank": other} for other in range(4)]
+dist.barrier()
+counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+before = int(counter.read_text())
+dist.all_reduce(torch.ones(2**20))
+dist.barrier()
+Path(sys.argv[1], f"sent{rank}").write_text(str(int(counter.read_text()) - before))
+dist.destroy_process_group()
+"""
+
+
+@dataclass
+class Host:
+    """A network namespace, which stands for a host; ``names`` is its file of host names and their addresses."""
+
+    name: str
+    address: str
+    names: Path
+
+    def start(self, *command: str | Path, log: Path) -> subprocess.Popen[bytes]:
+        """Starts a program with this interpreter on the host; its output goes to the file ``log``."""
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [*self.enter(), sys.executable, *map(str, command)],
+                env={**clean_environment(), **ONE_THREAD, "PYTHONPATH": str(REPOSITORY)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def enter(self) -> list[str]:
+        """What stands before a command to run it on the host."""
+        # `ip netns exec` gives the command mounts of its own, so that nobody else sees these names.
+        name_it = f"hostname {self.name} && mount --bind '{self.names}' /etc/hosts && exec \"$@\""
+        return [*f"ip netns exec {self.name} unshare --uts sh -c".split(), name_it, "sh"]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Two hosts that reach each other."""
+    missing = [tool for tool in ("ip", "unshare", "hostname", "mount") if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"no second host: it takes root and {', '.join(missing) or 'nothing else'} to make one here")
+    names = tmp_path_factory.mktemp("hosts") / "hosts"
+    hosts = [Host(f"lse-{os.getpid()}-{index}", f"10.113.97.{index + 1}", names) for index in range(2)]
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts))
+    try:
+        try:
+            for host in hosts:
+                run("ip", "netns", "add", host.name)
+            first, second = (host.name for host in hosts)
+            run(*f"ip link add eth0 netns {first} type veth peer name eth0 netns {second}".split())
+            for host in hosts:
+                run(*f"ip -n {host.name} address add {host.address}/24 dev eth0".split())
+                run(*f"ip -n {host.name} link set eth0 up".split())
+                run(*f"ip -n {host.name} link set lo up".split())
+                run(*host.enter(), "true")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no second host: `{' '.join(error.cmd)}` failed: {error.stderr.strip()}")
+        yield hosts
+    finally:
+        for host in hosts:
+            remaining = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True)
+            for pid in remaining.stdout.split():
+                kill_tree(int(pid))
+            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+class Job:
+    """One torchrun agent on each host.
+
+    Args:
+        ranks: On each host.
+        rendezvous: "static", where the agents are told which is the first, or "c10d", where they find out.
+        directory: Where the outputs go.
+    """
+
+    def __init__(self, hosts: list[Host], ranks: int, rendezvous: str, directory: Path, *script: str | Path) -> None:
+        self.logs = [directory / f"host{index}.log" for index in range(len(hosts))]
+        self.agents = []
+        for index, (host, log) in enumerate(zip(hosts, self.logs, strict=True)):
+            where = {
+                "static": f"--node-rank {index} --master-addr {hosts[0].name} --master-port 29500",
+                "c10d": f"--rdzv-backend c10d --rdzv-id job --rdzv-endpoint {hosts[0].name}:29400",
+            }[rendezvous].split()
+            torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks), *where]
+            self.agents.append(host.start(*torchrun, *script, log=log))
+
+    def exit_codes(self, timeout_s: float) -> list[int]:
+        """Waits for both agents; fails, with their outputs, if one does not end."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [agent.wait(max(0.0, deadline - time.monotonic())) for agent in self.agents]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.output()}") from None
+
+    def output(self) -> str:
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in self.logs)
+
+    def stop(self) -> None:
+        for agent in self.agents:
+            kill_tree(agent.pid)
+            agent.wait()
+
+
+StartJob = Callable[..., Job]
+
+
+@pytest.fixture
+def start_job(hosts: list[Host], tmp_path: Path) -> Iterator[StartJob]:
+    """Starts a script on both hosts, and stops what is left of it after the test."""
+    jobs = []
+
+    def start(*script: str | Path, rendezvous: str = "static", ranks: int = 1) -> Job:
+        jobs.append(Job(hosts, ranks, rendezvous, tmp_path, *script))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.stop()
+
+
+def numbers_in(files: list[Path], job: Job, timeout_s: float = 60) -> list[int]:
+    """Waits until the ranks have written a number into each file."""
+    deadline = time.monotonic() + timeout_s
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, job.output()
+        assert any(agent.poll() is None for agent in job.agents) or all(file.exists() for file in files), job.output()
+        time.sleep(0.02)
+    return [int(file.read_text()) for file in files]
+
+
+def test_two_hosts_train_what_two_processes_on_one_host_train(start_job: StartJob, tmp_path: Path):
+    epochs = ("--epochs", "3")
+    job = start_job(DIGITS, "--num-nodes", "2", "--devices", "1", *epochs, "--dir", tmp_path / "two")
+    assert job.exit_codes(timeout_s=90) == [0, 0], job.output()
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in job.output().splitlines() if "│" in line]
+    values = dict(table)
+    assert len(values) == len(table), "the table was printed more than once"
+    assert values["processes"] == "2"
+    assert float(values["accuracy on 360 held-out images"]) > 0.9
+
+    assert run_script(DIGITS, *epochs, "--dir", tmp_path / "one", env=ONE_THREAD).returncode == 0
+    two, one = (torch.load(tmp_path / name / "digits.ckpt", weights_only=True) for name in ("two", "one"))
+    assert two["global_step"] == one["global_step"] > 0
+    assert_same_bits(two["state_dict"], one["state_dict"])
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_killed_on_one_host_ends_the_other_host(start_job: StartJob, tmp_path: Path, killed: int):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN_WITHOUT_END)
+    job = start_job(script, tmp_path)
+    pids = numbers_in([tmp_path / f"started{rank}" for rank in range(2)], job)
+    kill_tree(pids[killed])
+    exit_codes = job.exit_codes(timeout_s=30)
+    assert all(code != 0 for code in exit_codes), job.output()
+
+
+def test_a_sigterm_on_one_host_ends_both_before_the_same_step(start_job: StartJob, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN_WITHOUT_END)
+    job = start_job(script, tmp_path, rendezvous="c10d")
+    pids = numbers_in([tmp_path / f"started{rank}" for rank in range(2)], job)
+    run("kill", "-TERM", str(pids[1]))
+    assert job.exit_codes(timeout_s=30) == [0, 0], job.output()
+    steps = numbers_in([tmp_path / f"ended{rank}" for rank in range(2)], job)
+    assert steps[0] == steps[1] > 5
+
+
+def test_the_shm_process_group_reduces_inside_each_host_before_it_sends(start_job: StartJob, tmp_path: Path):
+    script = tmp_path / "exchange.py"
+    script.write_text(EXCHANGE)
+    job = start_job(script, tmp_path, ranks=2)
+    assert job.exit_codes(timeout_s=90) == [0, 0], job.output()
+    # One rank of each host sends 4 MiB. Four ranks in a ring, as gloo has them, would send 6 MiB over the cable.
+    assert all(2**22 < sent < 1.2 * 2**22 for sent in numbers_in([tmp_path / f"sent{rank}" for rank in range(4)], job))

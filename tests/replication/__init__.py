@@ -1,0 +1,1 @@
+"""Replicas in one process."""

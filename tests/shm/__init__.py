@@ -1,0 +1,1 @@
+"""The process group over shared memory."""

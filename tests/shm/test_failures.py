@@ -1,0 +1,382 @@
+"""The promises of the ``shm`` process group when something fails: nobody hangs, and who is at fault is named."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_strategies_ext.shm.creation import ShmOptions
+from lightning_strategies_ext.shm.native_build import VARIABLE as COMPILED
+from tests.support import ranks
+from tests.support.ranks import outcomes_of_ranks, run_ranks, start_command
+from tests.support.shared_memory import private_shared_memory
+from tests.support.shm_pools import start_shm
+
+MANY = 1_000_000
+VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
+
+
+@pytest.fixture(autouse=True, params=["compiled", "in rounds"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How all-reduces are carried out; all else goes in rounds."""
+    monkeypatch.setitem(ranks.rank_environment, COMPILED, "1" if request.param == "compiled" else "0")
+    return request.param
+
+
+def pids_of_ranks(rank: int) -> list[int]:
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    return pids
+
+
+def error_of(function, *args, **kwargs) -> tuple[str, float]:
+    """The text of the error that a call raises, and how long it took to."""
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value), time.monotonic() - start
+
+
+def die_while_others_wait(numel: int, is_asynchronous: bool) -> tuple[str, float, int]:
+    rank = start_shm()
+    last = dist.get_world_size() - 1
+    victim = pids_of_ranks(rank)[last]
+    tensor = torch.ones(numel)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    if rank == last:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if is_asynchronous:
+        error, seconds = error_of(dist.all_reduce(tensor, async_op=True).wait)
+    else:
+        error, seconds = error_of(dist.all_reduce, tensor)
+    return error, seconds, victim
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize(("world_size", "numel"), [(2, 1), (2, MANY), (3, 1), (3, MANY)])
+def test_who_waits_for_a_killed_rank_is_told_at_once_which(world_size: int, numel: int, is_asynchronous: bool):
+    outcomes = outcomes_of_ranks(die_while_others_wait, numel, is_asynchronous, world_size=world_size, timeout_s=30)
+    assert outcomes[-1].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:-1]:
+        assert outcome.value is not None, outcome
+        error, seconds, victim = outcome.value
+        assert f"rank {world_size - 1} (pid {victim})" in error
+        assert seconds < 5
+
+
+def die_and_leave_a_child() -> tuple[str, float]:
+    rank = start_shm()
+    pids: list[int | None] = [None, None]
+    child = os.fork() if rank == 1 else None
+    if child == 0:
+        time.sleep(60)  # as the workers of a DataLoader live on for a while
+        os._exit(0)
+    dist.all_gather_object(pids, child)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert pids[1] is not None
+    try:
+        return error_of(dist.all_reduce, torch.ones(4))
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+
+
+def test_a_rank_that_died_is_missed_though_its_child_lives():
+    error, seconds = outcomes_of_ranks(die_and_leave_a_child, timeout_s=30)[0].value
+    assert "rank 1 (pid" in error
+    assert seconds < 5
+
+
+def reduce_in_a_child() -> tuple[int, float]:
+    rank = start_shm()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    child = os.fork() if rank == 1 else 0
+    if rank == 1 and child == 0:
+        try:
+            dist.all_reduce(tensor)
+        except dist.DistBackendError as error:
+            os._exit(7 if "forked" in str(error) else 8)
+        os._exit(9)
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 7
+    dist.all_reduce(tensor)
+    return exit_code, tensor.item()
+
+
+def test_a_forked_child_cannot_take_its_parents_part():
+    assert run_ranks(reduce_in_a_child, timeout_s=30) == [(7, 4.0)] * 2
+
+
+def reduce_after_the_end() -> str:
+    start_shm()
+    group = dist.group.WORLD
+    group.allreduce([torch.ones(1)]).wait()
+    dist.destroy_process_group()
+    return error_of(group.allreduce([torch.ones(1)]).wait)[0]
+
+
+def test_a_group_that_was_shut_down_says_so():
+    assert all("it was shut down" in said for said in run_ranks(reduce_after_the_end, timeout_s=30))
+
+
+def leave_while_another_waits(reason: str) -> tuple[str, float]:
+    rank = start_shm()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+        if reason == "destroyed":
+            dist.destroy_process_group()
+        return "", 0.0
+    return error_of(dist.all_reduce, torch.ones(4))
+
+
+@pytest.mark.parametrize("reason", ["destroyed", "returned"])
+def test_who_waits_for_a_rank_that_leaves_is_told(reason: str):
+    error, seconds = run_ranks(leave_while_another_waits, reason, timeout_s=30)[0]
+    assert re.search(r"rank 1 \(pid \d+\) has (left|ended)", error)
+    assert seconds < 5
+
+
+def leave_while_another_is_late(reason: str) -> tuple[str, float]:
+    rank = start_shm()
+    dist.barrier()
+    if rank == 1:
+        time.sleep(6)
+    if rank == 2:
+        time.sleep(0.3)
+        if reason == "destroyed":
+            dist.destroy_process_group()
+        elif reason == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(dist.all_reduce, torch.ones(4)) if rank == 0 else ("", 0.0)
+
+
+@pytest.mark.parametrize("reason", ["destroyed", "returned", "killed"])
+def test_who_waits_is_told_at_once_of_the_one_that_has_left_though_another_is_late(reason: str):
+    first = outcomes_of_ranks(leave_while_another_is_late, reason, world_size=3, timeout_s=30)[0]
+    assert first.value is not None, first
+    error, seconds = first.value
+    assert re.search(r"rank 2 \(pid \d+\) has (left|ended)", error)
+    assert seconds < 4
+
+
+def end_while_another_does_not_run() -> float:
+    rank = start_shm()
+    pids = pids_of_ranks(rank)
+    tensor = torch.full((3,), rank + 1.0)
+    if rank == 0:
+        dist.all_reduce(tensor)  # sleeps, until it is stopped
+        return tensor[0].item()
+    time.sleep(0.3)
+    os.kill(pids[0], signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {pids[0]}"])
+    dist.all_reduce(tensor)
+    os._exit(0)
+
+
+def test_what_a_rank_has_published_counts_though_it_has_ended_since():
+    first = outcomes_of_ranks(end_while_another_does_not_run, timeout_s=30)[0]
+    assert first.value == 3.0, first
+
+
+def sleep_too_long(reason: str) -> tuple[str, float, str, float]:
+    rank = start_shm(timeout_s=2)
+    pids = pids_of_ranks(rank)
+    dist.barrier()
+    if rank == 1:
+        if reason == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(5)
+        return "", 0.0, "", 0.0
+    first = error_of(dist.all_reduce, torch.ones(4))
+    time.sleep(1.5)  # so that all have met their timeout
+    again = error_of(dist.all_reduce, torch.ones(4))
+    if reason == "stopped" and rank == 0:
+        os.kill(pids[1], signal.SIGKILL)
+    return *first, *again
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("reason", ["asleep", "stopped"])
+def test_who_waits_too_long_is_told_for_whom_and_the_group_is_of_no_use_after(reason: str, world_size: int):
+    outcomes = outcomes_of_ranks(sleep_too_long, reason, world_size=world_size, timeout_s=12)
+    for outcome in outcomes:
+        if outcome.rank == 1:
+            continue
+        assert outcome.value is not None, outcome
+        error, seconds, again, again_seconds = outcome.value
+        assert "rank 1 (pid" in error
+        assert 1.5 < seconds < 3.5
+        assert "has failed before" in again
+        assert "rank 1 (pid" in again
+        assert again_seconds < 0.5
+
+
+def wait_for_one_when_another_has_left() -> tuple[str, float]:
+    rank = start_shm(timeout_s=2)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(6)
+        return "", 0.0
+    if rank == 2:
+        dist.all_reduce(torch.ones(1), async_op=True)
+        time.sleep(0.2)
+        dist.destroy_process_group()
+        return "", 0.0
+    return error_of(dist.all_reduce, torch.ones(1))
+
+
+def test_a_timeout_is_met_though_another_rank_has_sent_its_part_and_left():
+    outcome = outcomes_of_ranks(wait_for_one_when_another_has_left, world_size=3, timeout_s=15)[0]
+    assert outcome.value is not None, outcome
+    error, seconds = outcome.value
+    assert re.search(r"rank [12] \(pid", error)
+    assert seconds < 3.5
+
+
+def fail_asynchronously() -> list[str]:
+    rank = start_shm(timeout_s=10)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [dist.all_reduce(torch.ones(size), async_op=True) for size in (1, MANY, 1)]
+    errors = []
+    with pytest.raises(Exception, match="rank 1") as caught:
+        works[0].get_future().wait()
+    errors.append(str(caught.value))
+    for work in works:
+        errors.append(error_of(work.wait)[0])
+        assert work.is_completed()
+        assert not work.is_success()
+    errors.append(error_of(dist.barrier)[0])
+    return errors
+
+
+def test_handles_and_futures_of_what_failed_raise():
+    outcome = outcomes_of_ranks(fail_asynchronously, timeout_s=30)[0]
+    assert outcome.value is not None, outcome
+    assert all(re.search(r"rank 1 \(pid \d+\)", error) for error in outcome.value)
+    assert all("has failed before" in error for error in outcome.value[2:])
+
+
+def fail_in_one_group() -> float:
+    rank = start_shm()
+    pair = dist.new_group([0, 1], backend="shm")
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error_of(dist.all_reduce, torch.ones(1))
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor, group=pair)
+    return tensor.item()
+
+
+def test_groups_of_living_ranks_work_on():
+    outcomes = outcomes_of_ranks(fail_in_one_group, world_size=3, timeout_s=30)
+    assert [outcome.value for outcome in outcomes[:2]] == [3.0, 3.0], str(outcomes[0])
+
+
+def name_global_ranks() -> str:
+    rank = start_shm()
+    pair = dist.new_group([1, 2], backend="shm")
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(dist.barrier, group=pair)[0] if rank == 1 else ""
+
+
+def test_ranks_of_a_subgroup_are_named_as_in_the_default_group():
+    assert "rank 2 (pid" in outcomes_of_ranks(name_global_ranks, world_size=3, timeout_s=30)[1].value
+
+
+FOR_EVER = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("shm", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=3)
+print("ready", flush=True)
+while True:
+    dist.all_reduce(torch.ones(300_000))
+"""
+
+
+def test_nothing_stays_behind_when_all_ranks_are_killed(tmp_path: Path):
+    (tmp_path / "rank.py").write_text(FOR_EVER)
+    with private_shared_memory() as shared_memory:
+        free = shared_memory.free_num_bytes()
+        command = [*shared_memory.prefix, sys.executable, tmp_path / "rank.py", f"file://{tmp_path}/store"]
+        processes = [start_command(*command, rank) for rank in range(3)]
+        try:
+            for process in processes:
+                while (line := process.stdout.readline()) and "ready" not in line:
+                    pass
+                assert line, "a rank has ended before it was ready"
+            time.sleep(0.2)
+            assert shared_memory.free_num_bytes() < free - 1_000_000, "the ranks have another /dev/shm"
+        finally:
+            for process in processes:
+                process.kill()
+        for process in processes:
+            process.communicate(timeout=10)
+        shared_memory.wait_until_empty()
+
+
+def start_with_too_much(num_bytes: int) -> tuple[list[float], bool]:
+    os.environ[VARIABLE] = str(num_bytes)
+    rank = start_shm()
+    tensor = torch.full((3,), rank + 1.0)
+    dist.all_reduce(tensor)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    gathered = [None] * 2
+    dist.all_gather_object(gathered, rank)
+    dist.barrier()
+    dist.destroy_process_group()
+    return tensor.tolist(), gathered == [0, 1]
+
+
+def test_without_room_in_shared_memory_the_group_talks_over_gloo_and_says_so_once():
+    outcomes = outcomes_of_ranks(start_with_too_much, 10**15, timeout_s=30)
+    assert [outcome.value for outcome in outcomes] == [([6.0] * 3, True)] * 2, str(outcomes[0])
+    said = [[line for line in outcome.output.splitlines() if "gloo, since" in line] for outcome in outcomes]
+    assert [len(lines) for lines in said] == [1, 0]
+    assert "/dev/shm" in said[0][0]
+
+
+@pytest.mark.parametrize("value", ["much", "", "1.5", "1000", "-1"])
+def test_a_bad_size_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv(VARIABLE, value)
+    with pytest.raises(ValueError, match=VARIABLE):
+        ShmOptions()
+
+
+@pytest.mark.parametrize("value", ["much", 1000, -1])
+def test_a_bad_size_in_the_options_is_refused(value):
+    with pytest.raises(ValueError, match="segment_num_bytes"):
+        ShmOptions(segment_num_bytes=value)
+
+
+def start_with(options) -> int:
+    start_shm(pg_options=options)
+    tensor = torch.ones(300_000)
+    dist.all_reduce(tensor)
+    return int(tensor.sum())
+
+
+def test_options_set_the_size():
+    assert run_ranks(start_with, ShmOptions(segment_num_bytes=200_000), timeout_s=30) == [600_000] * 2
+
+
+def test_options_of_another_kind_are_refused():
+    for outcome in outcomes_of_ranks(start_with, {"segment_num_bytes": 1}, timeout_s=30):
+        assert outcome.error is not None
+        assert "TypeError" in outcome.error
+        assert "ShmOptions" in outcome.error

@@ -1,0 +1,233 @@
+"""The promises of the compiled all-reduce: the bits of rounds, the order of C11, sleep, a way without a compiler."""
+
+import os
+import random
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from lightning_strategies_ext import user_cache
+from lightning_strategies_ext.shm import native_build
+from lightning_strategies_ext.shm.native_build import SOURCE, VARIABLE, NotCompiledError, library
+from tests.support import ranks
+from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
+from tests.support.shm_pools import start_shm
+
+STRESS = Path(__file__).with_name("all_reduce_stress.c")
+SLOT_NUM_BYTES = 32 * 1024
+COMPILED_DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]
+
+
+def reduce_both_ways(num_tensors: int, seed: int) -> list[bytes]:
+    os.environ["LIGHTNING_STRATEGIES_EXT_SHM_BYTES"] = str(16 * SLOT_NUM_BYTES)
+    rank = start_shm()
+    os.environ[VARIABLE] = "0"
+    library.cache_clear()
+    in_rounds = dist.new_group(backend="shm")
+    assert dist.group.WORLD._compiled is not None
+    assert in_rounds._compiled is None
+    size, draw = dist.get_world_size(), random.Random(seed)
+    own = torch.Generator().manual_seed(rank + 1)
+    borders = [1, 16 * size, 2048, 8192 // max(1, size - 1), *(SLOT_NUM_BYTES * k // 4 for k in (1, 2, 3, 4, 9))]
+    results = []
+    for number in range(num_tensors):
+        dtype, op = draw.choice(COMPILED_DTYPES), draw.choice([ReduceOp.SUM, ReduceOp.AVG])
+        numel = max(1, draw.choice(borders) // draw.choice([1, 1, 2]) + draw.randint(-3, 3))
+        tensor = (torch.randn(numel, generator=own, dtype=torch.float64) * 1000).to(dtype)
+        if number % 5 == 0:
+            tensor = tensor.repeat(2).view(2, numel).t()  # with strides
+        other = tensor.clone()
+        works = [dist.all_reduce(tensor, op, async_op=number % 2 == 0)]
+        works += [dist.all_reduce(other, op, group=in_rounds, async_op=number % 3 == 0)]
+        for work in works:
+            if work is not None:
+                work.wait()
+        assert torch.equal(tensor, other), (number, dtype, op, tensor.shape)
+        results.append(tensor.contiguous().numpy().tobytes())
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_the_bits_are_those_of_rounds_on_every_rank(world_size: int):
+    first, *others = run_ranks(reduce_both_ways, 600 // world_size, world_size, world_size=world_size)
+    assert all(other == first for other in others)
+
+
+def stress(source: Path, directory: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs ranks as threads under the thread sanitizer."""
+    program = directory / "stress"
+    flags = ["-g", "-O2", "-std=gnu11", "-fsanitize=thread", f"-I{source.parent}"]
+    subprocess.run([*native_build.compiler_command(), *flags, "-o", program, STRESS, "-lpthread"], check=True)
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("sleeps", [0, 1])
+@pytest.mark.parametrize(("num_ranks", "num_tensors"), [(2, 4000), (3, 2000), (7, 400)])
+def test_nothing_is_read_that_the_rules_of_c11_do_not_promise(
+    tmp_path: Path, num_ranks: int, num_tensors: int, sleeps: int
+):
+    done = stress(SOURCE, tmp_path, num_ranks, num_tensors, sleeps)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "all sums are right\n"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "complaint"),
+    [
+        ("published, ++g->events)", "published, ++g->events, memory_order_relaxed)", "data race"),
+        ("SLOTS = 4", "SLOTS = 2", "data race|wrong sum"),  # the one that comes first
+        ("(note & 255) == (uint64_t)g->rank + 1", "(note & 255) == (uint64_t)g->rank + 2", "it was not woken"),
+    ],
+)
+def test_the_stress_finds_what_it_looks_for(tmp_path: Path, right: str, wrong: str, complaint: str):
+    source = SOURCE.read_text()
+    assert right in source
+    source = source.replace(right, wrong)
+    if "relaxed" in wrong:
+        source = source.replace("atomic_store(&own->published", "atomic_store_explicit(&own->published")
+    (tmp_path / SOURCE.name).write_text(source)
+    done = stress(tmp_path / SOURCE.name, tmp_path, 3, 1000, 1)
+    assert done.returncode != 0
+    assert re.search(complaint, done.stderr), done.stderr[-3000:]
+
+
+def wait_for_a_late_rank(is_asynchronous: bool) -> tuple[float, float]:
+    rank = start_shm()
+    dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        time.sleep(1.5)
+    start, cpu_start = time.monotonic(), time.process_time()
+    work = dist.all_reduce(torch.ones(100_000), async_op=is_asynchronous)
+    if work is not None:
+        work.wait()
+    return time.monotonic() - start, time.process_time() - cpu_start
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("way", ["compiled", "in rounds"])
+def test_a_rank_that_waits_sleeps(way: str, is_asynchronous: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ranks.rank_environment, VARIABLE, "1" if way == "compiled" else "0")
+    seconds, cpu_seconds = run_ranks(wait_for_a_late_rank, is_asynchronous)[0]
+    assert seconds > 1
+    assert cpu_seconds < 0.2
+
+
+def differ(what: str) -> None:
+    rank = start_shm(timeout_s=20)
+    if what == "dtype":
+        dist.all_reduce(torch.ones(8, dtype=torch.int32 if rank else torch.float32))
+    elif what == "dtype, in rounds":
+        dist.all_reduce(torch.ones(8, dtype=torch.int16 if rank else torch.float16))
+    elif what == "op":
+        dist.all_reduce(torch.ones(8), op=ReduceOp.AVG if rank else ReduceOp.SUM)
+    elif what == "size":
+        dist.all_reduce(torch.ones(100_000 * (1 + rank)))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("dtype", ["8 x float32 (SUM)", "8 x int32 (SUM)"]),
+        ("dtype, in rounds", ["all_reduce of torch.float16", "all_reduce of torch.int16"]),
+        ("op", ["8 x float32 (SUM)", "8 x float32 (AVG)"]),
+        ("size", ["100000 x float32 (SUM)", "200000 x float32 (SUM)"]),
+    ],
+)
+def test_ranks_that_reduce_different_things_are_told_what(what: str, said: list[str]):
+    start = time.monotonic()
+    for outcome in outcomes_of_ranks(differ, what, timeout_s=30):
+        assert outcome.error is not None, outcome
+        assert "do not call the same collectives" in outcome.error
+        assert all(words in outcome.error for words in said), outcome
+    assert time.monotonic() - start < 12
+
+
+def reduce_in_two_groups() -> tuple[float, bool]:
+    start_shm()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=dist.new_group(backend="shm"))
+    return tensor.sum().item(), dist.group.WORLD._compiled is not None
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({VARIABLE: "0"}, f"{VARIABLE}=0"),
+        ({"CC": "no-such-compiler"}, "there is no C compiler (no-such-compiler)"),
+        ({"CC": "false -v"}, "false fails"),
+    ],
+)
+def test_without_a_compiled_library_all_goes_in_rounds_and_one_line_says_why(
+    environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name, value in {user_cache.VARIABLE: str(tmp_path), **environment}.items():
+        monkeypatch.setitem(ranks.rank_environment, name, value)
+    outcomes = outcomes_of_ranks(reduce_in_two_groups, timeout_s=60)
+    assert [outcome.value for outcome in outcomes] == [(12.0, False)] * 2, str(outcomes[0])
+    said = [[line for line in outcome.output.splitlines() if "in Python" in line] for outcome in outcomes]
+    assert [len(lines) for lines in said] == [1, 0]
+    assert reason in said[0][0]
+
+
+def reduce_where_one_has_no_compiler() -> tuple[float, bool]:
+    if os.environ["LOCAL_RANK"] == "1":
+        os.environ[VARIABLE] = "0"
+    return reduce_in_two_groups()
+
+
+def test_all_ranks_go_in_rounds_if_one_of_them_must():
+    assert run_ranks(reduce_where_one_has_no_compiler, world_size=3) == [(27.0, False)] * 3
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the library is kept, which is empty."""
+    monkeypatch.setenv(user_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    library.cache_clear()
+    return tmp_path / "cache" / "shm"
+
+
+def test_the_library_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch):
+    library()
+    (made,) = kept.iterdir()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    library.cache_clear()
+    assert library().functions.all_reduce_group_bytes() > 0
+    assert list(kept.iterdir()) == [made]
+
+
+def test_what_is_no_library_is_made_anew(kept: Path):
+    library()
+    (made,) = kept.iterdir()
+    made.unlink()  # this process has it mapped
+    made.write_text("a file that a full disk has left empty, say")
+    load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().not_kept))"
+    assert run_script("-c", load).stdout == "''\n"
+    assert made.stat().st_size > 1000
+
+
+def test_a_cache_that_cannot_be_written_to_does_no_harm(kept: Path):
+    kept.parent.write_text("a file where the directory should be")
+    assert library().functions.all_reduce_group_bytes() > 0
+
+
+def test_a_compiler_that_fails_is_quoted(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'out of order' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(NotCompiledError, match="out of order"):
+        library()
+
+
+def test_the_source_compiles_without_a_warning(tmp_path: Path):
+    command = [*native_build.compiler_command(), *native_build._FLAGS, "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    subprocess.run([*command, "-o", tmp_path / "library.so", SOURCE], check=True)

@@ -1,0 +1,273 @@
+"""The promises of ``shm``, and of what is kept for it and for Horovod, on a machine that has other users."""
+
+import os
+import re
+import socket
+import stat
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_strategies_ext import user_cache
+from lightning_strategies_ext.horovod_build import command
+from lightning_strategies_ext.horovod_build.cache import WheelCache
+from lightning_strategies_ext.horovod_build.key import BuildKey
+from lightning_strategies_ext.shm import native_build, rendezvous
+from lightning_strategies_ext.shm.links import Peer, PeerLostError
+from lightning_strategies_ext.shm.native_build import VARIABLE, library
+from lightning_strategies_ext.shm.rendezvous import Rendezvous
+from lightning_strategies_ext.user_cache import UnsafePlaceError
+from tests.support import ranks
+from tests.support.ranks import outcomes_of_ranks, run_script
+from tests.support.shm_pools import start_shm
+
+NOBODY = 65_500
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or give files away")
+
+
+# --- no home, no cache ---
+
+
+def reduce_as_a_user_without_home(home: str | None) -> tuple[float, bool]:
+    os.environ.pop("HOME", None)
+    if home is not None:
+        os.environ["HOME"] = home
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    start_shm()
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    return tensor.sum().item(), dist.group.WORLD._compiled is not None
+
+
+@needs_root
+@pytest.mark.parametrize("home", [None, "/root", "/proc"])
+def test_a_user_without_a_home_trains_and_one_line_says_what_it_costs(
+    home: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(ranks.rank_environment, VARIABLE, raising=False)
+    outcomes = outcomes_of_ranks(reduce_as_a_user_without_home, home, timeout_s=60)
+    assert [outcome.value for outcome in outcomes] == [(6.0, True)] * 2, str(outcomes[0])
+    said = [[line for line in outcome.output.splitlines() if "cannot be kept" in line] for outcome in outcomes]
+    assert [len(lines) for lines in said] == [1, 0], str(outcomes[0])
+
+
+def test_without_any_place_to_compile_in_all_goes_in_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    nowhere = tmp_path / "file"
+    nowhere.write_text("")
+    monkeypatch.setenv(user_cache.VARIABLE, str(nowhere))
+    monkeypatch.setattr(native_build.tempfile, "TemporaryDirectory", no_directory)
+    library.cache_clear()
+    with pytest.raises(native_build.NotCompiledError, match="no directory"):
+        library()
+    library.cache_clear()
+
+
+def no_directory() -> None:
+    raise FileNotFoundError("No usable temporary directory found")
+
+
+# --- what is kept ---
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The library as it is kept."""
+    monkeypatch.setenv(user_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    library.cache_clear()
+    library()
+    library.cache_clear()
+    (made,) = (tmp_path / "cache" / "shm").iterdir()
+    return made
+
+
+def spoil(path: Path, how: str) -> None:
+    """Makes a file or directory such that another user could have changed it."""
+    if how == "of another user":
+        os.chown(path, NOBODY, -1)
+    else:
+        path.chmod(path.stat().st_mode | (stat.S_IWGRP if how == "writable by its group" else stat.S_IWOTH))
+
+
+WAYS = [pytest.param("of another user", marks=needs_root), "writable by its group", "writable by others"]
+
+
+@pytest.mark.parametrize("what", ["file", "directory", "directory above"])
+@pytest.mark.parametrize("how", WAYS)
+def test_a_library_that_others_may_have_written_is_not_loaded(kept: Path, what: str, how: str):
+    path = {"file": kept, "directory": kept.parent, "directory above": kept.parent.parent}[what]
+    kept.unlink()  # this process has it mapped
+    kept.write_text("no library: the process would end, or worse, if it were loaded")
+    spoil(path, how)
+    functions, not_kept = library()
+    assert functions.all_reduce_group_bytes() > 0
+    assert str(path) in not_kept
+    assert "another user" in not_kept or "other users" in not_kept
+    assert kept.read_text().startswith("no library")
+
+
+def test_no_link_leads_what_is_kept_elsewhere(kept: Path, tmp_path: Path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    kept.unlink()
+    kept.symlink_to(precious)
+    load = "from lightning_strategies_ext.shm.native_build import library; print(repr(library().not_kept))"
+    assert run_script("-c", load).stdout == "''\n"
+    assert precious.read_text() == "precious"
+    assert not kept.is_symlink()
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o000])
+def test_what_we_make_is_safe_whatever_the_umask(tmp_path: Path, umask: int):
+    before = os.umask(umask)
+    try:
+        place = tmp_path / "a" / "b" / "c"
+        user_cache.create(place)
+        (tmp_path / "made").write_text("made")
+        user_cache.keep(tmp_path / "made", place / "kept")
+    finally:
+        os.umask(before)
+    user_cache.check_is_safe(place / "kept")
+    assert [file.name for file in place.iterdir()] == ["kept"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_wheel_that_others_may_have_written_is_not_installed(tmp_path: Path, how: str):
+    cache, key = WheelCache(tmp_path / "wheels"), BuildKey.here(command.torch_version())
+    cache.entry(key).mkdir(parents=True)
+    wheel = cache.entry(key) / "horovod-0.28.1-py3-none-any.whl"
+    wheel.write_text("")
+    assert cache.find(key) == wheel
+    spoil(wheel, how)
+    with pytest.raises(UnsafePlaceError, match=re.escape(str(wheel))):
+        cache.find(key)
+    wheel.unlink()
+    spoil(cache.directory, how)
+    with pytest.raises(UnsafePlaceError, match=re.escape(str(cache.directory))), cache.lock(key, waiting=pytest.fail):
+        pytest.fail("it was locked")
+
+
+def test_the_command_says_that_a_wheel_is_not_safe(tmp_path: Path):
+    make = f"""
+from pathlib import Path
+from lightning_strategies_ext.horovod_build.cache import WheelCache
+from lightning_strategies_ext.horovod_build import command
+from lightning_strategies_ext.horovod_build.requirements import find_toolchain
+toolchain, _ = find_toolchain(False, False)
+key = command.BuildKey.here(command.torch_version() or "", toolchain.mpi, toolchain.cuda)
+entry = WheelCache(Path({str(tmp_path)!r}, "wheels")).entry(key)
+entry.mkdir(parents=True)
+(entry / "horovod.whl").write_text("")
+(entry / "horovod.whl").chmod(0o666)
+command._is_installed = lambda key: False
+from lightning_strategies_ext.__main__ import main
+import sys
+sys.argv = ["x", "install-horovod", "--wheel-dir", {str(tmp_path / "wheels")!r}]
+print("exit code", main())
+"""
+    said = run_script("-c", make).stdout
+    assert "exit code 1" in said, said
+    assert "can be written to by other users" in said
+    assert "--wheel-dir" in said
+    assert "Traceback" not in said
+
+
+# --- the rendezvous ---
+
+
+def connect_beside_strangers(num_strangers: int, as_others: bool) -> tuple[float, float]:
+    rank = int(os.environ["LOCAL_RANK"])
+    with ExitStack() as strangers:
+        listen = Rendezvous.announce
+
+        def announce(self: Rendezvous, *args: Any) -> Any:
+            said = listen(self, *args)
+            if rank == 1:
+                call_first(said[0]["address"], num_strangers, as_others, strangers)
+                self._store.set("strangers have called", "")
+            self._store.wait(["strangers have called"])
+            return said
+
+        Rendezvous.announce = announce  # type: ignore[method-assign]
+        start = time.monotonic()
+        start_shm()
+        seconds = time.monotonic() - start
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        return tensor.item(), seconds
+
+
+def call_first(address: str, number: int, as_others: bool, strangers: ExitStack) -> None:
+    if as_others:
+        os.seteuid(NOBODY)
+    for _ in range(number):
+        link = strangers.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        link.setblocking(False)
+        try:
+            link.connect("\0" + address)
+        except BlockingIOError:  # the queue is full, which is what was wanted
+            break
+    if as_others:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("num_strangers", "as_others"), [(3, False), pytest.param(300, True, marks=needs_root), (300, False)]
+)
+def test_strangers_that_call_and_say_nothing_delay_nobody(num_strangers: int, as_others: bool):
+    outcomes = outcomes_of_ranks(connect_beside_strangers, num_strangers, as_others, timeout_s=60)
+    for outcome in outcomes:
+        assert outcome.value is not None, outcome
+        assert outcome.value[0] == 2.0
+        assert outcome.value[1] < 4, "each stranger was heard to the end"
+
+
+def rendezvous_of_one(tmp_path: Path, size: int = 2) -> Rendezvous:
+    return Rendezvous(0, size, dist.FileStore(str(tmp_path / "store"), size))
+
+
+def test_a_rank_that_says_nothing_is_named(tmp_path: Path):
+    meeting = rendezvous_of_one(tmp_path, size=3)
+    with pytest.raises(TimeoutError, match="rank 1 of the group, rank 2 of the group did not come"):
+        meeting.announce({}, time.monotonic() + 0.3)
+    meeting.close()
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(1, PeerLostError), (0, TimeoutError)])
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: type[Exception]):
+    """The one with the lower rank waits for a call; the other calls where nobody listens any more."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    one, other = Rendezvous(rank, 2, store), Rendezvous(1 - rank, 2, store)
+    words = [each._address for each in (one, other)]
+    other.close()
+    peer, said = Peer(1 - rank, 1 - rank, 4711), {"address": words[1], "token": "00" * 16}
+    start = time.monotonic()
+    with pytest.raises(kind, match=rf"rank {1 - rank} \(pid 4711\)"):
+        one.connect([(peer, said)], 0, time.monotonic() + 0.5)
+    assert time.monotonic() - start < 5
+    one.close()
+
+
+@pytest.mark.parametrize("hello", [b"", b"short", b"\1\0\0\0" + b"x" * 16, b"\7\0\0\0" + b"x" * 16])
+def test_who_does_not_know_the_token_is_no_rank(tmp_path: Path, hello: bytes):
+    meeting = rendezvous_of_one(tmp_path)
+    peer = Peer(1, 1, 4711)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect("\0" + meeting._address)
+        socket.send_fds(stranger, [hello], [0]) if hello else stranger.shutdown(socket.SHUT_WR)
+        with pytest.raises(TimeoutError, match="rank 1"):
+            meeting.connect([(peer, {})], 0, time.monotonic() + 0.3)
+        assert stranger.recv(16) == b"", "it was let in"
+    meeting.close()
+
+
+def test_the_host_is_the_kernel_and_its_network():
+    assert rendezvous.host_identity() == rendezvous.host_identity()
+    assert "net:[" in rendezvous.host_identity()

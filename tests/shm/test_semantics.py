@@ -1,0 +1,278 @@
+"""The promises of the ``shm`` process group's results: those of gloo, on every rank, and the same bits on all ranks."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed import ReduceOp
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.ranks import Outcome, outcomes_of_ranks, run_ranks
+from tests.support.shm_pools import Pool, all_pools, start_shm
+from tests.support.shm_programs import (
+    ARITHMETIC,
+    BITWISE,
+    DTYPES,
+    FLOATS,
+    INLINE_NUM_BYTES,
+    INTEGERS,
+    KINDS,
+    LAYOUTS,
+    SLOT_NUM_BYTES,
+    WAITS,
+    Operation,
+)
+
+#: Where a message, a slot, or the size from which ranks share the work of an all-reduce ends.
+BORDERS = [
+    *(0, 8, 200, INLINE_NUM_BYTES, SLOT_NUM_BYTES, 3 * SLOT_NUM_BYTES),
+    *(SLOT_NUM_BYTES // size for size in (2, 3, 5, 8)),
+    *(INLINE_NUM_BYTES * size for size in (3, 5, 8)),
+]
+#: Examples per world size; each is a batch of ten programs or more.
+NUM_EXAMPLES = {1: 4, 2: 22, 3: 15, 4: 10, 5: 4, 8: 3}
+
+
+@st.composite
+def operations(draw: st.DrawFn) -> Operation:
+    kind = draw(st.sampled_from(KINDS))
+    # gloo gathers no complex numbers
+    dtype = draw(st.sampled_from(DTYPES if kind != "gather" else DTYPES[:-1]))
+    ops = {"complex64": ["SUM"], **{name: [*ARITHMETIC, "AVG"] for name in FLOATS}}.get(dtype, [*ARITHMETIC, *BITWISE])
+    return Operation(
+        kind=kind,
+        group=draw(st.integers(0, 2)),
+        dtype=dtype,
+        op=draw(st.sampled_from(ops)),
+        num_bytes=draw(st.sampled_from(BORDERS)),
+        extra=draw(st.integers(-1, 1)),
+        root=draw(st.integers(0, 7)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        waits=draw(st.sampled_from(WAITS)),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+PROGRAMS = st.lists(st.lists(operations(), min_size=1, max_size=8), min_size=10, max_size=40)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Pool]]:
+    yield from all_pools(list(NUM_EXAMPLES))
+
+
+@pytest.mark.timeout(600)  # a failure is made small, which takes many new ranks
+@pytest.mark.parametrize("world_size", NUM_EXAMPLES)
+def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(pools: dict[int, Pool], world_size: int):
+    @settings(
+        max_examples=NUM_EXAMPLES[world_size],
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(PROGRAMS)
+    def check(programs: list[list[Operation]]) -> None:
+        wrong = pools[world_size].run(programs)
+        assert not wrong, wrong
+
+    check()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_operation_gives_what_gloo_gives_for_every_dtype_and_size(pools: dict[int, Pool], world_size: int):
+    def op_of(dtype: str, number: int) -> str:
+        ops = ["SUM"] if dtype == "complex64" else [*ARITHMETIC, "AVG"] if dtype in FLOATS else [*ARITHMETIC, *BITWISE]
+        return ops[number % len(ops)]
+
+    programs = [
+        [
+            Operation(kind, 0, dtype, op_of(dtype, number), num_bytes, number % 3 - 1, number, "plain", waits, number)
+            for number, num_bytes in enumerate(BORDERS)
+        ]
+        for kind in KINDS
+        for dtype in DTYPES
+        for waits in ("sync", "async")
+        if (kind, dtype) != ("gather", "complex64")
+    ]
+    wrong = pools[world_size].run(programs)
+    assert not wrong, wrong
+
+
+def reduce_odd_tensors() -> None:
+    rank = start_shm()
+    with_grad = torch.full((3,), float(rank + 1), requires_grad=True)
+    dist.all_reduce(with_grad)
+    assert with_grad.tolist() == [3.0] * 3
+    assert with_grad.requires_grad
+    not_a_leaf = torch.full((3,), float(rank + 1), requires_grad=True) * 1
+    dist.broadcast(not_a_leaf, 1)
+    assert not_a_leaf.tolist() == [2.0] * 3
+    with torch.inference_mode():
+        made_in_inference = torch.full((30_000,), float(rank + 1))
+    for is_asynchronous in (False, True):
+        work = dist.all_reduce(made_in_inference, op=ReduceOp.MAX, async_op=is_asynchronous)
+        if work is not None:
+            time.sleep(0.1 * rank)  # so that one of them leaves it to a thread
+            work.wait()
+        assert made_in_inference.unique().tolist() == [2.0]
+    gathered = [torch.empty_like(made_in_inference) for _ in range(2)]
+    dist.all_gather(gathered, made_in_inference)
+    assert torch.stack(gathered).unique().tolist() == [2.0]
+    in_steps = torch.full((6,), float(rank + 1))
+    dist.all_reduce(in_steps[::2])
+    assert in_steps.tolist() == [3.0, rank + 1.0] * 3
+
+
+def test_tensors_of_autograd_of_inference_mode_and_with_strides_are_filled():
+    run_ranks(reduce_odd_tensors)
+
+
+def ask_for_what_is_not_there() -> None:
+    rank = start_shm()
+    with pytest.raises(ValueError, match="BAND"):
+        dist.all_reduce(torch.ones(2), op=ReduceOp.BAND)
+    with pytest.raises(ValueError, match="one part per rank"):
+        dist.all_gather_into_tensor(torch.empty(5), torch.ones(2))
+    # Nothing was sent, so the group works on.
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    assert total.item() == 3
+
+
+def test_what_does_not_exist_for_a_dtype_or_a_size_is_an_error_and_breaks_nothing():
+    run_ranks(ask_for_what_is_not_there)
+
+
+def average_whole_numbers() -> list[list[int]]:
+    rank = start_shm()
+    results = []
+    for dtype in INTEGERS:
+        tensor = torch.tensor([rank + 1, 7, 10 * rank], dtype=getattr(torch, dtype))
+        dist.all_reduce(tensor, op=ReduceOp.AVG)
+        results.append(tensor.tolist())
+    return results
+
+
+def test_the_average_of_whole_numbers_is_cut_off():
+    assert run_ranks(average_whole_numbers) == [[[1, 7, 5]] * 4] * 2
+
+
+class TwoWays(torch.nn.Module):
+    """Uses one of two layers, now this and now that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, values: torch.Tensor, way: int) -> torch.Tensor:
+        return self.head(torch.relu(self.ways[way](values)))
+
+
+def train(group: dist.ProcessGroup | None, hook: str = "") -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 300), torch.nn.ReLU(), torch.nn.Linear(300, 40))
+    # With several buckets the hook's collectives would start in another order on each rank, over gloo too.
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=25 if hook else 0.01)
+    if hook:
+        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(20):
+        values = torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 2 + dist.get_rank()))
+        optimizer.zero_grad()
+        ddp(values).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train_both_ways(hook: str = "") -> list[torch.Tensor]:
+    start_shm()
+    ours = train(None, hook)
+    theirs = train(dist.new_group(backend="gloo"), hook)
+    for our, their in zip(ours, theirs, strict=True):
+        # PowerSGD over gloo twice differs by as much.
+        assert torch.allclose(our, their, rtol=0, atol=1e-6) if hook else torch.equal(our, their)
+    return ours
+
+
+def test_ddp_of_two_ranks_trains_the_weights_that_it_trains_over_gloo():
+    first, second = run_ranks(train_both_ways)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_ddp_with_a_hook_that_starts_collectives_when_others_end_trains_the_same_weights():
+    """PowerSGD's hook starts and awaits collectives in a callback of a collective's future."""
+    run_ranks(train_both_ways, "powerSGD", timeout_s=20)
+
+
+def train_with_unused_parameters() -> list[torch.Tensor]:
+    rank = start_shm()
+    torch.manual_seed(0)
+    model = TwoWays()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        ddp(torch.full((2, 8), float(rank)), way=(step + rank) % 3 // 2).sum().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_ddp_finds_unused_parameters():
+    first, second = run_ranks(train_with_unused_parameters)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def call_in_a_callback() -> list[float]:
+    rank = start_shm(timeout_s=15)
+    if rank == 1:
+        time.sleep(0.2)  # so that rank 0 leaves the operation to a thread
+
+    def then_again(future: torch.futures.Future) -> torch.Tensor:
+        (tensor,) = future.value()
+        dist.all_reduce(tensor)
+        return tensor
+
+    work = dist.all_reduce(torch.tensor([rank + 1.0]), async_op=True)
+    return work.get_future().then(then_again).wait().tolist()
+
+
+def test_a_callback_of_a_future_can_call_a_collective():
+    assert run_ranks(call_in_a_callback, timeout_s=20) == [[6.0], [6.0]]
+
+
+def call_different_collectives(name: str, late_rank: int) -> None:
+    rank = start_shm(timeout_s=15)
+    many = torch.ones(2_000_000)
+    if rank == late_rank:
+        time.sleep(0.3)
+    if name == "kind":
+        dist.all_reduce(torch.ones(4)) if rank == 0 else dist.broadcast(torch.ones(4), 0)
+    elif name == "size":
+        dist.all_reduce(torch.ones(4 + rank))
+    elif name == "kind, in many pieces":
+        dist.all_reduce(many) if rank == 0 else dist.broadcast(many, 0)
+    elif name == "barrier":
+        dist.barrier() if rank == 0 else dist.all_reduce(many)
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+@pytest.mark.parametrize("name", ["kind", "size", "kind, in many pieces", "barrier"])
+def test_ranks_that_call_different_collectives_are_told(name: str, late_rank: int):
+    start = time.monotonic()
+    outcomes = outcomes_of_ranks(call_different_collectives, name, late_rank, timeout_s=30)
+    assert time.monotonic() - start < 12
+    for outcome in outcomes:
+        assert_said(outcome, "do not call the same collectives")
+
+
+def assert_said(outcome: Outcome, words: str) -> None:
+    assert outcome.error is not None, outcome
+    assert words in outcome.error.strip().splitlines()[-1], outcome

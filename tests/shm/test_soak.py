@@ -1,0 +1,107 @@
+"""The ``shm`` process group, again and again: ranks are killed at any moment, groups are made and destroyed.
+
+``SHM_SOAK_ROUNDS=1000`` makes the rounds of killed ranks that many, for a night; 12 take some 10 seconds.
+"""
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_strategies_ext.shm.native_build import VARIABLE
+from tests.support import ranks
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+from tests.support.shm_pools import start_shm
+
+NUM_ROUNDS = int(os.environ.get("SHM_SOAK_ROUNDS", "12"))
+NUM_BATCHES = 5
+
+
+def work_until_somebody_dies(seed: int, num_victims: int) -> tuple[str, float, int]:
+    """Trains, so to say; some ranks kill themselves at a random moment, maybe in the middle of an operation."""
+    rank = start_shm(timeout_s=20)
+    size = dist.get_world_size()
+    victims = random.Random(seed).sample(range(size), num_victims)
+    delay = random.Random(seed * 8 + rank).uniform(0.0, 0.2)
+    subgroup = dist.new_group(backend="shm")
+    dist.barrier()
+    if rank in victims:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    sizes = random.Random(seed)
+    last_good = time.monotonic()
+    try:
+        for step in range(1_000_000):
+            numel = sizes.choice([0, 1, 1000, 5000, 50_000, 600_000])
+            works = [
+                dist.all_reduce(torch.ones(numel), async_op=True),
+                dist.broadcast(torch.ones(numel), step % size, group=subgroup, async_op=True),
+            ]
+            gathered = [torch.empty(numel // 4) for _ in range(size)]
+            dist.all_gather(gathered, torch.ones(numel // 4))
+            for work in works:
+                work.wait()
+            last_good = time.monotonic()
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - last_good, step
+    return "nobody has died", 0.0, step
+
+
+@pytest.mark.timeout(60 + 10 * NUM_ROUNDS)
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_survivors_of_any_death_end_within_seconds(is_compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ranks.rank_environment, VARIABLE, str(int(is_compiled)))
+    for number in range(NUM_ROUNDS):
+        size = 2 + number % 3
+        num_victims = 1 + (number // 3) % (size - 1)
+        outcomes = outcomes_of_ranks(work_until_somebody_dies, number, num_victims, world_size=size, timeout_s=20)
+        report = f"round {number}:\n" + "\n".join(map(str, outcomes))
+        killed = [outcome for outcome in outcomes if outcome.exit_code == -signal.SIGKILL]
+        survivors = [outcome for outcome in outcomes if outcome.exit_code == 0]
+        # A victim may have met the death of another, and ended, before its own.
+        assert killed, report
+        assert len(killed) + len(survivors) == size, report
+        for survivor in survivors:
+            error, seconds, _ = survivor.value
+            assert "rank " in error, report
+            assert seconds < 6, report
+
+
+def make_and_destroy_groups(num_groups: int) -> list[tuple[int, int, int]]:
+    rank = start_shm()
+    counts = []
+    for number in range(num_groups):
+        group = dist.new_group(backend="shm")
+        tensor = torch.full((20_000,), rank + 1.0)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        if number % 2 == rank:
+            time.sleep(0.001)  # so that now and then a thread is needed
+        work.wait()
+        assert tensor[0] == 3.0
+        dist.destroy_process_group(group)
+        del group, work
+        if number % (num_groups // NUM_BATCHES) == num_groups // NUM_BATCHES - 1:
+            dist.barrier()
+            gc.collect()
+            time.sleep(0.05)
+            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), num_mapped()))
+    return counts
+
+
+def num_mapped() -> int:
+    """How many segments are mapped into this process."""
+    with open("/proc/self/maps") as maps:
+        return sum("/dev/shm/" in line for line in maps)
+
+
+def test_groups_that_are_destroyed_leave_no_descriptor_no_thread_and_no_memory():
+    for counts in run_ranks(make_and_destroy_groups, 200, timeout_s=100):
+        fds, threads, segments = zip(*counts, strict=True)
+        assert max(fds) - fds[0] <= 4, counts
+        assert max(threads) - threads[0] <= 2, counts
+        assert max(segments) - segments[0] <= 2, counts

@@ -1,0 +1,263 @@
+"""The promises of the ``shm`` process group about odd tensors, futures' values, and calls that ranks disagree on."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+from tests.support.shm_pools import start_shm
+
+
+def groups() -> tuple[int, Any, Any]:
+    """This rank, and the groups of all ranks over shm and over gloo."""
+    rank = start_shm()
+    return rank, dist.group.WORLD, dist.new_group(backend="gloo")
+
+
+def first_words(function: Any, *args: Any) -> str:
+    """The kind of error that a call raises; nothing if it raises none."""
+    try:
+        function(*args)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def call_with_dtensors() -> tuple[list[str], list[str], float]:
+    rank, shm, gloo = groups()
+    tensor = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0, 1]), [Replicate()])
+    said = []
+    for group in (shm, gloo):
+        calls = [
+            lambda group=group: dist.all_reduce(tensor, group=group),
+            lambda group=group: dist.broadcast(tensor, 0, group=group),
+            lambda group=group: dist.all_gather([tensor, tensor], tensor, group=group),
+        ]
+        said.append([first_words(call) for call in calls])
+    plain = torch.full((3,), rank + 1.0)
+    dist.all_reduce(plain)
+    return said[0], said[1], plain[0].item()
+
+
+def test_dtensors_are_refused_as_by_gloo_and_the_group_goes_on():
+    for ours, theirs, total in run_ranks(call_with_dtensors):
+        assert ours == theirs
+        assert "NotImplementedError" in ours
+        assert total == 3.0
+
+
+def call_with_tensors_that_trace() -> tuple[list[str], list[str], float]:
+    rank, shm, gloo = groups()
+    said = []
+    for group in (shm, gloo):
+        with FakeTensorMode():
+            tensor, parts = torch.ones(4), [torch.empty(4), torch.empty(4)]
+            whole, part = torch.empty(8), torch.empty(2)
+            calls = [
+                lambda: dist.all_reduce(tensor, group=group),  # noqa: B023
+                lambda: dist.broadcast(tensor, 0, group=group),  # noqa: B023
+                lambda: dist.reduce(tensor, 0, group=group),  # noqa: B023
+                lambda: dist.all_gather(parts, tensor, group=group),  # noqa: B023
+                lambda: dist.all_gather_into_tensor(whole, tensor, group=group),  # noqa: B023
+                lambda: dist.reduce_scatter_tensor(part, tensor, group=group),  # noqa: B023
+            ]
+            if rank == 0:  # nothing is carried out, so nobody need take part
+                calls.append(lambda: dist.barrier(group=group))  # noqa: B023
+            said.append([first_words(call) for call in calls])
+    plain = torch.full((3,), rank + 1.0)
+    dist.all_reduce(plain)
+    return said[0], said[1], plain[0].item()
+
+
+def test_tensors_that_trace_are_traced_as_with_gloo():
+    for ours, theirs, total in run_ranks(call_with_tensors_that_trace):
+        assert ours == theirs
+        assert set(ours) == {""}
+        assert total == 3.0
+
+
+class OwnTensor(Tensor):
+    """A subclass with memory, as users write them."""
+
+
+def call_with_kinds_of_tensors() -> list[Any]:
+    rank = start_shm()
+    results = []
+    for make in (
+        lambda: nn.Parameter(torch.full((4,), rank + 1.0)),
+        lambda: torch.full((4,), rank + 1.0).as_subclass(OwnTensor),
+        lambda: torch.full((1,), rank + 1.0).expand(4),
+        lambda: torch.full((2, 1), rank + 1.0).expand(2, 3),
+        lambda: torch.full((2, 2, 3), rank + 1.0).transpose(0, 2),
+    ):
+        tensor = make()
+        dist.all_reduce(tensor)
+        other = make()
+        dist.broadcast(other, 1)
+        gathered = [torch.empty(other.shape), torch.empty(other.shape)]
+        dist.all_gather(gathered, make())
+        results.append([tensor.unique().tolist(), other.unique().tolist(), [g.unique().tolist() for g in gathered]])
+    return results
+
+
+def test_parameters_subclasses_and_expanded_tensors_are_moved():
+    assert run_ranks(call_with_kinds_of_tensors) == [[[[3.0], [2.0], [[1.0], [2.0]]]] * 5] * 2
+
+
+def call_wrongly_on_one_rank() -> tuple[list[str], float]:
+    rank = start_shm()
+    said = []
+    if rank == 0:
+        float8 = torch.ones(4).to(torch.float8_e4m3fn)
+        calls = [
+            lambda: dist.all_reduce(float8),
+            lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool), ReduceOp.AVG),
+            lambda: dist.all_reduce(torch.ones(4), ReduceOp.BAND),
+            lambda: dist.reduce_scatter_tensor(float8[:2].clone(), float8),
+            lambda: dist.all_gather_into_tensor(torch.ones(3), torch.ones(2)),
+            lambda: dist.group.WORLD.allreduce(torch.ones(3), dist.AllreduceOptions()),  # no list: not its first number
+            lambda: torch.vmap(lambda row: dist.all_reduce(row) or row)(torch.ones(2, 3)),
+        ]
+        said = [first_words(call) for call in calls]
+    tensor = torch.full((3,), rank + 1.0)
+    dist.all_reduce(tensor)
+    return said, tensor[0].item()
+
+
+def test_what_one_rank_does_wrong_by_itself_is_its_own_error():
+    (said, total), (_, other) = run_ranks(call_wrongly_on_one_rank)
+    assert all(said), said
+    assert (total, other) == (3.0, 3.0)
+
+
+def values_of_futures() -> tuple[list[Any], list[Any]]:
+    rank, shm, gloo = groups()
+    values: list[list[Any]] = [[], []]
+    for group, seen in zip((shm, gloo), values, strict=True):
+        tensor = torch.full((2,), rank + 1.0)
+        pair = [torch.zeros(2), torch.zeros(2)]
+        parts = [torch.ones(2), torch.ones(2)]
+        works = [
+            dist.broadcast(tensor.clone(), 0, group=group, async_op=True),
+            dist.broadcast(tensor.clone(), 1, group=group, async_op=True),
+            dist.all_reduce(tensor.clone(), group=group, async_op=True),
+            dist.all_reduce(tensor.repeat(2).view(2, 2).t(), group=group, async_op=True),
+            dist.all_gather(pair, tensor, group=group, async_op=True),
+            dist.scatter(tensor.clone(), parts if rank == 0 else None, src=0, group=group, async_op=True),
+            dist.reduce(tensor.clone(), 0, group=group, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+            value = work.get_future().value()
+            seen.append([part.tolist() for part in value])
+        if rank == 1:  # the others' result of a reduction to one rank is not defined
+            seen[-1] = [len(part) for part in seen[-1]]
+    return values[0], values[1]
+
+
+def test_futures_give_what_gloos_give():
+    for ours, theirs in run_ranks(values_of_futures):
+        assert ours == theirs
+
+
+def take_the_first_of_each() -> list[float]:
+    rank = start_shm()
+    tensor = torch.full((2,), rank + 1.0)
+    works = [
+        dist.broadcast(tensor.clone(), 0, async_op=True),
+        dist.reduce(tensor.clone(), 0, async_op=True),
+        dist.all_reduce(tensor.clone(), async_op=True),
+    ]
+    return [work.get_future().then(lambda future: future.value()[0][0].item()).wait() for work in works]
+
+
+def test_a_callback_can_take_the_tensor_on_every_rank():
+    first, second = run_ranks(take_the_first_of_each)
+    assert first == [1.0, 3.0, 3.0]
+    assert (second[0], second[2]) == (1.0, 3.0)
+
+
+def disagree(on: str) -> None:
+    rank = start_shm(timeout_s=20)
+    tensor = torch.full((4,), rank + 1.0)
+    if on == "reduction":
+        dist.all_reduce(tensor.bfloat16(), ReduceOp.MAX if rank else ReduceOp.SUM)
+    elif on == "reduction of one way and of the other":
+        dist.all_reduce(tensor, ReduceOp.MAX if rank else ReduceOp.SUM)
+    elif on == "root of a broadcast":
+        dist.broadcast(tensor, rank)
+    elif on == "root of a reduce":
+        dist.reduce(tensor, rank)
+    elif on == "reduction to a scatter":
+        dist.reduce_scatter_tensor(tensor[:2].clone(), tensor, ReduceOp.MIN if rank else ReduceOp.AVG)
+
+
+@pytest.mark.parametrize(
+    ("on", "said"),
+    [
+        ("reduction", ["(MAX)", "(SUM)"]),
+        ("reduction of one way and of the other", []),
+        ("root of a broadcast", ["broadcast of torch.float32 with root 0", "broadcast of torch.float32 with root 1"]),
+        ("root of a reduce", ["root 0", "root 1"]),
+        ("reduction to a scatter", ["(MIN)", "(AVG)"]),
+    ],
+)
+def test_ranks_that_disagree_are_told(on: str, said: list[str]):
+    for outcome in outcomes_of_ranks(disagree, on, timeout_s=40):
+        assert outcome.error is not None, outcome
+        assert "do not call the same collectives" in outcome.error
+        assert all(words in outcome.error for words in said), outcome
+
+
+def call_in_short() -> list[list[float]]:
+    rank, *both = groups()
+    results = []
+    for group in both:
+        whole, part = torch.arange(4.0) + rank, torch.zeros(2)
+        several, gathered, pair = [whole.clone() for _ in range(8)], [part.clone(), part.clone()], whole.split(2)
+        works = [
+            group.allreduce(several[0]),
+            group.allreduce(several[1], ReduceOp.MAX),
+            group.allreduce([several[2]], op=ReduceOp.MIN),
+            group.broadcast(several[3], 1),
+            group.broadcast(several[4], root=1, timeout=timedelta(seconds=20)),
+            group.reduce(several[5], 0, ReduceOp.MAX),
+            group.allgather(gathered, pair[0]),
+            group.scatter(part, list(pair) if rank == 1 else [], 1),
+            group.barrier(timeout=timedelta(seconds=20)),
+        ]
+        for work in works:
+            work.wait()
+        if rank == 1:
+            several[5].zero_()  # the others' result of a reduction to one rank is not defined
+        results.append(torch.cat([*several, *gathered, part]).tolist())
+    return results
+
+
+def test_the_short_forms_of_a_groups_methods_do_what_gloos_do():
+    for ours, theirs in run_ranks(call_in_short):
+        assert ours == theirs
+
+
+def train_compiled_with_buffers() -> tuple[str, list[float]]:
+    rank = start_shm()
+    torch.manual_seed(0)
+    module = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    model = torch.compile(module, backend="aot_eager")
+    for step in range(2):
+        model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step * 2 + rank))).sum().backward()
+    return dist.get_backend(), module.module[0].weight.grad.flatten().tolist()
+
+
+def test_ddp_of_a_module_with_buffers_compiles():
+    (first, gradient), (_, other) = run_ranks(train_compiled_with_buffers)
+    assert first == "shm"
+    assert gradient == other

@@ -1,0 +1,1 @@
+"""What tests share: ranks, models, trainers, programs that ranks run."""

@@ -1,0 +1,111 @@
+"""What the tests of ``ddp_spawn_ext`` train, and their Trainer."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+from tests.support.models import MLP, StatefulLoader, WithBatchNorm, dataset, make_trainer
+
+#: With a sampler for several ranks, the order of the samples would not be that of one process.
+ALONE: dict[str, Any] = {"devices": 1, "use_distributed_sampler": False}
+
+
+class Stateful(WithBatchNorm):
+    """Everything that has a state: Adam, a scheduler with a lambda, dropout, batch normalisation."""
+
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(super().make_net(), nn.Dropout(0.3))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Configurable(MLP):
+    """Makes its optimizer of what the user sets between two fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.01
+        self.kind: Any = torch.optim.Adam
+        self.weight_decay = 0.0
+        self.make_scheduler: Any = None
+
+    def configure_optimizers(self):
+        optimizer = self.kind(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        if self.make_scheduler is None:
+            return optimizer
+        return [optimizer], [{"scheduler": self.make_scheduler(optimizer, self), "interval": "step"}]
+
+
+class HasEverything(MLP):
+    """A counter that a hook saves, persistent metrics, a buffer, hyperparameters, a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps_seen = 0
+        self.metrics = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
+        self.metrics.persistent(True)
+        self.register_buffer("average", torch.zeros(3))
+        self.save_hyperparameters({"width": 16})
+
+    def training_step(self, batch, batch_idx):
+        self.steps_seen += 1
+        loss = self.loss(batch)
+        self.metrics.update(loss.detach())
+        self.average += batch[0].mean()
+        return loss
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["steps_seen"] = self.steps_seen
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class HasState(pl.LightningDataModule):
+    """A counter of its own, and a loader that says where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches_seen = 0
+
+    def train_dataloader(self):
+        return StatefulLoader(dataset(), batch_size=4)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.batches_seen += 1
+        return batch
+
+    def state_dict(self):
+        return {"batches_seen": self.batches_seen}
+
+    def load_state_dict(self, state):
+        self.batches_seen = state["batches_seen"]
+
+
+class Node:
+    """An object of a class of the user's, which refers to itself."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+        self.me = self
+
+
+def spawn_trainer(strategy: Any = "ddp_spawn_ext", **kwargs: Any) -> pl.Trainer:
+    return make_trainer(strategy, **kwargs)
+
+
+def seeded(make_model: Any = MLP) -> Any:
+    pl.seed_everything(11, verbose=False)
+    return make_model()

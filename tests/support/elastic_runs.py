@@ -1,0 +1,101 @@
+"""Starts :mod:`tests.support.elastic_training` with ``horovodrun`` and a discovery script, and reads what it has left."""
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.horovod_launch import FIRST, SECOND, count_ranks, elastic_horovodrun
+from tests.support.ranks import run_command
+
+
+@dataclass
+class Run:
+    """What a run has left.
+
+    Attributes:
+        output: Of all ranks.
+        code: Exit code of ``horovodrun``.
+        lines: Of all processes, in the order of time; ``pid`` says whose.
+        checkpoints: Paths of checkpoints in the run's own directory, to what is in them.
+    """
+
+    output: str
+    code: int
+    lines: list[dict[str, Any]]
+    checkpoints: dict[str, Any]
+
+    def having(self, key: str) -> list[dict[str, Any]]:
+        """The lines with a key."""
+        return [line for line in self.lines if key in line]
+
+    @property
+    def ends(self) -> list[dict[str, Any]]:
+        """What the ranks that came to the end say, in the order of ranks."""
+        return sorted(self.having("accuracy"), key=lambda line: line["rank"])
+
+    @property
+    def worlds(self) -> list[tuple[int, int]]:
+        """(ranks, step at which they began) of each world."""
+        return [(line["world"], line["step"]) for line in self.having("world") if line["rank"] == 0]
+
+    def counts_per_epoch(self) -> list[Counter]:
+        """How often each sample counts, by epoch of the first `fit`: what a later world has begun before is undone."""
+        kept: list[dict[str, Any]] = []
+        for line in self.lines:
+            if "validated" in line:
+                break
+            if "world" in line and line["rank"] == 0:
+                begin = line["epoch"], line["batch"]
+                kept = [other for other in kept if (other["epoch"], other["batch"]) < begin]
+            elif "samples" in line:
+                kept.append(line)
+        counts = [Counter() for _ in range(1 + max(line["epoch"] for line in kept))]
+        for line in kept:
+            counts[line["epoch"]].update(line["samples"])
+        return counts
+
+
+def run_elastic(
+    hosts: tuple[str, ...] = (FIRST, SECOND),
+    min_ranks: int = 1,
+    arguments: tuple[str, ...] = (),
+    timeout_s: float = 150,
+    keep: Path | None = None,
+    **plan: Any,
+) -> Run:
+    """Runs the script.
+
+    Args:
+        hosts: At the start, with one rank each, or as many as stand after a colon.
+        min_ranks: ``--min-np``.
+        arguments: Further ones of ``horovodrun``.
+        timeout_s: Seconds until the run is given up.
+        keep: Its directory; a temporary one if None.
+        plan: Of the script. Its pauses end when the ranks change.
+    """
+    import torch
+
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = temporary if keep is None else str(keep)
+        plan["num_ranks"] = count_ranks(hosts)
+        result = run_command(
+            *elastic_horovodrun(Path(directory), hosts, min_ranks, *arguments),
+            *(sys.executable, "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
+            env={"OMP_NUM_THREADS": "1"},
+            timeout_s=timeout_s,
+        )
+        lines = [
+            {**json.loads(line), "pid": path.name}
+            for path in Path(directory).glob("process*")
+            for line in path.read_text().splitlines()
+        ]
+        return Run(
+            result.stdout,
+            result.returncode,
+            sorted(lines, key=lambda line: line["time"]),
+            {str(path): torch.load(path, weights_only=False) for path in Path(directory).glob("*.ckpt")},
+        )

@@ -1,0 +1,161 @@
+"""A user's script, to be started by an elastic ``horovodrun``: digits, and what befalls its ranks on the way.
+
+    python -m tests.support.elastic_training DIRECTORY PLAN
+
+PLAN is JSON: ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
+``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train" | "commit" | "validation", "step": N, "rank": R}``, of
+which each happens once. DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_strategies_ext as ext
+
+NUM_TRAINED, NUM_HELD_OUT = 1437, 360
+
+
+class Digits(Dataset):
+    """Images, their labels and their numbers."""
+
+    def __init__(self, is_held_out: bool) -> None:
+        images, labels = load_digits(return_X_y=True)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        self.numbers = order[NUM_TRAINED:] if is_held_out else order[:NUM_TRAINED]
+        self.images = torch.as_tensor(images)[self.numbers].float() / 16
+        self.labels = torch.as_tensor(labels)[self.numbers]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index], self.labels[index], index
+
+
+class Net(pl.LightningModule):
+    def __init__(self, directory: Path, plan: dict[str, Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            *(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()),
+            *(nn.Conv2d(12, 24, 3, stride=2), nn.BatchNorm2d(24), nn.ReLU()),
+            *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(216, 10)),
+        )
+        self.directory, self.events = directory, plan.get("events", [])
+        self.pause_s, self.validation_pause_s = plan.get("pause_s", 0.0), plan.get("validation_pause_s", 0.0)
+        self.num_ranks = plan["num_ranks"]
+        self.automatic_optimization = not plan.get("is_manual", False)
+
+    def happen(self, at: str) -> None:
+        for number, event in enumerate(self.events):
+            mark = self.directory / f"event{number}"
+            is_due = event.get("at", "train") == at and self.trainer.global_step >= event["step"] and not mark.exists()
+            if not is_due or event.get("rank", 0) != self.global_rank:
+                continue
+            mark.touch()
+            self.write(event=event)
+            if event["do"] == "hosts":
+                (self.directory / "hosts").write_text("".join(f"{host}:1\n" for host in event["hosts"]))
+            elif event["do"] == "raise":
+                raise ValueError("a bad sample")
+            else:
+                os.kill(os.getpid(), getattr(signal, event.get("signal", "SIGKILL")))
+
+    def write(self, **what: Any) -> None:
+        with (self.directory / f"process{os.getpid()}").open("a") as file:
+            print(json.dumps({"time": time.time(), "rank": self.global_rank, **what}), file=file)
+
+    def on_train_start(self) -> None:
+        batch = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        epoch = self.trainer.fit_loop.epoch_progress.current.processed
+        self.write(world=self.trainer.world_size, epoch=epoch, batch=batch, step=self.trainer.global_step)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(self.pause_s if self.trainer.world_size == self.num_ranks else 0.0)
+        self.happen("train")
+        loss = functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("seen", float(len(batch[1])), on_epoch=True, on_step=False, reduce_fx="sum", sync_dist=True)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.strategy.is_shadowing:
+            self.write(epoch=self.current_epoch, batch=batch_idx, samples=batch[2].tolist())
+
+    def on_train_epoch_end(self) -> None:
+        if not self.automatic_optimization:
+            self.lr_schedulers().step()
+        self.write(epoch=self.current_epoch, seen=float(self.trainer.callback_metrics["seen"]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            time.sleep(self.validation_pause_s if self.current_epoch < 2 else 0.0)
+            self.happen("validation") if batch_idx == 1 else None
+        right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
+        self.log("right", right, sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.happen("commit")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=4e-3)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 8, gamma=0.2)]
+
+
+def main() -> None:
+    directory, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+    pl.seed_everything(3)
+    callbacks: list[pl.Callback] = [
+        pl.callbacks.ModelCheckpoint(directory / "checkpoints", monitor="right", mode="max", save_last=True)
+    ]
+    for name, arguments in plan.get("policy", {}).items():
+        callbacks.append(getattr(ext, name)(**arguments))
+    net = Net(directory, plan)
+    arguments = {
+        "max_epochs": 12,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "callbacks": callbacks,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": directory,
+        **plan.get("trainer", {}),
+    }
+    trainer = pl.Trainer(**arguments, strategy=ext.HorovodStrategy(elastic=True, **plan.get("strategy", {})))
+    trained = DataLoader(Digits(False), batch_size=16, shuffle=True, num_workers=plan.get("num_workers", 0))
+    held_out = Digits(True)
+    trainer.fit(net, trained, DataLoader(held_out, batch_size=32), ckpt_path=plan.get("ckpt_path"))
+    if plan.get("again", False):
+        arguments |= {"max_epochs": 1, "callbacks": []}
+        again = pl.Trainer(**arguments, strategy="horovod_elastic_ext")
+        net.write(validated=again.validate(net, DataLoader(held_out, batch_size=32), verbose=False)[0]["right"])
+        again.fit(net, trained)
+    net.eval()
+    with torch.no_grad():
+        accuracy = (net.net(held_out.images).argmax(1) == held_out.labels).float().mean().item()
+    weights = [parameter.flatten()[:3].tolist() for parameter in net.parameters()]
+    net.trainer = trainer
+    lr = trainer.optimizers[0].param_groups[0]["lr"]
+    net.write(accuracy=accuracy, steps=trainer.global_step, weights=weights, lr=lr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""The one harness of the multi-process tests: starts ranks, collects each one's outcome, always cleans up.
+
+    def one_rank(size):                       # what one rank does; runs in a process of its own
+        return strategy.reduce(torch.ones(size)).tolist()
+
+    assert run_ranks(one_rank, 3) == [[1.0] * 3] * 2
+
+The functions must be importable, so they stand at the top level of a test module. Ranks are forked from a server that
+has torch and Lightning imported already, which makes a two-rank test take a second and not seven.
+"""
+
+import io
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.imports import RequirementCache
+
+from lightning_strategies_ext.torch_distributed import process_group
+
+REPOSITORY = Path(__file__).parents[2]
+#: What keeps Lightning's detection of MPI from its costs in each rank.
+WITHOUT_MPI = (
+    {"MPI4PY_MPIABI": "none"} if RequirementCache("lightning>=2.6") else {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
+)
+#: What each rank finds in its environment besides; tests that set something undo it.
+rank_environment: dict[str, str] = {}
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["lightning.pytorch", "torchmetrics", "lightning_strategies_ext.pytorch.ddp", "tests.support.models"]
+)
+
+
+@dataclass
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        value: What the function returned, if it returned.
+        error: The trace of the exception it raised, or None.
+        exit_code: As multiprocessing gives it: negative for a signal.
+        output: What the rank wrote to standard output and error.
+    """
+
+    rank: int
+    value: Any
+    error: str | None
+    exit_code: int | None
+    output: str
+
+    def __str__(self) -> str:
+        return f"--- rank {self.rank}: exit code {self.exit_code}\n{self.output}\n{self.error or ''}"
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 120) -> list[Any]:
+    """Runs ``function(*args)`` in ``world_size`` processes and returns their values in rank order.
+
+    Raises:
+        AssertionError: If a rank raised, died or took too long; shows the output of all.
+    """
+    outcomes = outcomes_of_ranks(function, *args, world_size=world_size, timeout_s=timeout_s)
+    if any(outcome.error is not None or outcome.exit_code != 0 for outcome in outcomes):
+        raise AssertionError("\n".join(str(outcome) for outcome in outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+def outcomes_of_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 120
+) -> list[Outcome]:
+    """Like :func:`run_ranks`, for ranks that are expected to fail: returns every rank's outcome."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as directory:
+        logs = [Path(directory, f"rank{rank}.log") for rank in range(world_size)]
+        pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
+        ranks = [
+            _context.Process(
+                target=_rank_main,
+                args=(function, args, rank, world_size, port, pipes[rank][1], logs[rank], dict(rank_environment)),
+            )
+            for rank in range(world_size)
+        ]
+        for rank, (_, sender) in zip(ranks, pipes, strict=True):
+            rank.start()
+            sender.close()
+        try:
+            received = _receive([receiver for receiver, _ in pipes], time.monotonic() + timeout_s)
+            for rank in ranks:
+                rank.join(10)
+        finally:
+            for rank in ranks:
+                if rank.pid is not None and rank.is_alive():
+                    kill_tree(rank.pid)
+                    rank.join()
+        return [
+            Outcome(index, *received[index], rank.exitcode, logs[index].read_text() if logs[index].exists() else "")
+            for index, rank in enumerate(ranks)
+        ]
+
+
+def leave_process_group() -> None:
+    """Lets what a rank does next start a process group of its own; otherwise it would go on with the one that is there.
+
+    The next one is made at another address: the first rank may serve the old one for a while.
+    """
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    process_group.stop()
+    os.environ["MASTER_PORT"] = str(port[0])
+
+
+def run_script(
+    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program with this interpreter, as a user would; kills all it started when it takes too long."""
+    return run_command(sys.executable, *command, env=env, timeout_s=timeout_s, cwd=cwd)
+
+
+def run_command(
+    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs any program; kills all it started when it takes too long."""
+    process = start_command(*command, env=env, cwd=cwd)
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)
+        output, _ = process.communicate()
+        raise AssertionError(f"{command} took more than {timeout_s} s:\n{output}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+def start_script(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
+    """Starts a program with this interpreter; its standard output and error come together."""
+    return start_command(sys.executable, *command, env=env, cwd=cwd)
+
+
+def start_command(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
+    """Starts any program; its standard output and error come together."""
+    return subprocess.Popen(
+        [*map(str, command)],
+        env={**clean_environment(), "PYTHONPATH": str(REPOSITORY), **(env or {})},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment without what could make a program think that it is a rank already."""
+    names = {"LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
+    beginnings = ("PL_", "HOROVOD_")
+    return {name: value for name, value in os.environ.items() if name not in names and not name.startswith(beginnings)}
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and all its descendants."""
+    try:
+        process = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    for victim in [*process.children(recursive=True), process]:
+        try:
+            victim.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def start_server() -> None:
+    """Starts the server that ranks are forked from, so that the first test does not pay for it."""
+    process = _context.Process(target=int)
+    process.start()
+    process.join()
+
+
+def _receive(receivers: list[Connection], deadline: float) -> list[tuple[Any, str | None]]:
+    results: list[tuple[Any, str | None]] = [(None, "no result: died, or still running at the time limit")] * len(
+        receivers
+    )
+    waiting = dict(zip(receivers, range(len(receivers)), strict=True))
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for receiver in wait(list(waiting), timeout=left):
+            index = waiting.pop(receiver)  # type: ignore[arg-type]
+            try:
+                results[index] = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)  # type: ignore[union-attr]
+            except EOFError:
+                results[index] = (None, "died without a result")
+    return results
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    args: Any,
+    rank: int,
+    world_size: int,
+    port: int,
+    sender: Connection,
+    log: Path,
+    environment: dict[str, str],
+) -> None:
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.update(
+        environment,
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    value, error = None, None
+    try:
+        value = function(*args)
+    except BaseException:
+        error = traceback.format_exc()
+        raise
+    finally:
+        buffer = io.BytesIO()
+        torch.save((value, error), buffer)
+        sender.send_bytes(buffer.getvalue())

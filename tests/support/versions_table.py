@@ -1,0 +1,180 @@
+"""Writes what a corner of the version matrix has shown into ``docs/versions.md``.
+
+    python -m tests.support.versions_table py310 --report report.xml
+
+``noxfile.py`` calls it with the interpreter of the corner's environment, which it asks for the versions. What was seen
+is kept in ``docs/versions.json``, one entry per corner. The table is made anew of all entries, so a run of one corner
+leaves the others as they were. A ``note`` that is written into an entry by hand stays until that corner runs again.
+"""
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from os import cpu_count
+from pathlib import Path
+from typing import Any
+
+from lightning_strategies_ext.horovod_build.installed import horovod_problem, marker, torch_version
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "docs" / "versions.json"
+PAGE = REPOSITORY / "docs" / "versions.md"
+BEGIN, END = "<!-- written by tests/support/versions_table.py -->", "<!-- end of what is written -->"
+_LONGEST_REASON = 300
+
+
+def outcomes(report: Path) -> dict[str, Any]:
+    """The numbers of a JUnit report of pytest's, the names of what failed, and what was skipped by reason."""
+    failed: list[str] = []
+    skipped: dict[str, list[str]] = {}
+    num_passed = 0
+    seconds = 0.0
+    for suite in ElementTree.parse(report).iter("testsuite"):
+        seconds += float(suite.get("time", 0))
+        for case in suite.iter("testcase"):
+            name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+            if not name:  # the test in which pytest was interrupted has no name there
+                continue
+            skip = case.find("skipped")
+            if case.find("failure") is not None or case.find("error") is not None:
+                failed.append(name)
+            elif skip is not None:
+                skipped.setdefault(skip.get("message", "").removeprefix("Skipped: "), []).append(name)
+            else:
+                num_passed += 1
+    return {"passed": num_passed, "failed": failed, "skipped": skipped, "minutes": round(seconds / 60, 1)}
+
+
+def surroundings(horovod_log: Path | None) -> dict[str, Any]:
+    """What the tests ran on.
+
+    Args:
+        horovod_log: What the building of Horovod said, if it failed.
+    """
+    system = platform.freedesktop_os_release()["PRETTY_NAME"] if sys.platform == "linux" else platform.platform()
+    horovod = (marker() or {}).get("horovod")
+    problem = _last_words(horovod_log.read_text(errors="replace")) if horovod_log else horovod_problem()
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch_version(),
+        "lightning": _version("lightning"),
+        "horovod": None if problem else horovod or _version("horovod"),
+        "horovod_problem": problem,
+        "system": f"{system}, {platform.machine()}, {cpu_count()} CPUs",
+    }
+
+
+def page(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with the part that is written made anew; what stands around it stays."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{PAGE} lacks the lines {BEGIN!r} and {END!r}, between which the table goes")
+    return f"{before}{BEGIN}\n\n{table(results)}\n{END}{after}"
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """A row per corner, then what each has to say beside its numbers."""
+    columns = ("corner", "Python", "torch", "Lightning", "Horovod", "passed", "failed", "skipped", "minutes", "commit")
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    lines += [f"| {' | '.join(_row(name, entry))} |" for name, entry in results.items()]
+    for name, entry in results.items():
+        lines += ["", f"**{name}**, {entry['date']}, on {entry['system']}.", *_remarks(entry)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, entry: Mapping[str, Any]) -> list[str]:
+    versions = [entry[key] or "none" for key in ("python", "torch", "lightning", "horovod")]
+    if "passed" not in entry:
+        return [name, *versions, "not run", "", "", "", entry["commit"]]
+    num_skipped = sum(map(len, entry["skipped"].values()))
+    passed = f"{entry['passed']} (not all run)" if "problem" in entry else entry["passed"]
+    numbers = [passed, len(entry["failed"]), num_skipped, entry["minutes"]]
+    return [name, *versions, *map(str, numbers), entry["commit"]]
+
+
+def _remarks(entry: Mapping[str, Any]) -> list[str]:
+    lines = [entry["note"]] if "note" in entry else []
+    if "problem" in entry:
+        lines.append(f"{'Not all tests have run' if 'passed' in entry else 'Not run'}: {entry['problem']}.")
+    elif entry["horovod_problem"]:
+        lines.append(f"No Horovod: {entry['horovod_problem']}")
+    bullets = [f"- failed: `{name}`" for name in entry.get("failed", [])]
+    for reason, names in sorted(entry.get("skipped", {}).items()):
+        bullets.append(f"- skipped: {_in_one_line(reason)} ({_counted(names)})")
+    return [*lines, "", *bullets] if bullets else lines
+
+
+def _counted(names: Sequence[str]) -> str:
+    """The tests' names where they fit, otherwise how many there are in which modules."""
+    if len(names) <= 3:
+        return ", ".join(f"`{name}`" for name in names)
+    modules = sorted({name.partition("::")[0] for name in names})
+    return f"{len(names)} tests of {', '.join(f'`{module}`' for module in modules)}"
+
+
+def _in_one_line(text: str) -> str:
+    """Text that does not break out of its place on the page, nor name directories of this machine."""
+    line = re.sub(r"\s+", " ", text).strip().replace(str(REPOSITORY) + "/", "").replace(str(Path.home()), "~")
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
+
+
+def _last_words(log: str) -> str:
+    """The end of a log, where programs say why they ended."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return _in_one_line(" ".join(lines[-3:])) or "its building failed and said nothing"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    """The commit that was tested, and whether the checkout differed from it in more than the page."""
+    git = ("git", "-C", str(REPOSITORY))
+    pages = [f":(top,exclude)docs/{file.name}" for file in (RESULTS, PAGE)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changes = [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", *pages]
+        changed = subprocess.run(changes, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + (" with changes" if changed else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Keeps one corner's results and writes the page."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("corner")
+    parser.add_argument("--report", type=Path, help="the JUnit report of pytest")
+    parser.add_argument("--horovod-log", type=Path, help="what the building of Horovod said, if it failed")
+    parser.add_argument("--problem", help="why not all tests have run, if so")
+    given = parser.parse_args(arguments)
+    entry = surroundings(given.horovod_log)
+    if given.problem:
+        entry["problem"] = given.problem
+    if given.report is not None and given.report.exists():
+        entry |= outcomes(given.report)
+    elif not given.problem:
+        entry["problem"] = "pytest ended without a report"
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results = dict(sorted({**results, given.corner: entry}.items()))
+    text = page(PAGE.read_text(), results)
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

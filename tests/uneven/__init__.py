@@ -1,0 +1,1 @@
+"""Ranks with different numbers of batches."""
