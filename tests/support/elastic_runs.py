@@ -1,4 +1,4 @@
-"""Starts :mod:`tests.support.elastic_training` with ``horovodrun`` and a discovery script, and reads what it has left."""
+"""Starts :mod:`.elastic_training` with ``horovodrun`` and a discovery script, and reads what it has left."""
 
 import json
 import sys
