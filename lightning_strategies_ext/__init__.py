@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.pytorch.dp import DataParallelStrategy as DataParallelStrategy
     from lightning_strategies_ext.pytorch.horovod import HorovodStrategy as HorovodStrategy
+    from lightning_strategies_ext.pytorch.horovod_elastic import HorovodElasticStrategy as HorovodElasticStrategy
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as ParallelStrategy
     from lightning_strategies_ext.shm.options import ShmOptions as ShmOptions
 
@@ -40,6 +41,7 @@ _EXPORTS = {
     "DDPSpawnStrategy": "lightning_strategies_ext.pytorch.ddp_spawn",
     "DDPSpawnPlugin": "lightning_strategies_ext.pytorch.ddp_spawn",
     "DataParallelStrategy": "lightning_strategies_ext.pytorch.dp",
+    "HorovodElasticStrategy": "lightning_strategies_ext.pytorch.horovod_elastic",
     "HorovodStrategy": "lightning_strategies_ext.pytorch.horovod",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "ResultsError": "lightning_strategies_ext.exceptions",

@@ -1,7 +1,8 @@
 """Command line: ``python -m lightning_strategies_ext [doctor | install-horovod]``."""
 
 import argparse
-from importlib.metadata import version
+import json
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.markup import escape
@@ -19,7 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="lightning-strategies-ext", description=main.__doc__)
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("doctor", help="which strategies are registered, and which can run here (the default)")
+    examine = commands.add_parser("doctor", help="what is here, and which strategies can run (the default)")
+    for taker in (parser, examine):
+        taker.add_argument("--json", action="store_true", help="print what the doctor finds for machines")
     install = commands.add_parser(
         "install-horovod", help="build Horovod for the installed torch and prove that it works"
     )
@@ -27,38 +30,37 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.command == "install-horovod":
         return install_horovod(parsed, Console())
-    return doctor(Console())
+    return doctor(Console(), as_json=parsed.json)
 
 
-def doctor(console: Console) -> int:
-    """Prints the table of strategies; returns 1 if one of them cannot run here."""
-    from lightning_strategies_ext.doctor import examine
+def doctor(console: Console, *, as_json: bool = False) -> int:
+    """Prints what is here and which strategies can run; returns 1 if one of them cannot and should."""
+    from lightning_strategies_ext.doctor import examine, facts, families
 
-    table = Table(title="Strategies of lightning-strategies-ext and of packages registered through it")
-    for column in ("name", "front ends", "engine", "can run here"):
-        table.add_column(column, overflow="fold", no_wrap=column == "name")
-    problems = 0
-    for finding in examine():
-        problems += finding.is_fault
-        verdict = "yes" if finding.problem is None else f"no: {finding.problem}"
-        table.add_row(finding.name, ", ".join(finding.front_ends), finding.engine, escape(verdict))
+    findings = list(examine())
+    found = facts()
+    if as_json:
+        print(json.dumps({"facts": found, "strategies": [asdict(finding) for finding in findings]}, indent=2))  # noqa: T201
+        return int(any(finding.is_fault for finding in findings))
+    here = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in found.items():
+        here.add_row(f"[bold]{name}", escape(value))
+    console.print(here)
+    table = Table("strategy", "Trainer", "Fabric", "engine", "can run here", title_justify="left")
+    reasons = []
+    for finding, others in families(findings):
+        is_in = ["yes" if front_end in finding.front_ends else "no" for front_end in ("Trainer", "Fabric")]
+        mark = "*" if others else ""
+        table.add_row(
+            finding.name + mark, *is_in, finding.engine, "yes" if finding.problem is None else "no, see below"
+        )
+        if finding.problem is not None:
+            reasons.append(f"[bold]{finding.name}[/]: {escape(finding.problem)}")
     console.print(table)
-    console.print(f"shm, among CPU ranks of one host: {_shm_verdict()}")
-    console.print("  ".join(f"{name} {version(name)}" for name in ("lightning-strategies-ext", "lightning", "torch")))
-    return 1 if problems else 0
-
-
-def _shm_verdict() -> str:
-    from lightning_strategies_ext import shm
-    from lightning_strategies_ext.shm import native_build
-
-    if not shm.is_available():
-        return "no, it needs Linux; gloo takes its place"
-    try:
-        native_build.library()
-    except native_build.NotCompiledError as error:
-        return f"yes, but slower than it could be: all-reduces are not compiled, since {error}"
-    return "yes, all-reduces are compiled"
+    console.print("* also with _find_unused_parameters_true and _find_unused_parameters_false at the end")
+    for reason in reasons:
+        console.print(reason)
+    return int(any(finding.is_fault for finding in findings))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,23 @@
-"""Says which strategies are registered and which of them can run in this environment."""
+"""Says what a bug report needs to know of this environment, and which strategies can run in it."""
 
-from collections.abc import Iterator
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lightning_strategies_ext.discovery import GROUPS
 from lightning_strategies_ext.registry import STRATEGIES, LazyStrategy, UnavailableHereError
+
+#: What DDP's strategies have variants for, by the ends of their names.
+_VARIANTS = ("_find_unused_parameters_true", "_find_unused_parameters_false")
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,23 @@ class Finding:
     engine: str
     problem: str | None
     is_fault: bool = False
+
+
+def facts() -> dict[str, str]:
+    """What is installed and at hand here, by name."""
+    return {
+        "this package": _version_of("lightning-strategies-ext"),
+        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "torch": _torch(),
+        "Lightning": _version_of("lightning"),
+        "Horovod": _horovod(),
+        "MPI": _mpi(),
+        "GPUs": _gpus(),
+        "CPU cores": str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()),
+        "/dev/shm": _shared_memory(),
+        "shm": _shm(),
+        "ranks here": _origin_of_ranks(),
+    }
 
 
 def examine() -> Iterator[Finding]:
@@ -48,10 +76,133 @@ def examine() -> Iterator[Finding]:
         yield Finding(name, (), engines[name], message, is_fault=True)
 
 
+def families(findings: list[Finding]) -> list[tuple[Finding, list[str]]]:
+    """One finding for each family of names of which the same is to be said, and the further names of the family."""
+    by_name = {finding.name: finding for finding in findings}
+    grouped: dict[str, list[str]] = {}
+    for name, finding in by_name.items():
+        base = next((name.removesuffix(end) for end in _VARIANTS if name.endswith(end)), name)
+        of_base = by_name.get(base)
+        is_alike = of_base is not None and (of_base.front_ends, of_base.problem) == (
+            finding.front_ends,
+            finding.problem,
+        )
+        grouped.setdefault(base if is_alike else name, []).append(name)
+    return [(by_name[base], [name for name in names if name != base]) for base, names in grouped.items()]
+
+
 def _problem(entry: dict[str, Any]) -> Exception | None:
     """Constructs the strategy as Lightning would; what it refuses is what the user would meet."""
     try:
-        entry["strategy"](**entry["init_params"])
+        with _silence():
+            entry["strategy"](**entry["init_params"])
     except Exception as error:
         return error
     return None
+
+
+@contextmanager
+def _silence() -> Generator[None, None, None]:
+    """Keeps notices from what is only tried."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _torch() -> str:
+    import torch
+    import torch.distributed as dist
+
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
+    return f"{torch.__version__}, with {', '.join(backends)}"
+
+
+def _horovod() -> str:
+    from lightning_strategies_ext.horovod_build.installed import (
+        built_for_torch,
+        horovod_problem,
+        marker,
+        package_directory,
+    )
+
+    package = package_directory("horovod")
+    if package is None:
+        return "not installed"
+    if horovod_problem() is not None:
+        return f"{_version_of('horovod')}, which does not work here"
+    content = marker()
+    carriers = ["gloo", *(name for name in ("mpi", "nccl") if content and content.get(name))]
+    has = f", with {', '.join(carriers)}" if content else ""
+    return f"{_version_of('horovod')} for torch {built_for_torch(package)}{has}"
+
+
+def _mpi() -> str:
+    beside_python = os.path.dirname(sys.executable)
+    mpirun = shutil.which("mpirun", path=os.pathsep.join([beside_python, os.environ.get("PATH", os.defpath)]))
+    if mpirun is None:
+        return "no mpirun"
+    try:
+        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"mpirun fails: {error}"
+    return said.strip().splitlines()[0] if said.strip() else "mpirun says no version"
+
+
+def _gpus() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    nccl: Any = torch.cuda.nccl.version()
+    return f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl))}"
+
+
+def _shared_memory() -> str:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return "not there"
+    return f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
+
+
+def _shm() -> str:
+    from lightning_strategies_ext import shm
+    from lightning_strategies_ext.shm import native_build
+
+    if not shm.is_available():
+        return "needs Linux; gloo takes its place"
+    try:
+        native_build.library()
+    except native_build.NotCompiledError as error:
+        return f"works, but slower than it could: all-reduces are not compiled, since {error}"
+    return "works, all-reduces are compiled"
+
+
+def _origin_of_ranks() -> str:
+    from lightning.fabric.plugins.environments import (
+        LSFEnvironment,
+        MPIEnvironment,
+        SLURMEnvironment,
+        TorchElasticEnvironment,
+    )
+
+    from lightning_strategies_ext.horovod.launch import Launch
+
+    if (launch := Launch.find()) is not None:
+        return f"started by {launch.launcher}"
+    kinds = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
+    for kind in kinds:
+        if kind.detect():
+            return f"those of {kind.__name__.removesuffix('Environment')}"
+    return "started by the strategy: there is no launcher"

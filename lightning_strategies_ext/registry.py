@@ -81,10 +81,9 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
     NamedStrategy("horovod_ext", _HOROVOD_CLASS, "Horovod", "DDP over Horovod, under horovodrun, mpirun or by itself"),
     NamedStrategy(
         "horovod_elastic_ext",
-        {PYTORCH: _HOROVOD_CLASS[PYTORCH]},
+        {PYTORCH: "lightning_strategies_ext.pytorch.horovod_elastic:HorovodElasticStrategy"},
         "Horovod",
         "the same, of ranks that come and go, under horovodrun with a discovery script",
-        {"elastic": True},
     ),
     NamedStrategy(
         "dp",

@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_strategies_ext import __main__
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
@@ -65,6 +66,12 @@ class Report:
 
     value: object
     said: list[str]
+
+
+def table(output: str) -> list[list[str]]:
+    """The rows of a table that rich printed."""
+    rows = [re.split("[│┃|]", line) for line in output.splitlines()]
+    return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
 
 
 @pytest.fixture(scope="session")
@@ -408,36 +415,53 @@ print(json.dumps(sorted(strategies.StrategyRegistry)))
 # --- the doctor ---
 
 
-def table(output: str) -> list[list[str]]:
-    """The rows of a table that rich printed."""
-    rows = [re.split("[│┃|]", line) for line in output.splitlines()]
-    return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
+def findings_of(environment: Environment, *command: str, returncode: int) -> tuple[dict[str, str], dict[str, dict]]:
+    """What the doctor prints for machines: facts, and strategies by name."""
+    result = environment.run("-m", PACKAGE, *command, "--json")
+    assert result.returncode == returncode, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    return found["facts"], {strategy["name"]: strategy for strategy in found["strategies"]}
 
 
-def test_the_command_line_shows_every_strategy_its_engine_and_that_it_can_run(wheel_install: Environment) -> None:
-    result = wheel_install.run("-m", PACKAGE)
-    assert result.returncode == 0, result.stdout + result.stderr
-    shown = {row[0]: row[1:] for row in table(result.stdout)}
+def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wheel_install: Environment) -> None:
+    facts, shown = findings_of(wheel_install, returncode=0)
+    assert list(shown) == [strategy.name for strategy in STRATEGIES]
     for strategy in STRATEGIES:
-        front_ends = "Trainer, Fabric" if FABRIC in strategy.classes else "Trainer"
-        assert shown[strategy.name][:2] == [front_ends, strategy.engine]
-        verdict = shown[strategy.name][2]
-        if strategy.engine == "Horovod" and verdict != "yes":  # which is no fault
-            command = "install-horovod" if "not installed" in verdict else "--host-discovery-script"
-            assert command in verdict
+        found = shown[strategy.name]
+        assert found["front_ends"] == (["Trainer", "Fabric"] if FABRIC in strategy.classes else ["Trainer"])
+        assert found["engine"] == strategy.engine
+        if strategy.engine == "Horovod" and found["problem"]:  # which is no fault
+            command = "install-horovod" if "not installed" in found["problem"] else "--host-discovery-script"
+            assert command in found["problem"]
         else:
-            assert verdict == "yes"
-    assert "all-reduces are compiled" in result.stdout  # their source is in the wheel
+            assert found["problem"] is None
+        assert not found["is_fault"]
+    assert facts["torch"].startswith(torch.__version__)
+    assert "all-reduces are compiled" in facts["shm"]  # their source is in the wheel
+    assert "there is no launcher" in facts["ranks here"]
+
+
+def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family(wheel_install: Environment) -> None:
+    result = wheel_install.run("-m", PACKAGE, env={"COLUMNS": "80"})
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    rows = [re.split("│", line)[1].strip() for line in result.stdout.splitlines() if "│" in line]
+    families = ["ddp_ext*", "ddp_spawn_ext*", "ddp_fork_ext*", "ddp_notebook_ext*"]
+    assert rows == [*families, "dp_ext", "horovod_ext", "horovod_elastic_ext", "dp", "horovod"]
+    assert "is served by" not in result.stdout + result.stderr
+
+
+def test_ranks_of_a_launcher_are_seen(wheel_install: Environment) -> None:
+    names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+    result = wheel_install.run("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
+    assert json.loads(result.stdout)["facts"]["ranks here"] == "started by horovodrun"
 
 
 def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
-    result = third_parties.run("-m", PACKAGE, "doctor")
-    assert result.returncode == 1, result.stdout + result.stderr
-    shown = {row[0]: row[-1] for row in table(result.stdout)}
-    assert shown["raising_one"].startswith("no: ")
-    assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]
-    assert shown["good_one"] == "yes"
-    assert all(shown[strategy.name] == "yes" for strategy in STRATEGIES if "elastic" not in strategy.name)
+    _, shown = findings_of(third_parties, "doctor", returncode=1)
+    assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]["problem"]
+    assert shown["raising_one"]["is_fault"]
+    assert shown["good_one"]["problem"] is None
+    assert all(shown[strategy.name]["problem"] is None for strategy in STRATEGIES if "elastic" not in strategy.name)
 
 
 def test_the_console_command_is_the_same_program() -> None:
