@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_strategies_ext.horovod.runtime import Launch
 from tests.ranks import run_command
 
 BIN = Path(sys.executable).parent
@@ -96,9 +97,9 @@ def main() -> None:
         outcome = getattr(importlib.import_module(module), function)(*args)
     except BaseException as exception:
         outcome = Failed(exception)
-    import horovod.torch as hvd
 
-    rank = hvd.rank() if hvd.is_initialized() else int(os.environ.get("HOROVOD_RANK", "0"))
+    launch = Launch.find()
+    rank = int(os.environ.get("LOCAL_RANK", "0")) if launch is None else launch.rank
     temporary = Path(directory, f"{rank}.part")
     temporary.write_bytes(pickle.dumps(outcome))
     temporary.rename(Path(directory, str(rank)))
