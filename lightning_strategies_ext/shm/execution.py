@@ -32,6 +32,9 @@ PATIENCE_S: Final = 1e-3
 #: `join` does so with the handle of a single float. So the last handles of tensors up to this size, in bytes, are held.
 _SMALL_NUM_BYTES: Final = 64
 _NUM_SMALL: Final = 256
+#: How long the thread that carries out operations has to say for whom it has waited too long, in seconds, before one
+#: that waits for it says that it has waited too long.
+_OTHERS_WORD_S: Final = 0.5
 #: torch before 2.7 loses the Python half of every handle that it asks for in C++. Those are held until somebody waits;
 #: who starts operations and never waits for them is forgotten after so many.
 _LOSES_HANDLES: Final = torch.__version__ < "2.7"
@@ -140,7 +143,8 @@ class Execution:
             if now >= until:
                 self._leave_to_thread()
                 return False
-            left = math.inf if self._broken is not None else max(min(work.deadline, until) - now, 0.0)
+            latest = min(work.deadline + _OTHERS_WORD_S, until)
+            left = math.inf if self._broken is not None else max(latest - now, 0.0)
             if self._is_running.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
                 if work.is_completed():
                     self._is_running.release()

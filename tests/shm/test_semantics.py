@@ -18,6 +18,7 @@ from tests.support.shm_programs import (
     ARITHMETIC,
     BITWISE,
     DTYPES,
+    FLOAT_OPS,
     FLOATS,
     INLINE_NUM_BYTES,
     INTEGERS,
@@ -43,7 +44,7 @@ def operations(draw: st.DrawFn) -> Operation:
     kind = draw(st.sampled_from(KINDS))
     # gloo gathers no complex numbers
     dtype = draw(st.sampled_from(DTYPES if kind != "gather" else DTYPES[:-1]))
-    ops = {"complex64": ["SUM"], **{name: [*ARITHMETIC, "AVG"] for name in FLOATS}}.get(dtype, [*ARITHMETIC, *BITWISE])
+    ops = {"complex64": ["SUM"], **dict.fromkeys(FLOATS, FLOAT_OPS)}.get(dtype, [*ARITHMETIC, *BITWISE])
     return Operation(
         kind=kind,
         group=draw(st.integers(0, 2)),
@@ -87,7 +88,7 @@ def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(poo
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_operation_gives_what_gloo_gives_for_every_dtype_and_size(pools: dict[int, Pool], world_size: int):
     def op_of(dtype: str, number: int) -> str:
-        ops = ["SUM"] if dtype == "complex64" else [*ARITHMETIC, "AVG"] if dtype in FLOATS else [*ARITHMETIC, *BITWISE]
+        ops = ["SUM"] if dtype == "complex64" else FLOAT_OPS if dtype in FLOATS else [*ARITHMETIC, *BITWISE]
         return ops[number % len(ops)]
 
     programs = [

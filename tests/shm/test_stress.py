@@ -8,13 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_strategies_ext.shm.native_build import VARIABLE
-from tests.support.shm_programs import INLINE_NUM_BYTES, LAYOUTS, SLOT_NUM_BYTES, Operation
+from tests.support.shm_programs import GLOO_IS_WHOLE, INLINE_NUM_BYTES, LAYOUTS, SLOT_NUM_BYTES, Operation
 from tests.support.shm_storms import HOWS, NUM_THREADS, SHORT_LIVED, Move, StormPool
 
 #: ``SHM_STORMS=100`` makes this many times as many, for a night.
 FACTOR = int(os.environ.get("SHM_STORMS", "1"))
 NUM_EXAMPLES = {2: 6, 3: 5}
-KINDS = ["all_reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter_tensor", "reduce", "barrier"]
+KINDS = ["all_reduce", "all_reduce", "broadcast", "all_gather", "reduce", "barrier"]
+KINDS += ["reduce_scatter_tensor"] if GLOO_IS_WHOLE else []
 
 
 @st.composite

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.horovod_launch import BIN, start_of
+from lightning_strategies_ext.horovod.launch import Launch
 from tests.support.ranks import run_command
 
 
@@ -82,9 +83,9 @@ def main() -> None:
         outcome = getattr(importlib.import_module(module), function)(*args)
     except BaseException as exception:
         outcome = Failed(exception)
-    import horovod.torch as hvd
 
-    rank = hvd.rank() if hvd.is_initialized() else int(os.environ.get("HOROVOD_RANK", "0"))
+    launch = Launch.find()
+    rank = int(os.environ.get("LOCAL_RANK", "0")) if launch is None else launch.rank
     temporary = Path(directory, f"{rank}.part")
     temporary.write_bytes(pickle.dumps(outcome))
     temporary.rename(Path(directory, str(rank)))

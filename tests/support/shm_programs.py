@@ -25,7 +25,12 @@ INTEGERS = ["int8", "uint8", "int32", "int64"]
 DTYPES = [*FLOATS, *INTEGERS, "bool", "complex64"]
 ARITHMETIC = ["SUM", "PRODUCT", "MIN", "MAX"]
 BITWISE = ["BAND", "BOR", "BXOR"]
-REDUCING = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced"]
+#: Whether gloo does all that is compared with it. Before torch 2.9 it has no reduce-scatter of lists, or sums in one
+#: whatever it is asked for, and averages nowhere.
+GLOO_IS_WHOLE = torch.__version__ >= "2.9"
+FLOAT_OPS = [*ARITHMETIC, "AVG"] if GLOO_IS_WHOLE else ARITHMETIC
+SCATTERING = ["reduce_scatter", "reduce_scatter_tensor"] if GLOO_IS_WHOLE else []
+REDUCING = ["all_reduce", "reduce", *SCATTERING, "all_reduce_coalesced"]
 OBJECTS = ["broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"]
 KINDS = [
     *REDUCING,

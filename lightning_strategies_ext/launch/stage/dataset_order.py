@@ -23,8 +23,17 @@ from lightning_strategies_ext.nested import parts_of, rebuilt
 
 IntArray = npt.NDArray[np.int64]
 
-#: Dtypes whose rows torch 2.13 cannot put at given positions, and those of the same size whose rows it can.
-SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+#: Dtypes whose rows torch cannot put at given positions (float8 in 2.5, the others still in 2.13), and those of the same
+#: size whose rows it can.
+CARRIERS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.int8,
+    torch.float8_e4m3fnuz: torch.int8,
+    torch.float8_e5m2: torch.int8,
+    torch.float8_e5m2fnuz: torch.int8,
+}
 
 
 @dataclass
@@ -243,7 +252,7 @@ def gather(form: Form, values: list[Any], rows: list[IntArray], positions: list[
     if form.kind is torch.Tensor:
         # Allocated once, with no other tensor of its size beside it that would leave holes between those that stay.
         tensor = values[0].new_empty((sum(map(len, rows)), *values[0].shape[1:]))
-        dtype = SIGNED.get(tensor.dtype, tensor.dtype)
+        dtype = CARRIERS.get(tensor.dtype, tensor.dtype)
         for value, row, position in zip(values, rows, positions, strict=True):
             tensor.view(dtype)[as_slice(position)] = value.detach().view(dtype)[as_slice(row)]
         return tensor
