@@ -23,8 +23,8 @@ from lightning_strategies_ext.nested import parts_of, rebuilt
 
 IntArray = npt.NDArray[np.int64]
 
-#: Dtypes whose rows torch cannot put at given positions (float8 in 2.5, the others still in 2.13), and those of the same
-#: size whose rows it can.
+#: Dtypes whose rows torch cannot put at given positions (float8 in 2.5, the others still in 2.13), and those of the
+#: same size whose rows it can.
 CARRIERS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
