@@ -1,7 +1,8 @@
 # Two commands do all the set-up:
 #   make demo   makes the environment in .venv, installs, trains a real model on real data
 #   make test   makes the environment in .venv, installs, passes the tests
-# Both can be called again: what is there already is kept.
+#   make check  of these, what starts no process: linters, types, and each test up to where it would
+# All can be called again: what is there already is kept.
 
 PYTHON ?= python3
 # torch is installed first, by its own line: a plain "torch" pulls several GB of CUDA packages on Linux where the index
@@ -18,12 +19,15 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test lint pytest conformance bench matrix clean
+.PHONY: demo test check lint pytest conformance bench matrix clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint pytest
+
+check: $(VENV)/.installed-dev lint
+	$(VENV)/bin/pytest --no-processes --numprocesses $(SHARDS) --quiet -r fE
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

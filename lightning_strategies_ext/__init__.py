@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
     from lightning_strategies_ext.elastic.policy import ScaleLearningRate as ScaleLearningRate
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
+    from lightning_strategies_ext.elastic.policy import scale_learning_rates as scale_learning_rates
     from lightning_strategies_ext.exceptions import ResultsError as ResultsError
     from lightning_strategies_ext.exceptions import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.exceptions import WorkerDiedError as WorkerDiedError
@@ -52,6 +53,7 @@ _EXPORTS = {
     "WorkerRaisedError": "lightning_strategies_ext.exceptions",
     "WorldSizePolicy": "lightning_strategies_ext.elastic.policy",
     "WorldTooSmallError": "lightning_strategies_ext.exceptions",
+    "scale_learning_rates": "lightning_strategies_ext.elastic.policy",
 }
 
 __all__ = [*_EXPORTS, "__version__"]

@@ -19,8 +19,7 @@ class WorldSizePolicy(pl.Callback):
 
     Example::
 
-        from lightning_strategies_ext import WorldSizePolicy
-        from lightning_strategies_ext.elastic.policy import scale_learning_rates
+        from lightning_strategies_ext import WorldSizePolicy, scale_learning_rates
 
         class Mine(WorldSizePolicy):
             def on_world_size_change(self, trainer, pl_module, old, new):

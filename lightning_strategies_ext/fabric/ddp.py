@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_strategies_ext import registry
 from lightning_strategies_ext.arguments import (
@@ -105,6 +106,7 @@ class DDPStrategy(FabricDDPStrategy):
         self._process_group_options = process_group_options
         self.collectives = TorchCollectives(self._get_root_device)
 
+    @override
     def _configure_launcher(self) -> None:
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         check_start_method_here(self._start_method)
@@ -113,6 +115,7 @@ class DDPStrategy(FabricDDPStrategy):
         else:
             self._launcher = FabricWorkerLauncher(self, self._start_method)
 
+    @override
     def _setup_distributed(self) -> None:
         # Called by `setup_environment`, in each process.
         assert self.cluster_environment is not None
@@ -126,6 +129,7 @@ class DDPStrategy(FabricDDPStrategy):
             self.num_processes,
         )
 
+    @override
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wraps a module in DDP.
 
@@ -136,31 +140,38 @@ class DDPStrategy(FabricDDPStrategy):
         self._gradient_sync.register_hook(model)
         return model
 
+    @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`."""
         return self.collectives.reduce(tensor, group, reduce_op)
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``."""
         return self.collectives.all_gather(tensor, group, sync_grads)
 
+    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank ``src``; small ones in one round trip."""
         return self.collectives.broadcast(obj, src)
 
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns when every rank has called it; a name, if one is given, is shown in the error if it fails."""
         self.collectives.barrier(name_of_barrier(*args, **kwargs))
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
         return self.collectives.reduce_boolean_decision(decision, all)
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.FABRIC, cls)
 
+    @override
     def __repr__(self) -> str:
         return registry.describe(self)
 

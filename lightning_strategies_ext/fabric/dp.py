@@ -10,6 +10,7 @@ from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DataParallelStrategy as FabricDataParallelStrategy
 from torch import Tensor
 from torch.nn import DataParallel, Module
+from typing_extensions import override
 
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.arguments import check_plugins
@@ -73,17 +74,20 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         self._backward_sync_control = _NothingToSync()
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """Where the modules' own weights are."""
         assert self.parallel_devices
         return self.parallel_devices[0]
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> None:
         """None: batches are split, not the dataset."""
         return
 
     @property
+    @override
     def world_size(self) -> int:
         """One process."""
         return 1
@@ -93,11 +97,13 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         """One host."""
         return self._num_nodes
 
+    @override
     def _configure_launcher(self) -> None:
         # The last that Fabric's constructor calls: everything is known, and nothing started.
         check_single_process(self._num_nodes, self.cluster_environment)
         check_replica_devices(self.parallel_devices)
 
+    @override
     def setup_module(self, module: Module) -> ReplicatedModule:
         """Wraps a module so that calls of it run on replicas.
 
@@ -107,14 +113,17 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         assert self.parallel_devices
         return ReplicatedModule(module, self.parallel_devices, self._scatter, self._take_turns)
 
+    @override
     def module_to_device(self, module: Module) -> None:
         """Moves a module to the root device."""
         module.to(self.root_device)
 
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
         """Leaves the batch for the replicas, each of which gets its part on its device."""
         return batch
 
+    @override
     def all_reduce(self, collection: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces each tensor of a collection over its entries, one per replica; see :func:`.reduce_replicas`.
 
@@ -123,25 +132,31 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         """
         return reduce_replicas(collection, reduce_op)
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Returns the tensor: there is one process."""
         return tensor
 
+    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Returns the object: there is one process."""
         return obj
 
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns: there is one process."""
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns the decision: there is one process."""
         return decision
 
+    @override
     def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
         """Returns the state of the module itself, without a wrapper's prefix."""
         return _unwrapped(module).state_dict()
 
+    @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
         """Loads such a state into the module itself.
 
@@ -151,10 +166,12 @@ class DataParallelStrategy(FabricDataParallelStrategy):
         _unwrapped(module).load_state_dict(state_dict, strict=strict)
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.FABRIC, cls)
 
+    @override
     def __repr__(self) -> str:
         return registry.describe(self)
 
@@ -162,6 +179,7 @@ class DataParallelStrategy(FabricDataParallelStrategy):
 class _NothingToSync(_lightning.BackwardSyncControl):
     """Gradients of replicas add up on the root device in each backward pass: there is nothing to leave out."""
 
+    @override
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -11,6 +11,7 @@ from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrate
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 from torch.nn import Module
+from typing_extensions import override
 
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.arguments import check_devices, check_not_interactive, check_plugins, name_of_barrier
@@ -116,11 +117,13 @@ class HorovodStrategy(FabricParallelStrategy):
         return self._num_nodes
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """The device of this rank."""
         assert self.parallel_devices
         return environment.device_of_rank(self.parallel_devices, self.local_rank)
 
+    @override
     def _configure_launcher(self) -> None:
         # The last that Fabric's constructor calls: everything is known, and nothing started.
         assert self.cluster_environment is not None
@@ -129,6 +132,7 @@ class HorovodStrategy(FabricParallelStrategy):
         environment.configure(self.parallel_devices or [], self.cluster_environment)
         self._launcher = FabricHorovodLauncher(self.cluster_environment, self.num_processes)
 
+    @override
     def setup_environment(self) -> None:
         """Prepares the device and joins the other ranks; returns when all have.
 
@@ -141,6 +145,7 @@ class HorovodStrategy(FabricParallelStrategy):
         launch = environment.launch_of(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
 
+    @override
     def setup_module(self, module: Module) -> Module:
         """Gives a module rank 0's weights, and lets its gradients be exchanged.
 
@@ -154,41 +159,50 @@ class HorovodStrategy(FabricParallelStrategy):
         self._hold_back.exchanges[id(module)] = exchange
         return module
 
+    @override
     def module_to_device(self, module: Module) -> None:
         """Moves a module to the device of this rank."""
         module.to(self.root_device)
 
+    @override
     def backward(self, tensor: Tensor, module: Module | None = None, *args: Any, **kwargs: Any) -> None:
         """Runs the backward pass, and waits until the gradients are those of all ranks."""
         super().backward(tensor, module, *args, **kwargs)
         for exchange in self._exchanges:
             exchange.finish()
 
+    @override
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`."""
         return self.collectives.reduce(tensor, group, reduce_op)
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank, see :meth:`.HorovodCollectives.all_gather`."""
         return self.collectives.all_gather(tensor, group, sync_grads)
 
+    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank ``src``; small ones in one round trip."""
         return self.collectives.broadcast(obj, src)
 
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns when every rank has called it; a name, if one is given, is shown in the error if it fails."""
         self.collectives.barrier(name_of_barrier(*args, **kwargs))
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
         return self.collectives.reduce_boolean_decision(decision, all)
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.FABRIC, cls)
 
+    @override
     def __repr__(self) -> str:
         return registry.describe(self)
 
@@ -199,6 +213,7 @@ class _HoldBack(_lightning.BackwardSyncControl):
     def __init__(self) -> None:
         self.exchanges: dict[int, GradientExchange] = {}
 
+    @override
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
         stack = ExitStack()
         if enabled and id(module) in self.exchanges:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT, StartMethod, check_start_method, check_start_method_here
@@ -123,11 +124,13 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._worker: WorkerContext | None = None
 
     @property
+    @override
     def is_distributed(self) -> bool:
         """True. Lightning deprecated it; it is kept without the warning for code that still asks."""
         return True
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """The device of this rank."""
         if not self.parallel_devices:
@@ -136,6 +139,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     # --- environment, launch ---
 
+    @override
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
@@ -169,6 +173,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """Called first in a worker process, with what is known only there."""
         self._worker = context
 
+    @override
     def setup_environment(self) -> None:
         """Prepares the device and joins the process group; returns when all ranks have.
 
@@ -179,6 +184,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self.accelerator.setup_device(self.root_device)
         self.setup_distributed()
 
+    @override
     def setup_distributed(self) -> None:
         """Joins the process group as the rank that the cluster environment gives to this process."""
         assert self.cluster_environment is not None
@@ -200,6 +206,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     # --- setup ---
 
+    @override
     def setup(self, trainer: "pl.Trainer") -> None:
         """Places the model on the device, wraps it in DDP if it is to be trained, and creates the optimizers.
 
@@ -233,16 +240,19 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._world.reconciliation is not None:
             self._world.watch_departures(DefaultGroupProgress(self._world.reconciliation.wake_this_rank))
 
+    @override
     def configure_ddp(self) -> None:
         """Wraps the LightningModule in DDP, with the communication hook."""
         assert isinstance(self.model, pl.LightningModule)
         self.model = self._setup_model(self.model)
 
+    @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
         self._gradient_sync.register_hook(ddp_model)
         return ddp_model
 
+    @override
     def model_to_device(self) -> None:
         """Moves the model to the device of this rank."""
         assert self.model is not None
@@ -258,11 +268,13 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     # --- step ---
 
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Under manual optimization, tells DDP that a backward pass begins; automatic optimization needs no telling."""
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
             prepare_for_backward(self.model, closure_loss)
 
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -282,11 +294,13 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     # --- exception, teardown ---
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Says what to do about unused parameters if that is what happened, and ends the other ranks."""
         _explain_unused_parameters(exception)
         super().on_exception(exception)
 
+    @override
     def teardown(self) -> None:
         """Unwraps the model, moves it off the device and frees what the strategy holds. A second call does no harm.
 
@@ -304,6 +318,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         super().teardown()
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.PYTORCH, cls)
@@ -312,6 +327,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _is_automatic_optimization(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_averaging": None, "_worker": None}
 

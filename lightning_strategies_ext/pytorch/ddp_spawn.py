@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
-from typing_extensions import Self
+from typing_extensions import Self, override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT
@@ -115,11 +115,13 @@ class DDPSpawnStrategy(DDPStrategy):
     def sync_batchnorm(self, sync_batchnorm: bool) -> None:
         self._wants_sync_batchnorm = sync_batchnorm
 
+    @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._wants_sync_batchnorm and _lightning.layer_sync(self) is None:
             _lightning.set_layer_sync(self, TorchSyncBatchNorm())
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint. The main process's has the position in the training data too, as a worker's has.
 
@@ -189,6 +191,7 @@ class DDPSpawnStrategy(DDPStrategy):
         """Called in the main process with what :meth:`add_to_queue` has put, when all else has been brought back."""
         get_metrics(trainer, queue)
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "states_of_loaders": []}
 
@@ -237,6 +240,7 @@ class DDPSpawnPlugin(DDPSpawnStrategy):
         if sync_batchnorm is not None:
             self.sync_batchnorm = sync_batchnorm
 
+    @override
     def setup(self, trainer: "pl.Trainer | None" = None) -> None:
         """Sets up for a stage in a worker, as :meth:`.DDPStrategy.setup`; its Trainer need not be given.
 

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn import Module
+from typing_extensions import override
 
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.arguments import check_plugins
@@ -87,6 +88,7 @@ class DataParallelStrategy(LightningParallelStrategy):
         self._num_nodes = 1
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """Where the module's own weights are."""
         assert self.parallel_devices
@@ -98,11 +100,13 @@ class DataParallelStrategy(LightningParallelStrategy):
         return False
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> None:  # type: ignore[override]
         """None: batches are split, not the dataset."""
         return
 
     @property
+    @override
     def world_size(self) -> int:
         """One process."""
         return 1
@@ -117,6 +121,7 @@ class DataParallelStrategy(LightningParallelStrategy):
         check_single_process(num_nodes, None)
         self._num_nodes = num_nodes
 
+    @override
     def _configure_launcher(self) -> None:
         # The last that the Trainer's constructor calls: everything is known, and nothing started.
         check_single_process(self._num_nodes, self.cluster_environment)
@@ -124,6 +129,7 @@ class DataParallelStrategy(LightningParallelStrategy):
 
     # --- setup ---
 
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         """Makes the module ready for the stage.
 
@@ -147,11 +153,13 @@ class DataParallelStrategy(LightningParallelStrategy):
         _lightning.skip_needless_moves(trainer)
         super().setup(trainer)
 
+    @override
     def model_to_device(self) -> None:
         """Moves the module to the root device."""
         assert self.model is not None
         self.model.to(self.root_device)
 
+    @override
     def _setup_model(self, model: Module) -> ReplicatedModule:
         assert self.parallel_devices
         return ReplicatedModule(
@@ -164,6 +172,7 @@ class DataParallelStrategy(LightningParallelStrategy):
 
     # --- steps ---
 
+    @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Leaves the batch for the replicas, each of which gets its part on its device.
 
@@ -178,21 +187,25 @@ class DataParallelStrategy(LightningParallelStrategy):
             return super().batch_to_device(batch, device, dataloader_idx)
         return batch
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a training step on replicas; the loss is that of the whole batch."""
         with self.precision_plugin.train_step_context():
             return self._run("training_step", args, kwargs)
 
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a validation step on replicas."""
         with self.precision_plugin.val_step_context():
             return self._run("validation_step", args, kwargs)
 
+    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a test step on replicas."""
         with self.precision_plugin.test_step_context():
             return self._run("test_step", args, kwargs)
 
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a predict step on replicas; predictions are in the order of the samples."""
         with self.precision_plugin.predict_step_context():
@@ -203,12 +216,14 @@ class DataParallelStrategy(LightningParallelStrategy):
         return self.model.run(method, *args, **kwargs)
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Does nothing: gradients of replicas add up on the root device, in each backward pass."""
         yield
 
     # --- collectives ---
 
+    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces each tensor of a collection over its entries, one per replica; one of no dimensions is returned.
 
@@ -217,23 +232,28 @@ class DataParallelStrategy(LightningParallelStrategy):
         """
         return reduce_replicas(tensor, reduce_op)
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Returns the tensor: there is one process."""
         return tensor
 
+    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Returns the object: there is one process."""
         return obj
 
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns: there is one process."""
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Returns the decision: there is one process."""
         return decision
 
     # --- teardown ---
 
+    @override
     def teardown(self) -> None:
         """Ends the replicas' threads."""
         if isinstance(self.model, ReplicatedModule):
@@ -241,10 +261,12 @@ class DataParallelStrategy(LightningParallelStrategy):
         super().teardown()
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.PYTORCH, cls)
 
+    @override
     def __repr__(self) -> str:
         return registry.describe(self)
 

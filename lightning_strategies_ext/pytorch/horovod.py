@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.arguments import check_not_interactive
@@ -177,6 +178,7 @@ class HorovodStrategy(ParallelStrategy):
         environment.check_num_nodes(num_nodes, self.cluster_environment)
 
     @property
+    @override
     def root_device(self) -> torch.device:
         """The device of this rank."""
         if not self.parallel_devices:
@@ -184,6 +186,7 @@ class HorovodStrategy(ParallelStrategy):
         return environment.device_of_rank(self.parallel_devices, self.local_rank)
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which part of the data is this rank's."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
@@ -195,12 +198,14 @@ class HorovodStrategy(ParallelStrategy):
         return inputs is not None and inputs.is_shadowing
 
     @property
+    @override
     def handles_gradient_accumulation(self) -> bool:
         """False: the Trainer counts, and gradients add up locally until it says so."""
         return False
 
     # --- environment, launch ---
 
+    @override
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices and environment are known, in one process still.
         assert self.cluster_environment is not None
@@ -226,6 +231,7 @@ class HorovodStrategy(ParallelStrategy):
                 " use `accelerator='gpu'`."
             )
 
+    @override
     def setup_environment(self) -> None:
         """Prepares the device and joins the other ranks; returns when all have.
 
@@ -249,6 +255,7 @@ class HorovodStrategy(ParallelStrategy):
 
     # --- setup ---
 
+    @override
     def setup(self, trainer: "pl.Trainer") -> None:
         """Places the model on the device with rank 0's weights, and creates the optimizers.
 
@@ -283,6 +290,7 @@ class HorovodStrategy(ParallelStrategy):
         must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
+    @override
     def model_to_device(self) -> None:
         """Moves the model to the device of this rank."""
         assert self.model is not None
@@ -291,12 +299,14 @@ class HorovodStrategy(ParallelStrategy):
     # --- step ---
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
         exchange = self._world.exchange
         with nullcontext() if exchange is None else exchange.held_back():
             yield
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one training step."""
         inputs = self._world.inputs
@@ -305,11 +315,13 @@ class HorovodStrategy(ParallelStrategy):
         with inputs.around_training_step():
             return super().training_step(*args, **kwargs)
 
+    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the exchange of gradients."""
         if self._world.inputs is not None:
             self._world.inputs.before_backward()
 
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Waits until the gradients are those of all ranks, so that they can be clipped and used.
 
@@ -321,6 +333,7 @@ class HorovodStrategy(ParallelStrategy):
         elif self._world.exchange is not None:
             self._world.exchange.finish()
 
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -341,6 +354,7 @@ class HorovodStrategy(ParallelStrategy):
 
     # --- collectives ---
 
+    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks, see :meth:`.ParallelStrategy.reduce`.
 
@@ -351,6 +365,7 @@ class HorovodStrategy(ParallelStrategy):
             return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
         return super().reduce(tensor, group, reduce_op)
 
+    @override
     def all_gather(self, result: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank, whose first dimensions may differ; see :meth:`.HorovodCollectives.all_gather`.
 
@@ -363,6 +378,7 @@ class HorovodStrategy(ParallelStrategy):
 
     # --- teardown ---
 
+    @override
     def teardown(self) -> None:
         """Moves the model off the device and frees what the strategy holds. A second call does no harm.
 
@@ -377,10 +393,12 @@ class HorovodStrategy(ParallelStrategy):
         super().teardown()
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         registry.register_class(strategy_registry, registry.PYTORCH, cls)
 
+    @override
     def _engine(self) -> Collectives:
         from lightning_strategies_ext.horovod.collectives import HorovodCollectives
 
@@ -400,6 +418,7 @@ class HorovodStrategy(ParallelStrategy):
                 self._uneven_inputs, trainer, world.collectives, world.exchange, world.rank, world.size
             )
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_deltas": None, "_metrics": None, "_batch_norm": None}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
 
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
@@ -53,6 +54,7 @@ class HorovodElasticStrategy(HorovodStrategy):
             self._uneven_inputs = "join"
         self._fit: ElasticFit | None = None
 
+    @override
     def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
         if elastic is not True:
             raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is elastic. Use `HorovodStrategy`.")
@@ -82,6 +84,7 @@ class HorovodElasticStrategy(HorovodStrategy):
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         return elastic_driver.membership(self.cluster_environment.launch)
 
+    @override
     def _configure_launcher(self) -> None:
         if len(self.parallel_devices or []) != 1:
             raise ValueError(
@@ -90,6 +93,7 @@ class HorovodElasticStrategy(HorovodStrategy):
             )
         super()._configure_launcher()
 
+    @override
     def _join(self) -> None:
         is_entered = self.membership.is_entered
         self.take_rank()
@@ -99,6 +103,7 @@ class HorovodElasticStrategy(HorovodStrategy):
         if not is_entered:
             self._world.alone = LocalCollectives(self.global_rank, self.world_size)
 
+    @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             self.enter_world(trainer)
@@ -148,6 +153,7 @@ class HorovodElasticStrategy(HorovodStrategy):
         self._world.alone = LocalCollectives(self.global_rank, self.world_size)
         self.membership.leave(agreed=False)
 
+    @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Gives a training loader this rank's share of what is left of the epoch."""
         assert self.lightning_module is not None
@@ -157,11 +163,13 @@ class HorovodElasticStrategy(HorovodStrategy):
 
     # --- exception, teardown ---
 
+    @override
     def _fail(self, exception: BaseException) -> None:
         # The other ranks go on without this one.
         super()._fail(exception)
         self.fall_silent()
 
+    @override
     def teardown(self) -> None:
         """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
         if self._fit is not None:
@@ -169,14 +177,18 @@ class HorovodElasticStrategy(HorovodStrategy):
         self._fit = None
         super().teardown()
 
+    @override
     def _on_sigterm(self) -> None:
         super()._on_sigterm() if self._fit is None else self._fit.leave()
 
+    @override
     def _before_train_step(self) -> None:
         super()._before_train_step() if self._fit is None else self._fit.before_train_step(self._world)
 
+    @override
     def _before_evaluation_step(self) -> None:
         super()._before_evaluation_step() if self._fit is None else self._fit.before_evaluation_step(self._world)
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_fit": None}

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_strategies_ext import _lightning, registry
 from lightning_strategies_ext.arguments import check_devices, check_plugins, name_of_barrier
@@ -81,6 +82,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     @property
     @abstractmethod
+    @override
     def root_device(self) -> torch.device:
         """The device of this rank."""
 
@@ -94,6 +96,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         return self._world.collectives
 
     @property
+    @override
     def is_global_zero(self) -> bool:
         """Whether this is the process with rank zero among all hosts."""
         return bool(self.global_rank == 0)
@@ -101,6 +104,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
     # --- steps ---
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
 
@@ -109,16 +113,19 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         with super().block_backward_sync():
             yield
 
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one validation step; before it all ranks stop if they agreed to."""
         self._before_evaluation_step()
         return super().validation_step(*args, **kwargs)
 
+    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one test step; before it all ranks stop if they agreed to."""
         self._before_evaluation_step()
         return super().test_step(*args, **kwargs)
 
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one predict step; before it all ranks stop if they agreed to."""
         self._before_evaluation_step()
@@ -126,6 +133,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
 
     # --- collectives ---
 
+    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`.
 
@@ -142,6 +150,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """
         return self._answering.reduce(tensor, group, reduce_op)
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``.
 
@@ -152,6 +161,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """
         return self._answering.all_gather(tensor, group, sync_grads)
 
+    @override
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank ``src``, any picklable one; small ones in one round trip.
 
@@ -161,6 +171,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """
         return self._answering.broadcast(obj, src)
 
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Returns when every rank has called it.
 
@@ -170,6 +181,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         """
         self._answering.barrier(name_of_barrier(*args, **kwargs))
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does.
 
@@ -217,6 +229,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if self._world.reconciliation is not None:
             self._world.reconciliation.reconciliate(trace)
 
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Ends the other ranks if this one failed. Ctrl-C and an agreed SIGTERM end all ranks and are no failures."""
         if self._world.reconciliation is None or not isinstance(exception, Exception):
@@ -227,6 +240,7 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         trace = "".join(traceback.format_exception(exception))
         self.reconciliate_processes(trace)
 
+    @override
     def teardown(self) -> None:
         """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
         self._world.leave()
@@ -272,17 +286,20 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         if self._world.has_agreed_before_evaluation_step():
             self._world.stop()
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
         # What belongs to this process stays here: a worker has a world of its own.
         state.pop("_world")
         return {**state, "was_asked_to_stop": self._world.was_asked_to_stop}
 
+    @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         was_asked_to_stop = state.pop("was_asked_to_stop", False)
         super().__setstate__(state)
         self._world = World(self._engine)
         self._world.was_asked_to_stop = was_asked_to_stop
 
+    @override
     def __repr__(self) -> str:
         return registry.describe(self)
