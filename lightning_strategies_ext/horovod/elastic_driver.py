@@ -166,6 +166,12 @@ def membership(launch: Launch) -> DriverMembership:
     return _membership
 
 
+def leave() -> None:
+    """Leaves the other ranks, some of whom may wait for this one, if this process has joined any."""
+    if _membership is not None:
+        _membership.leave(agreed=False)
+
+
 def _initialise() -> None:
     # For the slot that the environment variables say.
     import horovod.torch as hvd

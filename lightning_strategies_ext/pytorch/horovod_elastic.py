@@ -151,7 +151,7 @@ class HorovodElasticStrategy(HorovodStrategy):
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""
         self._world.alone = LocalCollectives(self.global_rank, self.world_size)
-        self.membership.leave(agreed=False)
+        elastic_driver.leave()
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
