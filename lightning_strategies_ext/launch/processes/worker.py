@@ -232,6 +232,6 @@ def is_running(process: psutil.Process) -> bool:
 def command(connected: socket.socket, main_pid: int) -> list[str]:
     """The command line that starts a worker in a Python of its own."""
     # Collecting garbage while modules are imported takes a sixth of the time and finds none.
-    program = "import gc, socket; gc.disable(); from lightning_strategies_ext.launch import worker"
+    program = "import gc, socket; gc.disable(); from lightning_strategies_ext.launch.processes import worker"
     program += f"; worker.serve(socket.socket(fileno={connected.fileno()}), {main_pid})"
     return [sys.executable, "-c", program]
