@@ -34,6 +34,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not session.config.getoption("--no-processes"):
         ranks.start_server()
         return
+    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
+        return  # this process runs no tests, and starts those that do
 
     def skip(*args: object, **kwargs: object) -> NoReturn:
         pytest.skip("starts a process")
