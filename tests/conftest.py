@@ -43,3 +43,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     os.fork = skip
     subprocess.Popen._execute_child = skip
     multiprocessing.process.BaseProcess.start = skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--no-processes"):
+        forked = [item for item in items if item.get_closest_marker("forked")]
+        config.hook.pytest_deselected(items=forked)
+        items[:] = [item for item in items if item not in set(forked)]
