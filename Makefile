@@ -26,7 +26,7 @@ demo: $(VENV)/.installed-examples
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint pytest
 
-check: $(VENV)/.installed-dev lint
+check: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint
 	$(VENV)/bin/pytest --no-processes --numprocesses $(SHARDS) --quiet -r fE
 
 lint: $(VENV)/.installed-dev
