@@ -6,6 +6,7 @@ packages that offer strategies, some of them broken.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -450,7 +451,9 @@ def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family(wh
     assert "is served by" not in result.stdout + result.stderr
 
 
-def test_ranks_of_a_launcher_are_seen(wheel_install: Environment) -> None:
+def test_ranks_of_a_launcher_are_seen(wheel_install: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A script that has trained with Horovod starts the launcher that starts this.
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY", str(os.getpid()))
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     result = wheel_install.run("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
     assert json.loads(result.stdout)["facts"]["ranks here"] == "started by horovodrun"

@@ -130,7 +130,7 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
         ValueError: If it does.
     """
     if not isinstance(environment, HorovodEnvironment):
-        if environment.creates_processes_externally and not is_started_by_us(os.environ):
+        if environment.creates_processes_externally and not is_started_by_us():
             raise ValueError(
                 f"The processes were started for {type(environment).__name__}, and Horovod's ranks come from"
                 " `horovodrun` or `mpirun`. Start the script with one of these, or once with `python`."

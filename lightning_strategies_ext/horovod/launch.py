@@ -1,7 +1,7 @@
 """Who has started the ranks of Horovod: a launcher, or ``trainer.fit``, which runs Horovod's rendezvous server then."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,21 +44,17 @@ class Launch:
     local_size: int
 
     @classmethod
-    def find(cls, variables: Mapping[str, str] | None = None) -> "Launch | None":
+    def find(cls) -> "Launch | None":
         """What the environment variables say, or None if no launcher has started this process."""
-        variables = os.environ if variables is None else variables
-        if is_started_by_us(variables):
-            return None
         for launcher, names in _LAUNCHERS.items():
-            if all(name in variables for name in names):
-                return cls(launcher, *(int(variables[name]) for name in names))
+            if all(name in os.environ for name in names):
+                return cls(launcher, *(int(os.environ[name]) for name in names))
         return None
 
 
-def is_started_by_us(variables: Mapping[str, str]) -> bool:
+def is_started_by_us() -> bool:
     """Whether this process is a rank of a script that has started its ranks itself."""
-    # What the user's script starts later inherits the variable, and `horovodrun` there is a launcher.
-    return variables.get(_STARTED_BY) in (str(os.getpid()), str(os.getppid()))
+    return os.environ.get(_STARTED_BY) in (str(os.getpid()), str(os.getppid()))
 
 
 def serve_rendezvous(num_processes: int) -> Any:
