@@ -10,10 +10,10 @@ of this package, see :mod:`lightning_strategies_ext.discovery`. Import it to con
 This module runs at every ``import torch``, so it imports nothing heavy: classes load when they are first asked for.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_strategies_ext import discovery
+from lightning_strategies_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import KeepGlobalBatch as KeepGlobalBatch
@@ -57,17 +57,7 @@ _EXPORTS = {
 }
 
 __all__ = [*_EXPORTS, "__version__"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS, ("__version__",))
 
 # An explicit import registers the names where torch's own autoload is switched off; twice is harmless.
 discovery.install()

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lightning_strategies_ext.doctor import Finding, examine, facts, families
 from lightning_strategies_ext.horovod_build.command import add_arguments, install_horovod
 
 
@@ -35,32 +36,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 def doctor(console: Console, *, as_json: bool = False) -> int:
     """Prints what is here and which strategies can run; returns 1 if one of them cannot and should."""
-    from lightning_strategies_ext.doctor import examine, facts, families
-
     findings = list(examine())
     found = facts()
     if as_json:
         print(json.dumps({"facts": found, "strategies": [asdict(finding) for finding in findings]}, indent=2))  # noqa: T201
-        return int(any(finding.is_fault for finding in findings))
+    else:
+        _print_tables(console, found, families(findings))
+    return int(any(finding.is_fault for finding in findings))
+
+
+def _print_tables(console: Console, facts: dict[str, str], has_variants: dict[Finding, bool]) -> None:
     here = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in found.items():
+    for name, value in facts.items():
         here.add_row(f"[bold]{name}", escape(value))
     console.print(here)
-    table = Table("strategy", "Trainer", "Fabric", "engine", "can run here", title_justify="left")
+    table = Table("strategy", "Trainer", "Fabric", "engine", "can run here")
     reasons = []
-    for finding, others in families(findings):
+    for finding, has_variant in has_variants.items():
         is_in = ["yes" if front_end in finding.front_ends else "no" for front_end in ("Trainer", "Fabric")]
-        mark = "*" if others else ""
-        table.add_row(
-            finding.name + mark, *is_in, finding.engine, "yes" if finding.problem is None else "no, see below"
-        )
+        name = finding.name + ("*" if has_variant else "")
+        table.add_row(name, *is_in, finding.engine, "yes" if finding.problem is None else "no, see below")
         if finding.problem is not None:
             reasons.append(f"[bold]{finding.name}[/]: {escape(finding.problem)}")
     console.print(table)
     console.print("* also with _find_unused_parameters_true and _find_unused_parameters_false at the end")
     for reason in reasons:
         console.print(reason)
-    return int(any(finding.is_fault for finding in findings))
 
 
 if __name__ == "__main__":

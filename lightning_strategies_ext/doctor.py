@@ -3,21 +3,19 @@
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lightning_strategies_ext.discovery import GROUPS
 from lightning_strategies_ext.registry import STRATEGIES, LazyStrategy, UnavailableHereError
-
-#: What DDP's strategies have variants for, by the ends of their names.
-_VARIANTS = ("_find_unused_parameters_true", "_find_unused_parameters_false")
 
 
 @dataclass(frozen=True)
@@ -76,19 +74,15 @@ def examine() -> Iterator[Finding]:
         yield Finding(name, (), engines[name], message, is_fault=True)
 
 
-def families(findings: list[Finding]) -> list[tuple[Finding, list[str]]]:
-    """One finding for each family of names of which the same is to be said, and the further names of the family."""
+def families(findings: list[Finding]) -> dict[Finding, bool]:
+    """The findings less those of variants of which the same is to be said; and whether there is such a variant."""
     by_name = {finding.name: finding for finding in findings}
-    grouped: dict[str, list[str]] = {}
-    for name, finding in by_name.items():
-        base = next((name.removesuffix(end) for end in _VARIANTS if name.endswith(end)), name)
-        of_base = by_name.get(base)
-        is_alike = of_base is not None and (of_base.front_ends, of_base.problem) == (
-            finding.front_ends,
-            finding.problem,
-        )
-        grouped.setdefault(base if is_alike else name, []).append(name)
-    return [(by_name[base], [name for name in names if name != base]) for base, names in grouped.items()]
+    has_variants: dict[Finding, bool] = {}
+    for finding in findings:
+        base = by_name.get(re.sub("_find_unused_parameters_(true|false)$", "", finding.name), finding)
+        is_variant = base != finding and replace(finding, name=base.name) == base
+        has_variants[base if is_variant else finding] = is_variant
+    return has_variants
 
 
 def _problem(entry: dict[str, Any]) -> Exception | None:
@@ -121,10 +115,10 @@ def _version_of(package: str) -> str:
 
 def _torch() -> str:
     import torch
-    import torch.distributed as dist
 
-    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
-    return f"{torch.__version__}, with {', '.join(backends)}"
+    from lightning_strategies_ext.torch_distributed.process_group import available_backends
+
+    return f"{torch.__version__}, with {', '.join(available_backends())}"
 
 
 def _horovod() -> str:
@@ -147,14 +141,14 @@ def _horovod() -> str:
 
 
 def _mpi() -> str:
-    beside_python = os.path.dirname(sys.executable)
-    mpirun = shutil.which("mpirun", path=os.pathsep.join([beside_python, os.environ.get("PATH", os.defpath)]))
-    if mpirun is None:
-        return "no mpirun"
+    from lightning_strategies_ext.horovod_build.requirements import said_by_mpirun, tool_environment
+
     try:
-        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10).stdout
+        said = said_by_mpirun(tool_environment())
     except (OSError, subprocess.SubprocessError) as error:
         return f"mpirun fails: {error}"
+    if said is None:
+        return "no mpirun"
     return said.strip().splitlines()[0] if said.strip() else "mpirun says no version"
 
 
@@ -201,8 +195,8 @@ def _origin_of_ranks() -> str:
 
     if (launch := Launch.find()) is not None:
         return f"started by {launch.launcher}"
-    kinds = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
-    for kind in kinds:
+    # As the Trainer asks them, in its order.
+    for kind in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment):
         if kind.detect():
             return f"those of {kind.__name__.removesuffix('Environment')}"
     return "started by the strategy: there is no launcher"

@@ -107,24 +107,38 @@ _FACES = {
 }
 
 
-def describe(strategy: object) -> str:
-    """The ``repr`` of a strategy, which says also what to write for the other front end.
+class Registered:
+    """What every strategy of the table has; stands before Lightning's class among its bases."""
 
-    A front end refuses the other's strategies with a message that quotes them, before it calls anything of theirs.
-    """
-    for kind in type(strategy).__mro__:
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under its names, for code that fills a registry of its own."""
         for row in STRATEGIES:
-            for here, there in ((PYTORCH, FABRIC), (FABRIC, PYTORCH)):
-                if row.classes.get(here) != f"{kind.__module__}:{kind.__qualname__}" or there not in row.classes:
-                    continue
-                front_end, source = _FACES[there]
-                name = row.classes[there].rpartition(":")[2]
-                arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
-                return (
-                    f"{object.__repr__(strategy)[:-1]}, for {_FACES[here][0]}."
-                    f" For {front_end}: from {source} import {name}; {name}({arguments})>"
-                )
-    return object.__repr__(strategy)
+            if _path_of(cls) in row.classes.values() and row.name not in strategy_registry:
+                strategy_registry.register(row.name, cls, description=row.description, **row.init_params)
+
+    def __repr__(self) -> str:
+        """Says also what to write for the other front end.
+
+        A front end refuses the other's strategies with a message that quotes them, before it calls anything of theirs.
+        """
+        for kind in type(self).__mro__:
+            for row in STRATEGIES:
+                for here, there in ((PYTORCH, FABRIC), (FABRIC, PYTORCH)):
+                    if row.classes.get(here) != _path_of(kind) or there not in row.classes:
+                        continue
+                    front_end, source = _FACES[there]
+                    name = row.classes[there].rpartition(":")[2]
+                    arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
+                    return (
+                        f"{object.__repr__(self)[:-1]}, for {_FACES[here][0]}."
+                        f" For {front_end}: from {source} import {name}; {name}({arguments})>"
+                    )
+        return object.__repr__(self)
+
+
+def _path_of(strategy_class: type) -> str:
+    return f"{strategy_class.__module__}:{strategy_class.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -180,11 +194,3 @@ def register_all(strategies: Any, front_end: str) -> None:
         target = row.classes.get(front_end)
         if target is not None and row.name not in strategies:
             strategies.register(row.name, LazyStrategy(target), description=row.description, **row.init_params)
-
-
-def register_class(strategies: Any, front_end: str, strategy_class: type) -> None:
-    """Puts the rows that ``strategy_class`` serves into a registry, for Lightning's ``register_strategies`` hook."""
-    target = f"{strategy_class.__module__}:{strategy_class.__qualname__}"
-    for row in STRATEGIES:
-        if row.classes.get(front_end) == target and row.name not in strategies:
-            strategies.register(row.name, strategy_class, description=row.description, **row.init_params)

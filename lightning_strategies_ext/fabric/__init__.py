@@ -9,8 +9,9 @@
 Classes load when they are first asked for: not everybody has Horovod.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_strategies_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.fabric.ddp import DDPStrategy as DDPStrategy
@@ -24,13 +25,4 @@ _EXPORTS = {
 }
 
 __all__ = [*_EXPORTS]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _EXPORTS)

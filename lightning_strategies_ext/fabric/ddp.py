@@ -2,20 +2,18 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_strategies_ext import registry
 from lightning_strategies_ext.arguments import (
     DEFAULT_TIMEOUT,
     StartMethod,
@@ -23,17 +21,16 @@ from lightning_strategies_ext.arguments import (
     check_plugins,
     check_start_method,
     check_start_method_here,
-    name_of_barrier,
 )
+from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
+from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 
-T = TypeVar("T")
 
-
-class DDPStrategy(FabricDDPStrategy):
+class DDPStrategy(Registered, ForwardedCollectives, FabricDDPStrategy):
     """Multi-process data parallelism under Fabric.
 
     Args:
@@ -139,41 +136,6 @@ class DDPStrategy(FabricDDPStrategy):
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
         self._gradient_sync.register_hook(model)
         return model
-
-    @override
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`."""
-        return self.collectives.reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers one tensor per rank into a tensor of shape ``(world_size, ...)``."""
-        return self.collectives.all_gather(tensor, group, sync_grads)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank ``src``; small ones in one round trip."""
-        return self.collectives.broadcast(obj, src)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Returns when every rank has called it; a name, if one is given, is shown in the error if it fails."""
-        self.collectives.barrier(name_of_barrier(*args, **kwargs))
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
-        return self.collectives.reduce_boolean_decision(decision, all)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills a registry of its own."""
-        registry.register_class(strategy_registry, registry.FABRIC, cls)
-
-    @override
-    def __repr__(self) -> str:
-        return registry.describe(self)
 
     def _get_root_device(self) -> torch.device:
         return self.root_device

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import DataParallel, Module
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_plugins
+from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
     check_replica_devices,
@@ -25,7 +26,7 @@ from lightning_strategies_ext.replication.single_process import (
 T = TypeVar("T")
 
 
-class DataParallelStrategy(FabricDataParallelStrategy):
+class DataParallelStrategy(Registered, FabricDataParallelStrategy):
     """Single-process data parallelism under Fabric.
 
     Args:
@@ -164,16 +165,6 @@ class DataParallelStrategy(FabricDataParallelStrategy):
             RuntimeError: If ``strict`` and names or shapes differ.
         """
         _unwrapped(module).load_state_dict(state_dict, strict=strict)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills a registry of its own."""
-        registry.register_class(strategy_registry, registry.FABRIC, cls)
-
-    @override
-    def __repr__(self) -> str:
-        return registry.describe(self)
 
 
 class _NothingToSync(_lightning.BackwardSyncControl):

@@ -1,7 +1,7 @@
 """HorovodStrategy for Fabric: ``Fabric(strategy="horovod_ext")``, on the services the Trainer's face uses."""
 
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -13,19 +13,18 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning, registry
-from lightning_strategies_ext.arguments import check_devices, check_not_interactive, check_plugins, name_of_barrier
-from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.arguments import check_devices, check_not_interactive, check_plugins
+from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
+from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 
-T = TypeVar("T")
 
-
-class HorovodStrategy(FabricParallelStrategy):
+class HorovodStrategy(Registered, ForwardedCollectives, FabricParallelStrategy):
     """Multi-process data parallelism over Horovod, under Fabric.
 
     Args:
@@ -95,16 +94,10 @@ class HorovodStrategy(FabricParallelStrategy):
         self._exchanges: list[GradientExchange] = []
         self._hold_back = _HoldBack()
         self._backward_sync_control = self._hold_back
-        self._collectives: Collectives | None = None
 
-    @property
-    def collectives(self) -> Collectives:
-        """Horovod's, on this rank's device."""
-        if self._collectives is None:
-            from lightning_strategies_ext.horovod.collectives import HorovodCollectives
+        from lightning_strategies_ext.horovod.collectives import HorovodCollectives  # needs Horovod
 
-            self._collectives = HorovodCollectives(lambda: self.root_device)
-        return self._collectives
+        self.collectives = HorovodCollectives(lambda: self.root_device)
 
     @property
     def num_processes(self) -> int:
@@ -170,41 +163,6 @@ class HorovodStrategy(FabricParallelStrategy):
         super().backward(tensor, module, *args, **kwargs)
         for exchange in self._exchanges:
             exchange.finish()
-
-    @override
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`."""
-        return self.collectives.reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gathers one tensor per rank, see :meth:`.HorovodCollectives.all_gather`."""
-        return self.collectives.all_gather(tensor, group, sync_grads)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank ``src``; small ones in one round trip."""
-        return self.collectives.broadcast(obj, src)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Returns when every rank has called it; a name, if one is given, is shown in the error if it fails."""
-        self.collectives.barrier(name_of_barrier(*args, **kwargs))
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
-        return self.collectives.reduce_boolean_decision(decision, all)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills a registry of its own."""
-        registry.register_class(strategy_registry, registry.FABRIC, cls)
-
-    @override
-    def __repr__(self) -> str:
-        return registry.describe(self)
 
 
 class _HoldBack(_lightning.BackwardSyncControl):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from lightning_strategies_ext.horovod_build.requirements import said_by_mpirun
+
 #: What the ranks print when the sum is right; see :mod:`.proof_rank`.
 EXPECTED = tuple(f"rank {rank} of 2: the sum is 3" for rank in range(2))
 _TIMEOUT_S = 60.0
@@ -46,8 +48,7 @@ def launchers(environment: dict[str, str], with_mpi: bool) -> Iterator[Launcher]
     horovodrun = os.path.join(sysconfig.get_path("scripts"), "horovodrun")
     yield Launcher("horovodrun -np 2 --gloo", [horovodrun, "-np", "2", "--gloo", "--network-interfaces", loopback], {})
     if with_mpi:
-        told = subprocess.run(["mpirun", "--version"], env=environment, capture_output=True, text=True).stdout
-        if "Open" in told:
+        if "Open" in (said_by_mpirun(environment) or ""):
             # Two slots are claimed by name, since a host with one processor offers one. Containers often run as root.
             options = ["--host", "localhost:2", "--bind-to", "none"]
             variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -84,6 +84,24 @@ def tool_environment() -> dict[str, str]:
     return {**os.environ, "PATH": path}
 
 
+def said_by_mpirun(environment: Mapping[str, str]) -> str | None:
+    """What ``mpirun --version`` prints, or None if there is no ``mpirun``.
+
+    Args:
+        environment: The tool environment.
+
+    Raises:
+        OSError: If it cannot be run.
+        subprocess.TimeoutExpired: If it takes longer than a minute.
+    """
+    mpirun = shutil.which("mpirun", path=environment["PATH"])
+    if mpirun is None:
+        return None
+    return subprocess.run(
+        [mpirun, "--version"], env=dict(environment), capture_output=True, text=True, timeout=60
+    ).stdout
+
+
 def nccl_directory(environment: Mapping[str, str]) -> Path | None:
     """The directory with ``include/nccl.h``: a named one, pip's ``nvidia-nccl`` package, or the system's."""
     named = environment.get("HOROVOD_NCCL_HOME")
@@ -185,7 +203,7 @@ def _mpi_name(environment: Mapping[str, str]) -> str:
                 return f"{package}-{version(package)}-pip"
             except PackageNotFoundError:
                 continue
-    told = subprocess.run([launcher, "--version"], env=dict(environment), capture_output=True, text=True).stdout
+    told = said_by_mpirun(environment) or ""
     number = re.search(r"\d+(\.\d+)+", told)
     kind = "openmpi" if "Open" in told else "mpich" if re.search("hydra", told, re.IGNORECASE) else "mpi"
     return f"{kind}-{number[0] if number else 'unknown'}"

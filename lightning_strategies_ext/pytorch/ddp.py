@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT, StartMethod, check_start_method, check_start_method_here
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.stage.job import WorkerContext
@@ -316,12 +316,6 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self.model = layer_sync.revert(self.model)
         self._averaging = None
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills a registry of its own."""
-        registry.register_class(strategy_registry, registry.PYTORCH, cls)
 
     @property
     def _is_automatic_optimization(self) -> bool:

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_plugins
+from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
     check_replica_devices,
@@ -36,7 +37,7 @@ from lightning_strategies_ext.replication.single_process import (
 T = TypeVar("T")
 
 
-class DataParallelStrategy(LightningParallelStrategy):
+class DataParallelStrategy(Registered, LightningParallelStrategy):
     """Single-process data parallelism.
 
     Args:
@@ -259,16 +260,6 @@ class DataParallelStrategy(LightningParallelStrategy):
         if isinstance(self.model, ReplicatedModule):
             self.model.close()
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills a registry of its own."""
-        registry.register_class(strategy_registry, registry.PYTORCH, cls)
-
-    @override
-    def __repr__(self) -> str:
-        return registry.describe(self)
 
 
 def legacy_dp(**kwargs: Any) -> DataParallelStrategy:

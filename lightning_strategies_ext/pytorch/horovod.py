@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_not_interactive
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
@@ -391,12 +391,6 @@ class HorovodStrategy(ParallelStrategy):
             self._batch_norm.revert()
         self._deltas = self._metrics = self._batch_norm = None
         super().teardown()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under its names, for code that fills a registry of its own."""
-        registry.register_class(strategy_registry, registry.PYTORCH, cls)
 
     @override
     def _engine(self) -> Collectives:

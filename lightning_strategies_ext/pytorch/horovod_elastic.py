@@ -47,9 +47,9 @@ class HorovodElasticStrategy(HorovodStrategy):
     def __init__(
         self, *args: Any, elastic: bool = True, commit_every_n_steps: int | None = None, **kwargs: Any
     ) -> None:
+        self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
         kwargs.update(elastic=elastic, commit_every_n_steps=commit_every_n_steps)
         super().__init__(*args, **kwargs)
-        self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
         if self._uneven_inputs == "error":
             self._uneven_inputs = "join"
         self._fit: ElasticFit | None = None
@@ -58,7 +58,6 @@ class HorovodElasticStrategy(HorovodStrategy):
     def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
         if elastic is not True:
             raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is elastic. Use `HorovodStrategy`.")
-        check_commit_interval(commit_every_n_steps)
         if self._options.op == "adasum":
             raise ValueError(
                 "`elastic=True` goes over gloo, and `op='adasum'` needs MPI or NCCL. Leave one of them out."

@@ -22,16 +22,17 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning, registry
+from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_devices, check_plugins, name_of_barrier
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.world import World
 
 T = TypeVar("T")
 
 
-class ParallelStrategy(LightningParallelStrategy, ABC):
+class ParallelStrategy(Registered, LightningParallelStrategy, ABC):
     """Base of the Trainer's strategies with several processes.
 
     A class that works on Lightning's ``ParallelStrategy`` works on this one. Of what is abstract there, ``root_device``
@@ -299,7 +300,3 @@ class ParallelStrategy(LightningParallelStrategy, ABC):
         super().__setstate__(state)
         self._world = World(self._engine)
         self._world.was_asked_to_stop = was_asked_to_stop
-
-    @override
-    def __repr__(self) -> str:
-        return registry.describe(self)

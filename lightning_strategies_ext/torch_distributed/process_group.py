@@ -34,6 +34,11 @@ _AVAILABILITY = {
 _stores: dict[tuple[int, str, str, int, int], tuple[dist.Store, Iterator[int]]] = {}
 
 
+def available_backends() -> list[str]:
+    """The backends that this build of torch comes with."""
+    return [name for name, asked in _AVAILABILITY.items() if getattr(dist, asked, bool)()]
+
+
 def is_initialized() -> bool:
     """Whether this process belongs to a torch.distributed process group."""
     return dist.is_available() and dist.is_initialized()
