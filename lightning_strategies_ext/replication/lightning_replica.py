@@ -19,7 +19,7 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
     Args:
         replica: A copy of a LightningModule.
         original: The LightningModule.
-        context: The replica's place.
+        context: The replica's.
     """
     root_device = context.step.root_device
 
@@ -41,10 +41,15 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
         context.meet("self.manual_backward", act, loss)
 
     def optimizers(use_pl_optimizer: bool = True) -> Any:
-        return _each(original.optimizers(use_pl_optimizer), lambda opt, place: ReplicaOptimizer(opt, place, context))
+        return stand_ins(original.optimizers(use_pl_optimizer), ReplicaOptimizer, "optimizer")
 
     def lr_schedulers() -> Any:
-        return _each(original.lr_schedulers(), lambda scheduler, place: ReplicaScheduler(scheduler, place, context))
+        return stand_ins(original.lr_schedulers(), ReplicaScheduler, "scheduler")
+
+    def stand_ins(shared: Any, kind: type[_StandIn], name: str) -> Any:
+        if isinstance(shared, (list, tuple)):
+            return [kind(one, f"{name} {number}", context) for number, one in enumerate(shared)]
+        return None if shared is None else kind(shared, f"{name} 0", context)
 
     def log(
         name: str,
@@ -125,19 +130,23 @@ def reduced(name: str, values: Sequence[Any], weights: Sequence[int], reduce_fx:
     return weighted_mean(tensors, weights, device)
 
 
-class ReplicaOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Stands for an optimizer in a replica: steps, and zeroes gradients, once for all.
+class _StandIn(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """Stands in a replica for what all replicas share.
 
     Args:
-        optimizer: The optimizer.
-        place: Its number.
-        context: The replica's place.
+        shared: The object.
+        name: What errors call it.
+        context: The replica's.
     """
 
-    def __init__(self, optimizer: Any, place: int, context: ReplicaContext) -> None:
-        super().__init__(optimizer)
-        self._self_name = f"optimizer {place}"
+    def __init__(self, shared: Any, name: str, context: ReplicaContext) -> None:
+        super().__init__(shared)
+        self._self_name = name
         self._self_context = context
+
+
+class ReplicaOptimizer(_StandIn):
+    """Stands for an optimizer in a replica: steps, and zeroes gradients, once for all."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Steps once all replicas want to; a closure runs in each, and its loss is that of the whole batch."""
@@ -178,19 +187,8 @@ class ReplicaOptimizer(wrapt.ObjectProxy):  # type: ignore[type-arg]
         meet(f"untoggling {self._self_name}", lambda payloads, sizes: entered[0].__exit__(None, None, None))
 
 
-class ReplicaScheduler(wrapt.ObjectProxy):  # type: ignore[type-arg]
-    """Stands for a learning rate scheduler in a replica: steps once for all.
-
-    Args:
-        scheduler: The scheduler.
-        place: Its number.
-        context: The replica's place.
-    """
-
-    def __init__(self, scheduler: Any, place: int, context: ReplicaContext) -> None:
-        super().__init__(scheduler)
-        self._self_name = f"scheduler {place}"
-        self._self_context = context
+class ReplicaScheduler(_StandIn):
+    """Stands for a learning rate scheduler in a replica: steps once for all."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps once all replicas want to; a metric that it is given is that of the whole batch."""
@@ -206,14 +204,6 @@ class ReplicaScheduler(wrapt.ObjectProxy):  # type: ignore[type-arg]
             return scheduler.step(*positional, **named)
 
         return context.meet(f"the step of {self._self_name}", act, (args, kwargs))
-
-
-def _each(objects: Any, wrap: Callable[[Any, int], Any]) -> Any:
-    if objects is None:
-        return None
-    if isinstance(objects, (list, tuple)):
-        return [wrap(value, place) for place, value in enumerate(objects)]
-    return wrap(objects, 0)
 
 
 def _unwrapped(value: Any) -> Any:

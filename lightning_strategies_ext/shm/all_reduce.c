@@ -1,25 +1,34 @@
-/* All-reduce between the ranks of one host, through flags and slots in their segments of shared memory.
+/* All-reduce between the ranks of one host, through counters and slots in their segments of shared memory: a direct
+ * reduce-scatter and all-gather, in which each rank reduces its share of a tensor straight from all ranks' copies and
+ * reads the other shares straight from those who have reduced them.
  *
  * A tensor goes in pieces. Each rank lays its piece out in a slot of its segment ("A"), reduces its share of all ranks'
  * pieces into its tensor and into its slot ("B", in the place of its own share, which nobody else needs), and copies the
- * shares of the others. In step k a rank reduces its share of piece k, copies the others' shares of piece k - 2 and lays
- * out piece k + 2. A small tensor is laid out whole and reduced whole by everyone, without B.
+ * shares of the others. A small tensor is laid out whole and reduced whole by everyone, without B. One counter per rank
+ * tells how many events it has published:
  *
- * One counter per rank tells what it has laid out: pieces 0 and 1 are its event 1, and what it lays out in step k is its
- * event k + 2. So step k needs event k of all, and ranks may be a step apart without waiting. The counter is stored and
- * loaded as sequentially consistent: what was laid out before an event can be read after it has been seen, on every
- * processor.
+ *     step     waits, of all, for   reduces its share   copies the others' shares   lays out    publishes
+ *     begin    -                    -                   -                           A(0) A(1)   event 1
+ *     0        event 1              A(0) to B(0)        -                           A(2)        event 2
+ *     1        event 1              A(1) to B(1)        -                           A(3)        event 3
+ *     k        event k              A(k) to B(k)        B(k - 2)                    A(k + 2)    event k + 2
  *
- * Four slots are enough, and nobody waits for leave to write. In step k, A(k + 2) goes where A(k - 2) was, which all have
- * reduced: I have seen their event k. B(k - 2) lies in that slot too, and others may still have to copy it; but A(k + 2)
- * goes around it. B(k) goes where B(k - 4) was, which all have copied in step k - 2. Pieces 0 and 1 of the next tensor go
- * to other slots than the last two pieces of this one, which others may still have to copy; and its event 1 of a rank
- * tells that the rank has done with this one.
+ * So ranks may be a step apart without waiting. The counter is stored and loaded as sequentially consistent: what was
+ * laid out before an event can be read after it has been seen, on every processor.
  *
- * A rank that waits looks for a while, then says in its board what it waits for and leaves it to its caller to sleep on
- * its sockets; who lays that out takes the note from the board and sends a message. The note is written before the
- * counters are looked at once more, the counter before the note is looked for, all sequentially consistent: one of the
- * two sees the other.
+ * Four slots are enough, and nobody waits for leave to write:
+ *
+ *     what is written     goes to the slot of        which is free, since
+ *     A(k + 2), step k    A(k - 2)                   all have reduced that: I have seen their event k
+ *                         B(k - 2), around it        others may still have to copy it, and it lies elsewhere in the slot
+ *     B(k), step k        B(k - 4)                   all have copied that in step k - 2
+ *     A(0), A(1)          A, B of the last tensor    they go to the slots after its last two pieces; event 1 of a rank
+ *                                                    tells that it has done with that tensor
+ *
+ * A rank that waits looks for a while, then goes to sleep by Dekker's handshake: it says in its board what it waits for,
+ * looks at the counters once more, and leaves it to its caller to sleep on its sockets. Who publishes that stores its
+ * counter, then looks for the note, takes it from the board and sends a message. All four are sequentially consistent:
+ * one of the two sees the other.
  */
 
 #include <sched.h>

@@ -14,7 +14,7 @@ import wrapt
 from lightning_strategies_ext.shm import native_build
 from lightning_strategies_ext.shm.execution import Execution
 from lightning_strategies_ext.shm.gloo import GlooBeside
-from lightning_strategies_ext.shm.links import Peer
+from lightning_strategies_ext.shm.links import LinkedRank
 from lightning_strategies_ext.shm.native import MAX_RANKS, CompiledAllReduce
 from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
@@ -62,7 +62,9 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         local = [other for other in range(size) if said[other]["host"] == said[rank]["host"]]
         names = torch_options.global_ranks_in_group or range(size)
         peers = {
-            place: Peer(other, names[other], said[other]["pid"]) for place, other in enumerate(local) if other != rank
+            place: LinkedRank(other, names[other], said[other]["pid"])
+            for place, other in enumerate(local)
+            if other != rank
         }
         links, fds = rendezvous.connect([(peer, said[peer.rank]) for peer in peers.values()], own_fd, deadline)
     finally:

@@ -35,7 +35,7 @@ _LONGEST_POLL_S: Final = 86_400.0
 
 
 @dataclass(frozen=True)
-class Peer:
+class LinkedRank:
     """Another rank of this host.
 
     Attributes:
@@ -59,7 +59,7 @@ class PeerLostError(DistBackendError):
         peer: Which.
     """
 
-    def __init__(self, message: str, peer: Peer | None = None) -> None:
+    def __init__(self, message: str, peer: LinkedRank | None = None) -> None:
         super().__init__(message)
         self.peer = peer
 
@@ -71,14 +71,14 @@ class Links:
         sockets: One connected socket per peer.
     """
 
-    def __init__(self, sockets: dict[Peer, socket.socket]) -> None:
+    def __init__(self, sockets: dict[LinkedRank, socket.socket]) -> None:
         self._sockets = sockets
         self._by_fd = {link.fileno(): peer for peer, link in sockets.items()}
-        self._early: dict[Peer, deque[bytes]] = {peer: deque() for peer in sockets}
-        self._gone: set[Peer] = set()
+        self._early: dict[LinkedRank, deque[bytes]] = {peer: deque() for peer in sockets}
+        self._gone: set[LinkedRank] = set()
         _open.add(self)
 
-    def send(self, peer: Peer, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+    def send(self, peer: LinkedRank, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         """Sends one message.
 
         Raises:
@@ -101,7 +101,7 @@ class Links:
                     return  # it has said all it had to, and left: the receiving side will tell
                 raise self._lost(peer) from None
 
-    def receive(self, peer: Peer, into: memoryview) -> int:
+    def receive(self, peer: LinkedRank, into: memoryview) -> int:
         """Takes the next message of a peer, if there is one.
 
         Returns:
@@ -128,7 +128,7 @@ class Links:
             self._check_goes_on(peer, into[:num_bytes])
         return max(num_bytes, 0)
 
-    def has_message(self, peer: Peer) -> bool:
+    def has_message(self, peer: LinkedRank) -> bool:
         """Whether there is something to :meth:`receive`, or the peer is gone; forgets what has only woken this rank."""
         link = self._sockets[peer]
         while not self._early[peer] and peer not in self._gone:
@@ -142,11 +142,11 @@ class Links:
                 return True
         return True
 
-    def fileno(self, peer: Peer) -> int:
+    def fileno(self, peer: LinkedRank) -> int:
         """The descriptor of the socket to a peer."""
         return self._sockets[peer].fileno()
 
-    def wait(self, awaited: Sequence[Peer], deadline: float) -> None:
+    def wait(self, awaited: Sequence[LinkedRank], deadline: float) -> None:
         """Sleeps until the first of some peers has sent something, or one of them is gone.
 
         Args:
@@ -193,7 +193,7 @@ class Links:
             link.close()
         self._gone.update(self._sockets)
 
-    def _check_may_come(self, peer: Peer) -> None:
+    def _check_may_come(self, peer: LinkedRank) -> None:
         """Refuses to wait for what a peer that is gone has not sent."""
         early = self._early[peer]
         if early:
@@ -201,14 +201,14 @@ class Links:
         elif peer in self._gone:
             raise self._lost(peer)
 
-    def _check_goes_on(self, peer: Peer, message: bytes | memoryview) -> None:
+    def _check_goes_on(self, peer: LinkedRank, message: bytes | memoryview) -> None:
         if message[0] == LEFT:
             raise PeerLostError(f"{peer} has left the process group, and this rank waits for it", peer)
         if message[0] == BROKEN:
             said = bytes(message[HEADER.size :]).decode(errors="replace")
             raise PeerLostError(f"{peer} has failed: {said}", peer)
 
-    def _read_early(self, peer: Peer) -> None:
+    def _read_early(self, peer: LinkedRank) -> None:
         """Keeps what a peer that is gone had sent before."""
         while peer not in self._gone:
             into = bytearray(MESSAGE_NUM_BYTES)
@@ -220,7 +220,7 @@ class Links:
             elif into[0] != WAKE:
                 self._early[peer].append(bytes(into[:num_bytes]))
 
-    def _take(self, peer: Peer, into: memoryview) -> int:
+    def _take(self, peer: LinkedRank, into: memoryview) -> int:
         """Reads one message: its number of bytes, 0 at the end, -1 if there is none yet."""
         for _ in range(2):
             try:
@@ -234,7 +234,7 @@ class Links:
                 return 0
         return 0
 
-    def _lost(self, peer: Peer) -> PeerLostError:
+    def _lost(self, peer: LinkedRank) -> PeerLostError:
         return PeerLostError(f"{peer} has ended, and this rank waits for it", peer)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, ReduceOp
 
-from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, Links, Peer, PeerLostError
+from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, LinkedRank, Links, PeerLostError
 from lightning_strategies_ext.shm.rounds import SPIN_S
 from lightning_strategies_ext.shm.segments import BOARD_NUM_BYTES, Segment
 
@@ -57,7 +57,7 @@ class CompiledAllReduce:
         self,
         library: ctypes.CDLL,
         rank: int,
-        peers: dict[int, Peer],
+        peers: dict[int, LinkedRank],
         links: Links,
         segments: Sequence[Segment],
     ) -> None:

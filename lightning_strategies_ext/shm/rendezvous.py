@@ -20,7 +20,7 @@ from typing import Any, Final
 from torch.distributed import Store
 
 from lightning_strategies_ext.peers import host_identity
-from lightning_strategies_ext.shm.links import Links, Peer, PeerLostError, polled
+from lightning_strategies_ext.shm.links import LinkedRank, Links, PeerLostError, polled
 
 _TOKEN_NUM_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"<I{_TOKEN_NUM_BYTES}s")
@@ -76,8 +76,8 @@ class Rendezvous:
         return [json.loads(self._store.get(key)) for key in keys]
 
     def connect(
-        self, peers: Sequence[tuple[Peer, dict[str, Any]]], own_fd: int, deadline: float
-    ) -> tuple[Links, dict[Peer, int]]:
+        self, peers: Sequence[tuple[LinkedRank, dict[str, Any]]], own_fd: int, deadline: float
+    ) -> tuple[Links, dict[LinkedRank, int]]:
         """Connects this rank with others of its host, and exchanges one file descriptor with each.
 
         Args:
@@ -120,11 +120,11 @@ class _Calls:
         listener: socket.socket,
         rank: int,
         token: bytes,
-        peers: Sequence[tuple[Peer, dict[str, Any]]],
+        peers: Sequence[tuple[LinkedRank, dict[str, Any]]],
         own_fd: int,
     ) -> None:
-        self.sockets: dict[Peer, socket.socket] = {}
-        self.fds: dict[Peer, int] = {}
+        self.sockets: dict[LinkedRank, socket.socket] = {}
+        self.fds: dict[LinkedRank, int] = {}
         self._listener = listener
         self._rank = rank
         self._token = token
@@ -133,7 +133,7 @@ class _Calls:
         self._expected = {peer.rank: peer for peer, _ in peers if peer.rank > rank}
         self._all = [peer for peer, _ in peers]
         self._pids = {peer.pid for peer in self._all}
-        self._called: dict[int, Peer] = {}
+        self._called: dict[int, LinkedRank] = {}
         self._callers: dict[int, socket.socket] = {}
         self._poller = select.poll()
 
@@ -167,7 +167,7 @@ class _Calls:
         for link in self._callers.values():
             link.close()
 
-    def _call(self, peer: Peer) -> None:
+    def _call(self, peer: LinkedRank) -> None:
         said = self._to_call[peer]
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.setblocking(False)

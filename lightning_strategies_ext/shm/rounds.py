@@ -25,8 +25,8 @@ from lightning_strategies_ext.shm.links import (
     LEFT,
     MESSAGE_NUM_BYTES,
     ROUND,
+    LinkedRank,
     Links,
-    Peer,
 )
 from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 
@@ -68,7 +68,7 @@ class Rounds:
 
     spin_s: Final = SPIN_S
 
-    def __init__(self, rank: int, peers: dict[int, Peer], links: Links, segments: Sequence[Segment]) -> None:
+    def __init__(self, rank: int, peers: dict[int, LinkedRank], links: Links, segments: Sequence[Segment]) -> None:
         self.rank = rank
         self.size = len(segments)
         self.slot_num_bytes = min(segment.slot_num_bytes for segment in segments)

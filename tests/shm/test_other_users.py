@@ -18,7 +18,7 @@ from lightning_strategies_ext.horovod_build import command
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.key import BuildKey
 from lightning_strategies_ext.shm import native_build, rendezvous
-from lightning_strategies_ext.shm.links import Peer, PeerLostError
+from lightning_strategies_ext.shm.links import LinkedRank, PeerLostError
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.user_cache import UnsafePlaceError
@@ -247,7 +247,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: typ
     one, other = Rendezvous(rank, 2, store), Rendezvous(1 - rank, 2, store)
     words = [each._address for each in (one, other)]
     other.close()
-    peer, said = Peer(1 - rank, 1 - rank, 4711), {"address": words[1], "token": "00" * 16}
+    peer, said = LinkedRank(1 - rank, 1 - rank, 4711), {"address": words[1], "token": "00" * 16}
     start = time.monotonic()
     with pytest.raises(kind, match=rf"rank {1 - rank} \(pid 4711\)"):
         one.connect([(peer, said)], 0, time.monotonic() + 0.5)
@@ -258,7 +258,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, rank: int, kind: typ
 @pytest.mark.parametrize("hello", [b"", b"short", b"\1\0\0\0" + b"x" * 16, b"\7\0\0\0" + b"x" * 16])
 def test_who_does_not_know_the_token_is_no_rank(tmp_path: Path, hello: bytes):
     meeting = rendezvous_of_one(tmp_path)
-    peer = Peer(1, 1, 4711)
+    peer = LinkedRank(1, 1, 4711)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect("\0" + meeting._address)
         socket.send_fds(stranger, [hello], [0]) if hello else stranger.shutdown(socket.SHUT_WR)
