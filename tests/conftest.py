@@ -10,7 +10,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from tests.support import ranks
+from tests.support import ranks, warm
 
 # Lightning's detection of MPI initializes it in every rank that makes a Trainer, which takes half a second and leaves a
 # file in /dev/shm for each rank that is killed or forked. Before 2.6 it fails where mpi4py finds no MPI; there, MPI is
@@ -26,16 +26,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
+_WARM = pytest.StashKey[subprocess.Popen[bytes] | None]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-processes", action="store_true", help="skip a test as soon as it comes to start a process")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if not session.config.getoption("--no-processes"):
-        ranks.start_server()
-        return
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
         return  # this process runs no tests, and starts those that do
+    if not session.config.getoption("--no-processes"):
+        ranks.start_server()
+        session.config.stash[_WARM] = warm.start_server()
+        return
 
     def skip(*args: object, **kwargs: object) -> NoReturn:
         pytest.skip("starts a process")

@@ -1,7 +1,6 @@
 """Starts :mod:`.elastic_training` with ``horovodrun`` and a discovery script, and reads what it has left."""
 
 import json
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.horovod_launch import FIRST, SECOND, count_ranks, elastic_horovodrun
+from tests.support import warm
 from tests.support.ranks import run_command
 
 
@@ -84,7 +84,7 @@ def run_elastic(
         plan["num_ranks"] = count_ranks(hosts)
         result = run_command(
             *elastic_horovodrun(Path(directory), hosts, min_ranks, *arguments),
-            *(sys.executable, "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
+            *(warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
             env={"OMP_NUM_THREADS": "1"},
             timeout_s=timeout_s,
         )

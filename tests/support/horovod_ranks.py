@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.horovod_launch import BIN, start_of
 from lightning_strategies_ext.horovod.launch import Launch
+from tests.support import warm
 from tests.support.ranks import run_command
 
 
@@ -49,7 +50,7 @@ def try_horovod(
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
         result = run_command(
-            *start, sys.executable, "-m", __name__, name, directory, env=environment, timeout_s=timeout_s
+            *start, warm.python(), "-m", __name__, name, directory, env=environment, timeout_s=timeout_s
         )
         outcomes = {
             int(path.name): pickle.loads(path.read_bytes())

@@ -1,0 +1,217 @@
+"""Programs of tests that would import for seconds are forked from a server that has imported all; see :func:`python`.
+
+Launchers such as ``horovodrun`` start them as they start any program: what they start is a small program in the place
+of the interpreter, which has the server fork one with its arguments, environment, directory and open files 0, 1 and 2.
+It passes on the signals that it gets, ends as the forked one ends, and takes that with it when it is killed.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+_SERVER = "TESTS_WARM_SERVER"
+_IMPORTS = ("lightning.pytorch", "torchmetrics", "sklearn.datasets", "horovod.torch", "horovod.torch.elastic")
+_OURS = ("pytorch.ddp_spawn", "pytorch.dp", "pytorch.horovod_elastic", "fabric.ddp", "horovod.collectives")
+_PR_SET_PDEATHSIG = 1
+_REPOSITORY = Path(__file__).parents[2]
+
+_STAND_IN = """\
+#!{python} -IS
+import json, os, signal, socket, struct, sys
+
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+said = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
+socket.send_fds(server, [struct.pack("I", len(said))], [0, 1, 2])
+server.sendall(said)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: server.send(bytes([number])))
+(code,) = struct.unpack("i", server.recv(4))
+if code < 0:
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@dataclass
+class Program:
+    """What an interpreter is asked to run."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+
+    def run(self) -> None:
+        """Runs it in this process, which has been forked for it."""
+        how, *rest = self.arguments
+        first = os.path.dirname(os.path.abspath(how)) if how not in ("-m", "-c") else self.directory
+        sys.path[:0] = [first, *filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep))]
+        if how == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        elif how == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = self.arguments
+            runpy.run_path(how, run_name="__main__")
+
+
+def start_server() -> subprocess.Popen[bytes] | None:
+    """Starts the server, which ends with this process; programs that come before it is ready wait for it."""
+    if sys.platform != "linux":
+        return None
+    directory = tempfile.mkdtemp(prefix="tests-")
+    address, stand_in = f"{directory}/server", Path(directory, "python")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address))
+    stand_in.chmod(0o700)
+    os.environ[_SERVER] = str(stand_in)
+    command = [sys.executable, "-m", __name__, directory, str(listener.fileno())]
+    environment = {**os.environ, "PYTHONPATH": str(_REPOSITORY)}
+    server = subprocess.Popen(
+        command,
+        cwd=_REPOSITORY,
+        env=environment,
+        stdin=subprocess.PIPE,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+    )
+    listener.close()
+    return server
+
+
+def python() -> str:
+    """What to call in the place of ``sys.executable`` to run a program that need not import what all programs do."""
+    return os.environ.get(_SERVER, sys.executable)
+
+
+def _serve(listener: socket.socket, directory: str) -> Program:
+    """Forks programs until the standard input ends. Returns in each of them."""
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ, partial(_leave, directory))
+    selector.register(listener, selectors.EVENT_READ, None)
+    while True:
+        for key, _ in selector.select():
+            if selector.get_map().get(key.fd) != key:
+                continue  # it has ended with another one
+            if key.data is not None:
+                key.data()
+                continue
+            connection, _ = listener.accept()
+            try:
+                program, fds = _receive(connection)
+            except ConnectionError:
+                connection.close()
+                continue
+            pid = os.fork()
+            if pid == 0:
+                for other in [connection, *(other.fileobj for other in selector.get_map().values())]:
+                    if isinstance(other, socket.socket):
+                        other.close()
+                    elif other != sys.stdin.fileno():
+                        os.close(other)
+                selector.close()
+                _become(program, fds)
+                return program
+            for fd in fds:
+                os.close(fd)
+            _watch(selector, connection, pid)
+
+
+def _receive(connection: socket.socket) -> tuple[Program, list[int]]:
+    length, fds, _, _ = socket.recv_fds(connection, 4, 3)
+    said = b""
+    while len(said) < struct.unpack("I", length)[0]:
+        part = connection.recv(1 << 20)
+        if not part:
+            raise ConnectionError("The program has ended before it has said what to run.")
+        said += part
+    return Program(*json.loads(said)), fds
+
+
+def _watch(selector: selectors.BaseSelector, connection: socket.socket, pid: int) -> None:
+    """Passes on signals to a program until it ends, and then how it has ended."""
+    ended = os.pidfd_open(pid)
+
+    def on_signal() -> None:
+        number = connection.recv(1)
+        if not number:
+            selector.unregister(connection)
+        os.kill(pid, number[0] if number else signal.SIGKILL)
+
+    def on_end() -> None:
+        _, status = os.waitpid(pid, 0)
+        with suppress(BrokenPipeError):
+            connection.send(struct.pack("i", os.waitstatus_to_exitcode(status)))
+        with suppress(KeyError):
+            selector.unregister(connection)
+        selector.unregister(ended)
+        os.close(ended)
+        connection.close()
+
+    selector.register(ended, selectors.EVENT_READ, on_end)
+    selector.register(connection, selectors.EVENT_READ, on_signal)
+
+
+def _become(program: Program, fds: list[int]) -> None:
+    import numpy as np
+    import torch
+    from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
+
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(program.directory)
+    os.environ.clear()
+    os.environ.update(program.environment)
+    # What is decided when it is imported.
+    random.seed()
+    np.random.seed()
+    rank_zero_only.rank = _get_rank() or 0
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _leave(directory: str) -> None:
+    shutil.rmtree(directory)
+    os._exit(0)
+
+
+def main() -> None:
+    """Runs the server, and each of the programs that it forks."""
+    directory, listener = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
+    for name in (*_IMPORTS, *(f"lightning_strategies_ext.{module}" for module in _OURS)):
+        with suppress(ImportError):  # there may be no Horovod
+            importlib.import_module(name)
+    gc.freeze()
+    _serve(listener, directory).run()
+
+
+if __name__ == "__main__":
+    main()
