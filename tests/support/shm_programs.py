@@ -45,6 +45,8 @@ KINDS = [
     "all_to_all_single",
     "send",
 ]
+#: Operations that gloo does not do with complex numbers.
+REAL_ONLY = {"gather"} if GLOO_IS_WHOLE else {"gather", "reduce", "broadcast"}
 #: Operations whose result must be the same on all ranks.
 SHARED = {
     "all_reduce",
