@@ -267,7 +267,10 @@ def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment
     added = with_hook - set(wheel_install.report(script, env=AUTOLOAD_OFF).value)
     assert f"{PACKAGE}.discovery" in added
     assert {name.partition(".")[0] for name in added} - sys.stdlib_module_names <= {PACKAGE, "wrapt"}
-    assert {name for name in added if name.startswith(PACKAGE)} == {PACKAGE, f"{PACKAGE}.discovery", f"{PACKAGE}.shm"}
+    assert {name for name in added if name.startswith(PACKAGE)} == {
+        PACKAGE,
+        *(f"{PACKAGE}.{name}" for name in ("discovery", "lazy", "shm")),
+    }
     assert not with_hook & {"lightning", "horovod"}
 
 
@@ -286,7 +289,7 @@ def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_i
         pytest.skip("`python -W error -c 'import lightning'` fails here without this package already")
     assert result.returncode == 0, result.stderr
     ours = {name for name in json.loads(result.stdout) if name.startswith(PACKAGE)}
-    assert ours == {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("discovery", "registry", "shm"))}
+    assert ours == {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("discovery", "lazy", "registry", "shm"))}
 
 
 def write_stub_of_lightning(directory: Path, registries: dict[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from examples import tour
-from tests.support.ranks import REPOSITORY, run_script
+from tests.support.ranks import REPOSITORY, run_warm
 
 #: Ranks of scripts have their own share of the predictions each, as with Lightning's strategies.
 OF_ALL_RANKS = {"ddp_spawn_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}
@@ -27,7 +27,7 @@ def test_what_comes_back_is_what_one_device_gives(strategy, alone):
 
 
 def test_the_table_has_a_column_for_each():
-    result = run_script(REPOSITORY / "examples/tour.py", "--strategy", "dp_ext", env={"COLUMNS": "120"})
+    result = run_warm(REPOSITORY / "examples/tour.py", "--strategy", "dp_ext", env={"COLUMNS": "120"})
     assert result.returncode == 0, result.stdout
     rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in result.stdout.splitlines() if "│" in line}
     assert [cell.strip() for cell in rows["Adam's steps"]] == ["132", "132"]

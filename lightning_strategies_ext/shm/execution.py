@@ -220,8 +220,6 @@ class Execution:
             if now < spin_until:
                 os.sched_yield()
                 continue
-            if now >= until:
-                return False
             # What is queued behind it may have less time.
             deadline = min(queued.deadline for queued in tuple(self._queue))
             try:

@@ -22,7 +22,7 @@ from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from tests.support.models import MLP, loader, make_trainer
-from tests.support.ranks import free_port, run_ranks, run_script
+from tests.support.ranks import free_port, run_ranks, run_warm
 
 CPU, NO_GPU = torch.device("cpu"), torch.device("cuda", torch.cuda.device_count())
 HOOK_FORM = "`def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`"
@@ -335,7 +335,7 @@ make_trainer("ddp_ext").fit(Frozen(), loader())
 def test_a_model_with_nothing_to_train_is_refused_before_a_second_process_starts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    result = run_script(script)
+    result = run_warm(script)
     assert result.returncode != 0
     assert result.stdout.count("a process starts") == 1, result.stdout
     assert result.stdout.count("No parameter of Frozen needs a gradient") == 1, result.stdout

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import DDPSpawnPlugin, DDPSpawnStrategy, DDPStrategy
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
-from tests.support.ranks import run_script
+from tests.support.ranks import run_warm
 
 DDP_DEFAULTS = {
     name: parameter.default
@@ -72,7 +72,7 @@ TRAINER = [
 def fit(directory: Path, *options: str) -> str:
     script = directory / "script.py"
     script.write_text(SCRIPT)
-    result = run_script(script, "fit", *options, cwd=directory)
+    result = run_warm(script, "fit", *options, cwd=directory)
     assert result.returncode == 0, result.stdout
     return result.stdout
 

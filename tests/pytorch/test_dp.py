@@ -34,7 +34,7 @@ from tests.support.models import (
     make_trainer,
     state_of,
 )
-from tests.support.ranks import REPOSITORY, run_script
+from tests.support.ranks import REPOSITORY, run_warm
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 
@@ -115,7 +115,7 @@ def test_digits_train_alike(num_replicas):
 
 
 def test_the_example_trains(tmp_path):
-    result = run_script(
+    result = run_warm(
         REPOSITORY / "examples/digits.py", "--strategy", "dp_ext", "--dir", tmp_path, "--epochs", "4",
         env={"COLUMNS": "120"},
     )  # fmt: skip

@@ -6,7 +6,6 @@ the tests look at what the ranks have returned. The reference is ``ddp_ext`` on 
 
 import re
 import subprocess
-import sys
 import threading
 from functools import cache
 from typing import Any
@@ -23,6 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from benchmarks.horovod_launch import start_of
 from lightning_strategies_ext import HorovodStrategy
+from tests.support import warm
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.horovod_training import assert_close, train, weights_after
 from tests.support.models import (
@@ -35,7 +35,7 @@ from tests.support.models import (
     make_trainer,
     state_of,
 )
-from tests.support.ranks import REPOSITORY, run_ranks, run_script
+from tests.support.ranks import REPOSITORY, run_ranks, run_warm
 
 LAUNCHERS = ("horovodrun", "mpirun")
 
@@ -351,7 +351,7 @@ def ranks_that_are_started_afterwards() -> list[str]:
         "strategy = train('horovod_ext', max_epochs=1, devices=1)[0].strategy",
         "print(f'\\nseen: {strategy.global_rank} of {strategy.world_size}')",
     )
-    command = [*start_of("horovodrun", num_ranks=2), sys.executable, "-c", "; ".join(program)]
+    command = [*start_of("horovodrun", num_ranks=2), warm.python(), "-c", "; ".join(program)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return sorted(re.findall(r"seen: (\d of \d)", output))
 
@@ -373,7 +373,7 @@ def old_name() -> bool:
 @pytest.mark.parametrize("name", ["digits", "fabric_digits"])
 def test_the_examples_train(name, tmp_path):
     where = ["--dir", tmp_path] if name == "digits" else ["--checkpoint", tmp_path / "digits.ckpt"]
-    result = run_script(
+    result = run_warm(
         REPOSITORY / f"examples/{name}.py", "--strategy", "horovod_ext", "--epochs", "4", *where,
         env={"COLUMNS": "120"},
     )  # fmt: skip

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 
 from lightning_strategies_ext.torch_distributed import process_group
+from tests.support import warm
 
 REPOSITORY = Path(__file__).parents[2]
 #: What keeps Lightning's detection of MPI from its costs in each rank.
@@ -127,6 +128,13 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program with this interpreter, as a user would; kills all it started when it takes too long."""
     return run_command(sys.executable, *command, env=env, timeout_s=timeout_s, cwd=cwd)
+
+
+def run_warm(
+    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Like :func:`run_script`, but what the program imports is there already, see :mod:`.warm`."""
+    return run_command(warm.python(), *command, env=env, timeout_s=timeout_s, cwd=cwd)
 
 
 def run_command(
