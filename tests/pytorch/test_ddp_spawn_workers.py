@@ -93,6 +93,11 @@ def test_forked_workers_of_a_trainer_know_what_the_main_process_has_when_it_star
     pids_after(trainers[0], ReadsGlobal())
     assert trainers[0].optimizers[0].param_groups[0]["lr"] == 0.25
     assert trainers[0].global_step == 16
+    monkeypatch.setattr(here, "RATE", 0.125)
+    trainers[0].strategy.close()
+    trainers[0].fit_loop.max_epochs = 3
+    pids_after(trainers[0], ReadsGlobal())
+    assert trainers[0].optimizers[0].param_groups[0]["lr"] == 0.125
 
 
 def test_workers_that_are_taken_over_start_as_new_ones_do():
