@@ -6,6 +6,8 @@ is nothing to clean up.
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import datetime
@@ -16,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
-from lightning_strategies_ext.launch.processes.pool import GRACE_S
+from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.job import StageJob
 from lightning_strategies_ext.launch.strategy import LaunchedStrategy
@@ -115,6 +117,21 @@ class WorkerLauncher(_lightning.Launcher):
         trainer = job.trainer
         with _without_optimizers(self._strategy):
             outcome = self.workers.run(job)
+        with _interrupt_waits(outcome) as is_interrupted:
+            value = self._brought_back(job, outcome)
+        error = outcome.error
+        if error is None and is_interrupted.is_set():
+            error = KeyboardInterrupt()
+        if error is not None:
+            self.close()
+            if isinstance(error, SIGTERMException):
+                _lightning.note_sigterm(trainer)
+            raise error
+        self.workers.keep_rng(outcome)
+        return value
+
+    def _brought_back(self, job: StageJob, outcome: Outcome) -> Any:
+        trainer = job.trainer
         try:
             value = None
             if 0 in outcome.has_results:
@@ -135,12 +152,6 @@ class WorkerLauncher(_lightning.Launcher):
                 raise
             message = f"`fit` has run, but not all that came of it could be brought back: {error}\nThe state of rank 0"
             raise ResultsError(f"{message} {where}.") from error
-        if outcome.error is not None:
-            self.close()
-            if isinstance(outcome.error, SIGTERMException):
-                _lightning.note_sigterm(trainer)
-            raise outcome.error
-        self.workers.keep_rng(outcome)
         return value
 
     def _save_in_worker(self, trainer: Any) -> str:
@@ -208,3 +219,32 @@ def _without_optimizers(strategy: LaunchedStrategy) -> Generator[None, None, Non
         yield
     finally:
         strategy.optimizers, strategy.lr_scheduler_configs = optimizers, schedulers
+
+
+@contextmanager
+def _interrupt_waits(outcome: Outcome) -> Generator[threading.Event, None, None]:
+    """Notes a Ctrl-C instead of raising; a second one raises at once, and so does one after that which ended the stage.
+
+    Where the user handles it, nothing changes.
+    """
+    is_interrupted = threading.Event()
+
+    def note(signum: int, frame: Any) -> None:
+        if is_interrupted.is_set():
+            raise KeyboardInterrupt
+        is_interrupted.set()
+        log.warning("Ctrl-C: the results of this stage are still coming in. Press it once more to lose them.")
+
+    usual = signal.getsignal(signal.SIGINT)
+    in_charge = (
+        threading.current_thread() is threading.main_thread()
+        and usual == signal.default_int_handler
+        and not isinstance(outcome.error, KeyboardInterrupt)
+    )
+    if in_charge:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield is_interrupted
+    finally:
+        if in_charge:
+            signal.signal(signal.SIGINT, usual)

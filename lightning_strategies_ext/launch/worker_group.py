@@ -197,7 +197,8 @@ class Workers:
         if self._pool is not None and (must_be_new or not self._pool.is_usable()):
             self.close()
         if self._pool is None:
-            taken = self._taken_from_idle(must_be_new)
+            # A forked worker has the globals of then: another Trainer's may have changed since.
+            taken = self._taken_from_idle(must_be_new or self._start_method == "fork")
             if taken is None:
                 self._rendezvous = _rendezvous(self._strategy)
                 passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
@@ -224,7 +225,8 @@ class Workers:
     def _taken_from_idle(self, must_be_new: bool) -> WorkerPool | None:
         """Takes over the workers of another strategy of this process that is idle, and ends those that do not fit.
 
-        So a search over many Trainers has the workers of one, and no more of them idle at any time.
+        So a search over many Trainers has the workers of one, and no more of them idle at any time. Forked ones fit no
+        other: the point of a fork is to have what the main process has then.
         """
         taken: WorkerPool | None = None
         for other in [other for other in _all if other is not self and not other._is_in_use]:

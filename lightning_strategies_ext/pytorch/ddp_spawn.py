@@ -46,7 +46,8 @@ class DDPSpawnStrategy(DDPStrategy):
             starts Python anew for each worker. "fork" forks this process: the only one for notebooks.
         process_group_options: See :class:`.DDPStrategy`.
         keep_workers: Whether workers stay for the next stage. While no stage runs, a process has those of one strategy
-            at most: the next one takes them over if its process group is alike, and ends them otherwise.
+            at most: the next one takes them over if its process group is alike and they were not forked from this
+            process, and ends them otherwise.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:

@@ -275,7 +275,7 @@ COMPUTES_IN_PARALLEL = """
 def test_a_forked_worker_can_compute_after_the_main_process_has(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(COMPUTES_IN_PARALLEL))
-    assert "trained" in run_script(script, timeout_s=60).stdout
+    assert "trained" in run_script(script).stdout
 
 
 # --- what the main process has after a failure ---

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_strategies_ext import DDPSpawnStrategy, _lightning
 from tests.support.ddp_spawn_trainers import ALONE, Configurable, HasEverything, HasState, seeded, spawn_trainer
 from tests.support.models import (
     LOADS_EVERYTHING,
@@ -105,6 +106,19 @@ def test_what_is_saved_on_an_exception_has_everything(tmp_path):
     assert_same(saved["ddp_spawn_ext"], saved["auto"])
 
 
+class SavesWhenStopped(DDPSpawnStrategy):
+    """The worker with rank 0 saves what it has when its stage fails."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def note_failure(self, exception: BaseException) -> None:
+        super().note_failure(exception)
+        if self.global_rank == 0:
+            torch.save(_lightning.dump_checkpoint(self.lightning_module.trainer), self.path)
+
+
 class AsksToStop(pl.Callback):
     """Sends a SIGTERM to the main process, as a scheduler does."""
 
@@ -119,17 +133,18 @@ class AsksToStop(pl.Callback):
 
 def test_what_is_saved_after_a_sigterm_has_everything(tmp_path):
     model, data = seeded(HasEverything), HasState()
-    callbacks = [SavesInTheEnd(tmp_path / "theirs.ckpt"), AsksToStop()]
-    trainer = spawn_trainer(max_epochs=20, callbacks=callbacks)
+    strategy = SavesWhenStopped(tmp_path / "theirs.ckpt")
+    trainer = spawn_trainer(strategy, max_epochs=20, callbacks=[AsksToStop()])
     with pytest.raises(SIGTERMException):
         trainer.fit(model, datamodule=data)
     assert 5 <= trainer.global_step < 100
     trainer.save_checkpoint(tmp_path / "ours.ckpt")
-    ours = torch.load(tmp_path / "ours.ckpt", weights_only=False)
+    ours, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("ours", "theirs"))
     assert ours["global_step"] == ours["steps_seen"] == ours["HasState"]["batches_seen"] == trainer.global_step
     assert ours["state_dict"]["metrics.mean.weight"] == trainer.global_step
     positions = ours["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     assert positions == [{"position": trainer.fit_loop.epoch_loop.batch_progress.current.ready}]
+    assert_same(ours, theirs)
 
 
 def test_best_weights_of_a_checkpoint_are_those_of_one_process(tmp_path):

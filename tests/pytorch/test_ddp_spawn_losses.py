@@ -1,14 +1,18 @@
 """With ``ddp_spawn_ext`` no result is lost, and what cannot travel is named."""
 
 import os
+import signal
+import threading
+import time
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 
-from lightning_strategies_ext import ResultsError, WorkerRaisedError
+from lightning_strategies_ext import DDPSpawnStrategy, ResultsError, WorkerRaisedError
 from tests.support.ddp_spawn_trainers import HasEverything, Node, seeded, spawn_trainer
 from tests.support.models import (
     LOADS_EVERYTHING,
@@ -70,6 +74,54 @@ def test_a_run_whose_results_cannot_be_brought_back_is_saved_and_it_is_said_wher
     assert resumed.global_step == 16
 
 
+class IsInterrupted(HasEverything):
+    """Gets a Ctrl-C in the middle of the results, as often as it is told."""
+
+    times = 1
+
+    def add_to_queue(self, queue):
+        queue.put(1)
+
+    def get_from_queue(self, queue):
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        self.has_got = queue.get()
+
+
+@pytest.fixture
+def usual_ctrl_c():
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores it once it has seen one
+
+
+@pytest.mark.usefixtures("usual_ctrl_c")
+def test_a_ctrl_c_while_results_come_back_counts_when_they_are_here(caplog):
+    model, expected = seeded(IsInterrupted), seeded(HasEverything)
+    spawn_trainer(max_epochs=1).fit(expected, loader())
+    trainer = spawn_trainer(max_epochs=1)
+    with pytest.raises(SystemExit):
+        trainer.fit(model, loader())
+    assert "once more" in caplog.text
+    assert trainer.interrupted
+    assert trainer.strategy.launcher.pids == []
+    assert trainer.global_step == model.steps_seen == 8
+    assert model.has_got == 1
+    assert_same_bits(state_of(model), state_of(expected))
+    assert trainer.optimizers[0].state
+
+
+@pytest.mark.usefixtures("usual_ctrl_c")
+def test_a_second_ctrl_c_while_results_come_back_does_not_wait_for_them():
+    model, trainer = seeded(IsInterrupted), spawn_trainer(max_epochs=1)
+    model.times = 2
+    with pytest.raises(SystemExit):
+        trainer.fit(model, loader())
+    assert not hasattr(model, "has_got")
+    assert trainer.strategy.launcher.pids == []
+
+
 class RaisesFromC(MLP):
     def training_step(self, batch, batch_idx):
         error = ValueError("the real reason")
@@ -101,6 +153,27 @@ class HasUnpicklable(pl.Callback):
         self.node.on_end = lambda: None
 
 
+class HasLock(TorchCheckpointIO):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class IsNotPrecise(Precision):
+    def __init__(self) -> None:
+        self.on_step = lambda: None
+
+
+class Slotted:
+    __slots__ = ("function",)
+
+
+class HasSlots(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted = Slotted()
+        self.slotted.function = lambda: None
+
+
 @pytest.mark.parametrize(
     ("make_model", "options", "said"),
     [
@@ -112,11 +185,30 @@ class HasUnpicklable(pl.Callback):
             {"profiler": "pytorch"},
             r"`_profiler_kwargs\['schedule'\]\._schedule` of the profiler PyTorchProfiler cannot be sent",
         ),
+        (
+            MLP,
+            {"strategy": DDPSpawnStrategy(ddp_comm_hook=lambda state, bucket: None)},
+            r"`_gradient_sync\.comm_hook` of the strategy DDPSpawnStrategy cannot be sent",
+        ),
+        (
+            MLP,
+            {"strategy": DDPSpawnStrategy(checkpoint_io=HasLock())},
+            r"`lock` of the checkpoint plugin HasLock cannot be sent",
+        ),
+        (MLP, {"plugins": [IsNotPrecise()]}, r"`on_step` of the precision plugin IsNotPrecise cannot be sent"),
+        (HasSlots, {}, r"`slotted\.function` of the LightningModule HasSlots cannot be sent"),
     ],
 )
 def test_what_cannot_be_sent_is_named_by_its_path(make_model, options, said):
     with pytest.raises(TypeError, match=said):
         spawn_trainer(**options).fit(make_model(), loader())
+
+
+def test_what_cannot_be_sent_of_the_trainer_is_named_by_its_path():
+    trainer = spawn_trainer()
+    trainer.notes = {"a": lambda: None}
+    with pytest.raises(TypeError, match=r"`notes\['a'\]` of the Trainer cannot be sent"):
+        trainer.fit(MLP(), loader())
 
 
 def test_a_profiler_goes_through_several_stages_of_forked_workers(tmp_path):

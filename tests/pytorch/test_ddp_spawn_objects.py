@@ -2,7 +2,8 @@
 
 import random
 import threading
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -94,6 +95,97 @@ def test_objects_that_the_user_holds_are_updated(strategy, more):
     assert metric.compute() == 3
     assert callback.queue == [kept]
     assert (popped.values, kept.values) == ([], [5, 5, 5])
+
+
+class Slotted:
+    """Has attributes in slots only, one of which is not always there."""
+
+    __slots__ = ("__hidden", "__weakref__", "steps", "was_there")
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.was_there = True
+        self.__hidden = 0
+
+    def count(self) -> int:
+        self.__hidden += 1
+        return self.__hidden
+
+
+class SlottedAndMore(Slotted):
+    """And others, of which one goes and one comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes = 1
+
+
+@dataclass(slots=True)
+class SlottedData:
+    steps: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class Frozen:
+    steps: list[int]
+
+
+class SlottedDict(dict):
+    __slots__ = ("steps",)
+
+
+class Restoring:
+    """Takes its state as pickle gives it."""
+
+    __slots__ = ("restored", "steps")
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __setstate__(self, state: Any) -> None:
+        self.steps = state[1]["steps"]
+        self.restored = True
+
+
+class Named(namedtuple("Named", "steps")):
+    pass
+
+
+class HoldsSlotted(pl.Callback):
+    def __init__(self) -> None:
+        self.objects = Slotted(), SlottedAndMore(), SlottedData(), Frozen([]), SlottedDict(), Restoring(), Named([])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        slotted, more, counts, frozen, dictionary, restoring, named = self.objects
+        for obj in (slotted, more):
+            obj.steps.append(obj.count())
+            if hasattr(obj, "was_there"):
+                del obj.was_there
+        vars(more).pop("goes", None)
+        more.comes = 2
+        counts.steps += 1
+        frozen.steps.append(1)
+        dictionary.steps = dictionary["steps"] = dictionary.get("steps", 0) + 1
+        restoring.steps += 1
+        named.steps.append(1)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp_spawn_ext", "ddp_fork_ext"])
+def test_objects_with_slots_that_the_user_holds_are_updated(strategy):
+    callback = HoldsSlotted()
+    before = slotted, more, counts, frozen, dictionary, restoring, named = callback.objects
+    lists = slotted.steps, more.steps, frozen.steps, named.steps
+    make_trainer(strategy, **ALONE, max_epochs=1, limit_train_batches=3, callbacks=[callback]).fit(MLP(), loader())
+    assert all(now is then for now, then in zip(callback.objects, before, strict=True))
+    now = slotted.steps, more.steps, frozen.steps, named.steps
+    assert all(one is other for one, other in zip(now, lists, strict=True))
+    assert now == ([1, 2, 3], [1, 2, 3], [1, 1, 1], [1, 1, 1])
+    assert (slotted.count(), more.count()) == (4, 4)
+    assert not hasattr(slotted, "was_there")
+    assert not hasattr(more, "was_there")
+    assert vars(more) == {"comes": 2}
+    assert (counts.steps, dictionary.steps, dictionary["steps"], restoring.steps) == (3, 3, 3, 3)
+    assert hasattr(restoring, "restored") is (strategy != "auto")
 
 
 class HoldsData(MLP):

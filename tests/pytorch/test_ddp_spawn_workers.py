@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -57,6 +58,46 @@ def test_a_search_over_many_trainers_has_the_workers_of_one():
     three.fit(MLP(), loader())
     assert len(workers_of_this_process()) == 4
     assert not pids & set(three.strategy.launcher.pids)
+
+
+RATE = 0.01
+
+
+class ReadsGlobal(MLP):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+def test_forked_workers_of_a_trainer_know_what_the_main_process_has_when_it_starts(monkeypatch):
+    here = sys.modules[__name__]
+    trainers, pids = [], set()
+
+    def pids_after(trainer: pl.Trainer, model: MLP) -> list[int]:
+        trainer.fit(model, loader())
+        pids.update(trainer.strategy.launcher.pids)
+        assert {pid for pid in pids if psutil.pid_exists(pid)} == set(trainer.strategy.launcher.pids)
+        return trainer.strategy.launcher.pids
+
+    for rate in (0.01, 0.5):
+        monkeypatch.setattr(here, "RATE", rate)
+        trainers.append(spawn_trainer("ddp_fork_ext", max_epochs=1))
+        pids_after(trainers[-1], ReadsGlobal())
+        assert trainers[-1].optimizers[0].param_groups[0]["lr"] == rate
+    monkeypatch.setattr(here, "Later", type("Later", (MLP,), {"__module__": __name__}), raising=False)
+    kept = spawn_trainer("ddp_fork_ext", max_epochs=1)
+    first = pids_after(kept, here.Later())
+    kept.fit_loop.max_epochs = 2
+    assert pids_after(kept, here.Later()) == first
+    monkeypatch.setattr(here, "RATE", 0.25)
+    trainers[0].fit_loop.max_epochs = 2
+    pids_after(trainers[0], ReadsGlobal())
+    assert trainers[0].optimizers[0].param_groups[0]["lr"] == 0.25
+    assert trainers[0].global_step == 16
+    monkeypatch.setattr(here, "RATE", 0.125)
+    trainers[0].strategy.close()
+    trainers[0].fit_loop.max_epochs = 3
+    pids_after(trainers[0], ReadsGlobal())
+    assert trainers[0].optimizers[0].param_groups[0]["lr"] == 0.125
 
 
 def test_workers_that_are_taken_over_start_as_new_ones_do():

@@ -137,7 +137,9 @@ def _is_updatable(obj: Any) -> bool:
     kind: Any = type(obj)
     if kind in (Tensor, Parameter, np.ndarray) or isinstance(obj, (list, dict, set, deque)):
         return True
-    if not hasattr(obj, "__dict__") or isinstance(obj, _NOT_OBJECTS) or kind in copyreg.dispatch_table:
+    if isinstance(obj, _NOT_OBJECTS) or kind in copyreg.dispatch_table:
+        return False
+    if not hasattr(obj, "__dict__") and not _slots_of(kind):  # a number, a string, a tuple
         return False
     return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
 
@@ -148,8 +150,18 @@ def pickles_own_state(obj: Any) -> bool:
     return getattr(type(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
 
 
+def _slots_of(kind: type) -> list[str]:
+    names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as pickle does
+    return names
+
+
+def in_slots(obj: Any) -> dict[str, Any]:
+    """What an object has in ``__slots__``."""
+    return {name: getattr(obj, name) for name in _slots_of(type(obj)) if hasattr(obj, name)}
+
+
 def _state_of(obj: Any) -> tuple[Any, Any]:
-    """What an object holds, in objects of its own that are not shared, and its attributes."""
+    """What an object holds, in objects of its own that are not shared, and its attributes as pickle has them."""
     if isinstance(obj, Tensor):
         return obj.detach(), None
     if isinstance(obj, np.ndarray):
@@ -161,8 +173,12 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
         contents = dict(obj)
     elif isinstance(obj, set):
         contents = set(obj)
-    attributes = obj.__getstate__() if pickles_own_state(obj) else dict(getattr(obj, "__dict__", {}))
-    return contents, attributes
+    elif isinstance(obj, tuple):  # it stays what it is, and what is in it may have changed
+        contents = tuple(obj)
+    if pickles_own_state(obj):
+        return contents, obj.__getstate__()
+    attributes, slots = dict(getattr(obj, "__dict__", {})), in_slots(obj)
+    return contents, (attributes or None, slots) if slots else attributes
 
 
 def _update(obj: Any, contents: Any, attributes: Any) -> None:
@@ -180,11 +196,22 @@ def _update(obj: Any, contents: Any, attributes: Any) -> None:
         obj.extend(contents)
     if hasattr(type(obj), "__setstate__") and attributes:
         obj.__setstate__(attributes)
-    elif isinstance(attributes, dict) and hasattr(obj, "__dict__"):
-        if not pickles_own_state(obj):  # otherwise what it leaves out is this process's
-            for name in vars(obj).keys() - attributes.keys():
-                del vars(obj)[name]
+    elif isinstance(attributes, dict):
+        _set_attributes(obj, attributes, {})
+    elif isinstance(attributes, tuple):
+        _set_attributes(obj, *(part or {} for part in attributes))
+
+
+def _set_attributes(obj: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> None:
+    if not pickles_own_state(obj):  # otherwise what it leaves out is this process's
+        for name in getattr(obj, "__dict__", {}).keys() - attributes.keys():
+            del vars(obj)[name]
+        for name in in_slots(obj).keys() - slots.keys():
+            object.__delattr__(obj, name)
+    if attributes:
         vars(obj).update(attributes)
+    for name, value in slots.items():
+        object.__setattr__(obj, name, value)
 
 
 def _write(target: Tensor, value: Tensor) -> None:

@@ -1,10 +1,12 @@
 """Finds what in a job cannot be pickled, to tell the user by the names that the user gave."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch.nn import Module
 
+from lightning_strategies_ext.launch.stage.changes import attributes_of, in_slots
 from lightning_strategies_ext.launch.transport.messages import Shared, dump
 
 
@@ -25,13 +27,17 @@ def culprit(job: Any, error: Exception) -> tuple[str, Exception]:
 
 
 def _roots(job: Any) -> Iterator[tuple[str, Any]]:
-    trainer = job.trainer
+    trainer, strategy = job.trainer, job.trainer.strategy
     roots = [("the LightningModule", trainer.lightning_module), ("the profiler", trainer.profiler)]
     roots += [("the callback", callback) for callback in trainer.callbacks]
     roots += [("the logger", logger) for logger in trainer.loggers]
     arguments = [arg for arg in [*job.args, *job.kwargs.values()] if arg is not trainer.lightning_module]
-    for kind, root in [*roots, *(("the argument", arg) for arg in arguments)]:
+    roots += [("the argument", arg) for arg in arguments]
+    roots += [("the accelerator", strategy.accelerator), ("the precision plugin", strategy.precision_plugin)]
+    roots += [("the checkpoint plugin", strategy.checkpoint_io), ("the strategy", strategy)]
+    for kind, root in roots:
         yield f"{kind} {type(root).__name__}", root
+    yield "the Trainer", trainer
 
 
 def _why_not(obj: Any, shared: Shared) -> Exception | None:
@@ -62,7 +68,8 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, (list, tuple)):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     elif not isinstance(obj, type):
-        of_the_tree = ("_parameters", "_buffers", "_modules") if isinstance(obj, Module) else ()
-        yield from (
-            (f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items() if name not in of_the_tree
-        )
+        attributes: dict[str, Any] = in_slots(obj)
+        if hasattr(obj, "__dict__"):
+            with suppress(Exception):  # what the object's class says of itself may be what fails
+                attributes.update(attributes_of(obj))
+        yield from ((f".{name}", value) for name, value in attributes.items())
