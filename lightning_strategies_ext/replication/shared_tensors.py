@@ -93,12 +93,10 @@ def writable_in(value: Any, place: str, known: Set[int]) -> Iterator[tuple[Any, 
         if id(value) not in known:
             yield value, place
     elif type(value) in CONTAINERS:
-        if type(value) is set:
-            entries = ((entry, f"{place}{{...}}") for entry in value if len(value) <= MAX_OPEN_LENGTH)
-        else:
-            entries = ((entry, f"{place}[{key!r}]") for key, entry in entries_of(value))
-        for entry, name in entries:
-            if type(entry) not in _PLAIN:  # quick
+        is_small_set = type(value) is set and len(value) <= MAX_OPEN_LENGTH
+        for key, entry in ((..., entry) for entry in value) if is_small_set else entries_of(value):
+            if type(entry) not in _PLAIN:  # naming takes longer than this
+                name = f"{place}{{...}}" if is_small_set else f"{place}[{key!r}]"
                 yield from writable_in(entry, name, known)
     elif isinstance(value, Module) and not is_metric(value):
         for path, module in value.named_modules(prefix=place):
