@@ -27,7 +27,7 @@ MISSING = object()
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 CONTAINERS = frozenset((list, tuple, set, deque, *_DICTS))
 _CHANGEABLE = CONTAINERS - {tuple}
-_MAX_OPEN_LENGTH = 64
+MAX_OPEN_LENGTH = 64
 
 
 class LostError(Exception):
@@ -36,7 +36,7 @@ class LostError(Exception):
 
 def entries_of(container: Any) -> Iterator[tuple[Any, Any]]:
     """Yields the keys and entries of a container that is looked into."""
-    if len(container) <= _MAX_OPEN_LENGTH and not isinstance(container, set):
+    if len(container) <= MAX_OPEN_LENGTH and not isinstance(container, set):
         yield from container.items() if isinstance(container, dict) else enumerate(container)
 
 
@@ -167,7 +167,7 @@ def _get(values: Any, key: Any) -> Any:
 
 
 def _starts_with(values: list[Any], start: list[Any]) -> bool:
-    if len(start) > _MAX_OPEN_LENGTH:
+    if len(start) > MAX_OPEN_LENGTH:
         return _is_equal(values[: len(start)], start)
     return len(values) >= len(start) and all(
         _is_unchanged(ours, theirs) or (type(ours) is type(theirs) and type(ours) in _CHANGEABLE)

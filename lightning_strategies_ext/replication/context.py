@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import move_data_to_device
 
+from lightning_strategies_ext.replication.given_numbers import GivenNumbers
 from lightning_strategies_ext.replication.lockstep import Lockstep, Seat
 
 #: Carries out something for the whole batch, given what each replica has brought and how many samples each has.
@@ -38,6 +39,7 @@ class ReplicaContext:
         device: Where it computes.
         num_samples: How many samples its part of the batch has.
         notes: What it has noted down.
+        calls: How often it has called what a user may call several times, by its id.
     """
 
     step: "Step"
@@ -45,6 +47,7 @@ class ReplicaContext:
     device: torch.device
     num_samples: int
     notes: list[Note] = field(default_factory=list)
+    calls: Counter[int] = field(default_factory=Counter)
 
     @property
     def index(self) -> int:
@@ -88,6 +91,7 @@ class Step:
         lockstep: The threads.
         root_device: Where whatever happens once happens.
         sizes: The number of samples of each replica.
+        numbers: What numbers given in earlier steps have told.
         check: Raises if replicas have changed what they share.
         refresh: Brings the replicas up to date with what has happened to the module in the meantime.
         contexts: The replicas' places.
@@ -97,6 +101,7 @@ class Step:
     lockstep: Lockstep
     root_device: torch.device
     sizes: list[int]
+    numbers: GivenNumbers
     check: Callable[[], None]
     refresh: Callable[[], None]
     contexts: list[ReplicaContext] = field(default_factory=list)
@@ -125,6 +130,18 @@ class Step:
         for same in matched.values():
             same[0].act([note.payload for note in same], [note.num_samples for note in same])
 
+    def are_of_batch(self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int]) -> bool:
+        """Whether weights are how much the batch counts. See :meth:`.GivenNumbers.are_of_batch`."""
+        return not self.is_over and self.numbers.are_of_batch(key, name, weights, sizes, self.sizes)
+
+    def warn_if_added_repeatedly(self, key: Hashable, name: str, values: Sequence[Any], sizes: Sequence[int]) -> None:
+        """Warns if values that are added up are one number. See :meth:`.GivenNumbers.warn_if_added_repeatedly`."""
+        if self.is_over or self.numbers.is_settled(key):  # without asking GPUs for values
+            return
+        if all(isinstance(value, (int, float)) or _is_one_element(value) for value in values):
+            are_computed = any(isinstance(value, torch.Tensor) for value in values)
+            self.numbers.warn_if_added_repeatedly(key, name, [float(value) for value in values], sizes, are_computed)
+
     def end(self) -> None:
         """Carries out what is left after all replicas have returned."""
         self.check()
@@ -137,3 +154,7 @@ class Step:
         results = self.lockstep.run_inside(functions)
         self.check()
         return results
+
+
+def _is_one_element(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()

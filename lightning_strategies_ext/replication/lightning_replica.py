@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_strategies_ext.replication.context import ReplicaContext
 from lightning_strategies_ext.replication.gathering import weighted_mean
-from lightning_strategies_ext.replication.metric_updates import is_of_whole_batch
 
 
 def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
@@ -64,8 +63,14 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
             values = [_unwrapped(value) for value, _ in payloads]
             weights = [size if given is None else given for (_, given), size in zip(payloads, sizes, strict=True)]
             total = sum(weights)
-            if is_of_whole_batch(weights, sizes):
-                weights, total = sizes, weights[0]
+            how, call, step = _name_of(reduce_fx), f"`self.log({name!r}, ...)`", context.step
+            place = (id(original), name)
+            if how == "sum":
+                step.warn_if_added_repeatedly(place, call, values, sizes)
+            elif how == "mean" and batch_size is not None:
+                counts = [float(weight) for weight in weights]
+                if step.are_of_batch(place, call, counts, sizes):
+                    weights, total = sizes, weights[0] * step.numbers.num_replicas
             original.log(
                 name,
                 reduced(name, values, weights, reduce_fx, root_device),
@@ -110,12 +115,13 @@ def reduced(name: str, values: Sequence[Any], weights: Sequence[int], reduce_fx:
     numbers = (int, float, bool)
     if not all(isinstance(v, numbers) or (isinstance(v, Tensor) and v.numel() == 1) for v in values):
         return values[0]  # a metric; anything else, Lightning has an error for
-    if all(value is values[0] for value in values):
+    how = _name_of(reduce_fx)
+    # Equal whole numbers are often one object, and each may be a count of its part.
+    if all(value is values[0] for value in values) and not (how == "sum" and isinstance(values[0], numbers)):
         return values[0]
     tensors = [torch.as_tensor(value, device=device).reshape(()) for value in values]
     is_whole = not any(tensor.is_floating_point() for tensor in tensors)
     tensors = [tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype()) for tensor in tensors]
-    how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if how == "sum":
         return torch.stack(tensors).sum()
     if how in ("min", "max"):
@@ -208,6 +214,10 @@ class ReplicaScheduler(_StandIn):
 
 def _unwrapped(value: Any) -> Any:
     return value.__wrapped__ if isinstance(value, wrapt.ObjectProxy) else value
+
+
+def _name_of(reduce_fx: Any) -> str:
+    return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
 
 
 def _detached(value: Any) -> Any:

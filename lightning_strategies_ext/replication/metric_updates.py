@@ -3,7 +3,7 @@
 What has rows is joined, and the metric is updated once. Numbers cannot be joined without knowing what they are, so the
 metric must tell. Sums, maxima and minima put parts together as they put batches together; a mean counts each part by
 its samples, or by the weight that it was given. A metric of another kind is updated once for each part, if its state
-adds up.
+adds up. Whether a weight is that of a part or of the batch, :mod:`.given_numbers` tells.
 
 What it does not promise: to tell a mean from a sum. A number is taken for what the metric makes of it, so the mean of
 a part given to a ``SumMetric`` is added to those of the other parts.
@@ -22,6 +22,7 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMet
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of
+from lightning_strategies_ext.replication.context import Step
 from lightning_strategies_ext.replication.gathering import NUMBERS, gather, is_fraction, is_same, weighted_mean
 from lightning_strategies_ext.replication.splitting import is_array
 
@@ -35,6 +36,8 @@ _WRAPPERS = tuple(
     for name in ("ClasswiseWrapper", "MinMaxMetric", "Running")
     if name in vars(torchmetrics.wrappers)
 )
+#: What may look at weights.
+_WEIGHING = (MeanMetric, MetricCollection, *_WRAPPERS)
 _NUMBERS_MERGED_BY = (dim_zero_sum, dim_zero_max, dim_zero_min)
 _ROWS_MERGED_BY = (*_NUMBERS_MERGED_BY, dim_zero_cat)
 
@@ -44,8 +47,8 @@ def update_with_all(
     method: str,
     payloads: Sequence[Arguments],
     sizes: Sequence[int],
-    num_replicas: int,
-    device: torch.device,
+    step: Step,
+    number: int = 0,
 ) -> Any:
     """Calls a metric's ``update`` or ``__call__`` for the whole batch.
 
@@ -54,8 +57,8 @@ def update_with_all(
         method: Which of the two.
         payloads: What each replica has given.
         sizes: How many samples each replica has.
-        num_replicas: How many there are, if the batch is large enough.
-        device: Where the metric is.
+        step: The step. The metric is on its root device.
+        number: How many calls of this metric there were before in the step.
 
     Returns:
         What the method returns.
@@ -63,31 +66,33 @@ def update_with_all(
     Raises:
         ValueError: If replicas gave what cannot be joined, and the metric's kind does not tell what to do with it.
     """
-    if len(payloads) == 1:
+    device = step.root_device
+    columns = _columns(payloads)
+    has_number = any(_has_number(column, sizes) for column in columns.values())
+    if len(payloads) == 1 and not (has_number and isinstance(metric, _WEIGHING)):
         args, kwargs = move_data_to_device(payloads[0], device)
         return getattr(metric, method)(*args, **kwargs)
-    columns = _columns(payloads)
-    if not any(_has_number(column, sizes) for column in columns.values()):
+    if not has_number:
         args, kwargs = _joined(payloads, sizes, device, metric)
         return getattr(metric, method)(*args, **kwargs)
     # A metric's `forward` calls its `update`, as do wrappers and collections: each metric in them takes what it is
     # given there from all replicas.
     with ExitStack() as stack:
         for leaf in _leaves(metric):
-            stack.enter_context(_updated_by(leaf, payloads, sizes, num_replicas, device))
+            stack.enter_context(_updated_by(leaf, payloads, sizes, step, number))
         args, kwargs = move_data_to_device(payloads[0], device)
         return getattr(metric, method)(*args, **kwargs)
 
 
 @contextmanager
 def _updated_by(
-    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], num_replicas: int, device: torch.device
+    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: Step, number: int
 ) -> Generator[None, None, None]:
     update = metric.update
 
     def update_for_all(*args: Any, **kwargs: Any) -> None:
         given = [(args, {name: named[name] for name in kwargs}) for args, named in payloads]
-        for args, kwargs in _calls(metric, given, sizes, num_replicas, device):
+        for args, kwargs in _calls(metric, given, sizes, step, number):
             update(*args, **kwargs)
 
     metric.update = update_for_all  # type: ignore[method-assign]
@@ -98,19 +103,25 @@ def _updated_by(
 
 
 def _calls(
-    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], num_replicas: int, device: torch.device
+    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: Step, number: int
 ) -> Sequence[Arguments]:
     """The arguments that a metric is to be updated with, one after the other."""
+    device, num_replicas = step.root_device, step.numbers.num_replicas
     columns = _columns(payloads)
     numbers = {key: column for key, column in columns.items() if _has_number(column, sizes)}
     has_rows = any(contains(column, is_array) for key, column in columns.items() if key not in numbers)
     if has_rows and all(_is_constant(column) for column in numbers.values()):
         return [_joined(payloads, sizes, device, metric)]
     each = [move_data_to_device(payload, device) for payload in payloads]
+    if isinstance(metric, MeanMetric):
+        return _calls_of_mean(metric, columns, each, sizes, step, number)
+    if len(payloads) == 1:
+        return each
+    if isinstance(metric, SumMetric):
+        values = columns[0 if 0 in columns else "value"]
+        step.warn_if_added_repeatedly((id(metric), number), type(metric).__name__, values, sizes)
     if isinstance(metric, _ADDING_UP):
         return each
-    if isinstance(metric, MeanMetric):
-        return _calls_of_mean(metric, columns, each, sizes, device)
     if metric.full_state_update or not _is_merged_by(metric, _ROWS_MERGED_BY if has_rows else _NUMBERS_MERGED_BY):
         raise _refusal(metric, "its state for the batch cannot be put together from those for the parts")
     if len(set(sizes)) > 1 or len(sizes) < num_replicas:
@@ -127,29 +138,24 @@ def _calls_of_mean(
     columns: Mapping[Any, list[Any]],
     each: Sequence[Arguments],
     sizes: Sequence[int],
-    device: torch.device,
+    step: Step,
+    number: int,
 ) -> Sequence[Arguments]:
     values = columns[0 if 0 in columns else "value"]
     weights = columns.get(1, columns.get("weight"))
     if not all(map(_is_number, values)):
         return each
     if weights is None:
+        if len(each) == 1:
+            return each
         if not all(map(is_fraction, values)):
             raise _refusal(metric, "a whole number is no mean of the part's samples")
-        return [((weighted_mean(values, sizes, device),), {})]
-    if all(map(_is_number, weights)) and is_of_whole_batch([float(weight) for weight in weights], sizes):
-        return [((weighted_mean(values, sizes, device), weights[0]), {})]
+        return [((weighted_mean(values, sizes, step.root_device),), {})]
+    if all(map(_is_number, weights)):
+        counts = [float(weight) for weight in weights]
+        if step.are_of_batch((id(metric), number), type(metric).__name__, counts, sizes):
+            return [((weighted_mean(values, sizes, step.root_device), counts[0] * step.numbers.num_replicas), {})]
     return each
-
-
-def is_of_whole_batch(counts: Sequence[float], sizes: Sequence[int]) -> bool:
-    """Whether replicas have said how much the whole batch counts (``batch_size=32``), not how much their parts do.
-
-    Args:
-        counts: What each has said.
-        sizes: How many samples each has.
-    """
-    return len(set(counts)) == 1 and len(sizes) > 1 and (counts[0] >= sum(sizes) or counts[0] % 1 != 0)
 
 
 def _leaves(metric: Any) -> Iterator[Metric]:

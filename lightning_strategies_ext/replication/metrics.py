@@ -76,9 +76,10 @@ class ReplicaMetric(wrapt.ObjectProxy):  # type: ignore[type-arg]
 
     def _self_call(self, method: str) -> Act:
         metric, step = self.__wrapped__, self._self_context.step
-        num_replicas = len(step.lockstep.seats)
+        number = self._self_context.calls[id(metric)]
+        self._self_context.calls[id(metric)] += 1
 
         def act(payloads: list[Any], sizes: list[int]) -> Any:
-            return update_with_all(metric, method, payloads, sizes, num_replicas, step.root_device)
+            return update_with_all(metric, method, payloads, sizes, step, number)
 
         return act

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.replication.context import ReplicaContext, Step
 from lightning_strategies_ext.replication.gathering import gather
+from lightning_strategies_ext.replication.given_numbers import GivenNumbers
 from lightning_strategies_ext.replication.lockstep import Lockstep
 from lightning_strategies_ext.replication.replicas import Replicas, modules_to_copy
 from lightning_strategies_ext.replication.splitting import Part, split, split_like
@@ -59,6 +60,7 @@ class ReplicatedModule(DataParallel[Module]):
         self._takes_turns = devices[0].type == "cpu" if take_turns is None else take_turns
         self._sync_batchnorm = sync_batchnorm
         self._replicas = Replicas(module, devices, sync_batchnorm)
+        self._numbers = GivenNumbers(len(devices))
         self._lockstep: Lockstep | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
 
@@ -113,7 +115,7 @@ class ReplicatedModule(DataParallel[Module]):
     def _run(self, method: str, parts: Sequence[Part]) -> Any:
         root_device = self._devices[0]
         sizes = [part.num_samples for part in parts]
-        step = Step(self._threads(), root_device, sizes, self._replicas.check, self._replicas.refresh)
+        step = Step(self._threads(), root_device, sizes, self._numbers, self._replicas.check, self._replicas.refresh)
         for seat, device, part in zip(step.lockstep.seats, self._devices, parts, strict=False):
             step.contexts.append(ReplicaContext(step, seat, device, part.num_samples))
         try:
@@ -143,6 +145,7 @@ class ReplicatedModule(DataParallel[Module]):
             **self.__dict__,
             "_lockstep": None,
             "_finalizer": None,
+            "_numbers": GivenNumbers(len(self._devices)),  # it knows metrics by their ids
             "_replicas": Replicas(self.module, self._devices, self._sync_batchnorm),
         }
 

@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Embedding, EmbeddingBag, Module, Parameter
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter
 from torch.nn.parallel import replicate as torch_replicate
 
 from lightning_strategies_ext import _lightning
@@ -27,7 +27,6 @@ from lightning_strategies_ext.replication.containers import (
     MISSING,
     LostError,
     copy_for_replica,
-    entries_of,
     is_same,
     take_over,
     warn_of_counted_samples,
@@ -35,7 +34,7 @@ from lightning_strategies_ext.replication.containers import (
 from lightning_strategies_ext.replication.context import ReplicaContext
 from lightning_strategies_ext.replication.lightning_replica import adapt
 from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
-from lightning_strategies_ext.replication.shared_tensors import SharedTensors, can_be_written
+from lightning_strategies_ext.replication.shared_tensors import SharedTensors, writable_in, writes_to_weight
 
 BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 #: Attributes that need no taking over: those that are looked at by themselves, and the lists of their weights that
@@ -141,6 +140,7 @@ class Replicas:
 
     def _look_at_attributes(self) -> None:
         """Finds the modules' own methods, and what of their attributes a step can change in place."""
+        known = {*map(id, self._originals), *map(id, self._parameters())}
         for original in self._originals:
             for name, value in original.__dict__.items():
                 if name in _FRAMEWORKS:
@@ -148,23 +148,17 @@ class Replicas:
                 kind = type(value)
                 if kind is MethodType:
                     self._methods.setdefault(original, []).append(name)
-                elif kind in CONTAINERS:
+                    continue
+                if kind in CONTAINERS:
                     self._containers.setdefault(original, []).append(name)
-                    self._in_attributes += [
-                        (entry, f"`self.{name}[{key!r}]` of {type(original).__name__}")
-                        for key, entry in entries_of(value)
-                        if can_be_written(entry)
-                    ]
-                elif can_be_written(value):
-                    self._in_attributes.append((value, f"`self.{name}` of {type(original).__name__}"))
+                self._in_attributes += [
+                    (tensor, f"{place}` of {type(original).__name__}")
+                    for tensor, place in writable_in(value, f"`self.{name}", known)
+                ]
 
     def _share(self) -> None:
         """Begins to watch what replicas share, and their copies of it."""
-        renormed = {
-            id(module.weight)
-            for module in self._originals
-            if isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None  # writes to its weight
-        }
+        renormed = {id(module.weight) for module in self._originals if writes_to_weight(module)}
         parameters = [parameter for parameter in self._parameters() if id(parameter) not in renormed]
         values: list[Any] = [value for value, _ in self._in_attributes] + parameters
         origins: list[Parameter | str] = [*(name for _, name in self._in_attributes), *parameters]

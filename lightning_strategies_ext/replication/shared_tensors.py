@@ -1,23 +1,32 @@
 """What replicas share and a step must not write to: parameters, and tensors and arrays that attributes hold.
 
+Attributes hold them also within lists, dicts, tuples and sets at any depth, and in modules there, which are no
+submodules and so are not replicated.
+
 Where each replica writes to them, the change happens once per replica, or is lost with a copy on another GPU.
 torch counts most writes to a tensor. Those through ``parameter.data``, which is how many write the update of a target
 network, it does not: on the CPU, where replicas share the parameters themselves, norms tell.
 
 What it does not promise: to notice writes through ``.data`` to parameters on GPUs, where looking would have to wait for
-the device, or to tensors that are no parameters; a change that leaves a parameter's norm as it is; or one to an array
-of more than 64 KiB.
+the device, or to tensors that are no parameters; a change that leaves a parameter's norm as it is; one to an array
+of more than 64 KiB; or one to what is in a container of more than 64 entries.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence, Set
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 
+from lightning_strategies_ext.replication.containers import CONTAINERS, MAX_OPEN_LENGTH, entries_of
+from lightning_strategies_ext.replication.metrics import is_metric
+
+#: What most entries of containers are.
+_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _MAX_ARRAY_BYTES = 1 << 16
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -32,9 +41,7 @@ class SharedTensors:
 
     def __init__(self, values: Sequence[Any], origins: Sequence[Parameter | str]) -> None:
         self._values, self._origins = values, origins
-        self._measured: list[Tensor] = [
-            value for value, origin in zip(values, origins, strict=True) if _has_norm(value, origin)
-        ]
+        self._measured = [(value, origin) for value, origin in zip(values, origins, strict=True) if _has_norm(value)]
         self.look()
 
     def look(self) -> None:
@@ -47,9 +54,9 @@ class SharedTensors:
         if versions != self._versions:
             changes = [before != now for before, now in zip(self._versions, versions, strict=True)]
             return self._origins[changes.index(True)]
-        for parameter, before, now in zip(self._measured, self._norms, self._norms_now(), strict=True):
+        for (_, origin), before, now in zip(self._measured, self._norms, self._norms_now(), strict=True):
             if before != now and not math.isnan(before):
-                return cast(Parameter, parameter)
+                return origin
         return None
 
     def _versions_now(self) -> list[int]:
@@ -57,7 +64,8 @@ class SharedTensors:
 
     @torch.no_grad()
     def _norms_now(self) -> list[float]:
-        return [norm.item() for norm in torch._foreach_norm(self._measured)] if self._measured else []
+        parameters = [parameter for parameter, _ in self._measured]
+        return [norm.item() for norm in torch._foreach_norm(parameters)] if parameters else []
 
 
 def _version(value: Any) -> int:
@@ -69,10 +77,35 @@ def _version(value: Any) -> int:
         return 0
 
 
-def _has_norm(value: Any, origin: Any) -> bool:
-    return value is origin and type(value) is Parameter and value.is_cpu and value.dtype in _FLOATS
+def _has_norm(value: Any) -> bool:
+    return type(value) is Parameter and value.is_cpu and value.dtype in _FLOATS  # a copy is a Tensor
 
 
-def can_be_written(value: Any) -> bool:
-    """Whether it is a tensor or an array."""
-    return isinstance(value, (Tensor, np.ndarray))
+def writable_in(value: Any, place: str, known: Set[int]) -> Iterator[tuple[Any, str]]:
+    """Yields the tensors and arrays in an attribute, each with what a user calls it.
+
+    Args:
+        value: The attribute's value.
+        place: What a user calls it.
+        known: The ids of modules and parameters that are looked at by themselves.
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        if id(value) not in known:
+            yield value, place
+    elif type(value) in CONTAINERS:
+        is_small_set = type(value) is set and len(value) <= MAX_OPEN_LENGTH
+        for key, entry in ((..., entry) for entry in value) if is_small_set else entries_of(value):
+            if type(entry) not in _PLAIN:  # naming takes longer than this
+                name = f"{place}{{...}}" if is_small_set else f"{place}[{key!r}]"
+                yield from writable_in(entry, name, known)
+    elif isinstance(value, Module) and not is_metric(value):
+        for path, module in value.named_modules(prefix=place):
+            if id(module) not in known and not is_metric(module):
+                for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+                    if tensor is not None and id(tensor) not in known and not writes_to_weight(module):
+                        yield tensor, f"{path}.{name}"
+
+
+def writes_to_weight(module: Module) -> bool:
+    """Whether a module's forward pass itself writes to its weight: an embedding that renorms what is looked up."""
+    return isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None

@@ -291,6 +291,30 @@ def set_running(model, x, y, i):
     model.running += x.mean(0)
 
 
+def update_deep(model, x, y, i):
+    model.state["a"]["b"][0].add_(1)
+
+
+def update_in_set(model, x, y, i):
+    for tensor in next(iter(model.group))[0], *model.others:
+        tensor.add_(1)
+
+
+def follow_hidden(model, x, y, i):
+    with torch.no_grad():
+        for theirs, ours in zip(model.teacher[0].parameters(), model.net.parameters(), strict=True):
+            theirs.lerp_(ours, 0.1)
+
+
+def follow_hidden_data(model, x, y, i):
+    for theirs, ours in zip(model.teacher["of"][0].parameters(), model.net.parameters(), strict=True):
+        theirs.data.lerp_(ours.data, 0.1)
+
+
+def normalize_with_hidden(model, x, y, i):
+    model.layers[0](x)
+
+
 @pytest.mark.parametrize(
     ("update", "attributes", "message"),
     [
@@ -308,10 +332,32 @@ def set_running(model, x, y, i):
         (set_running, {"running": torch.zeros(NUM_FEATURES)}, r"`self\.running` of Model in place"),
         (remember, {"memory": {"last": torch.zeros(NUM_FEATURES)}}, r"`self\.memory\['last'\]` of Model in place"),
         (lambda m, x, y, i: m.array.__iadd__(1), {"array": np.zeros(3)}, r"`self\.array` of Model in place"),
+        (
+            update_deep,
+            {"state": {"a": {"b": (torch.zeros(1),)}}},
+            r"`self\.state\['a'\]\['b'\]\[0\]` of Model in place",
+        ),
+        (
+            update_in_set,
+            {"group": {(torch.zeros(1),)}, "others": ()},
+            r"`self\.group\{\.\.\.\}\[0\]` of Model",
+        ),
+        (follow_hidden, {"teacher": [MLP().net]}, r"`self\.teacher\[0\]\.0\.weight` of Model in place"),
+        (
+            follow_hidden_data,
+            {"teacher": {"of": (MLP().net,)}},
+            r"`self\.teacher\['of'\]\[0\]\.\d\.\w+` of Model",
+        ),
+        (
+            normalize_with_hidden,
+            {"layers": [nn.BatchNorm1d(NUM_FEATURES)]},
+            r"`self\.layers\[0\]\.\w+` of Model in place",
+        ),
     ],
     ids=[
         *("a Counter", "a defaultdict", "a dict's value", "a nested dict", "a deque", "a set", "a nested list"),
-        *("a tensor", "a tensor in a dict", "an array"),
+        *("a tensor", "a tensor in a dict", "an array", "a tensor deep within", "a tensor in a set"),
+        *("a module in a list", "a module's .data", "a module's buffers"),
     ],
 )
 @each_way
@@ -331,6 +377,33 @@ def test_a_number_that_may_count_samples_warns(update, place):
     model = with_attributes(update, seen=0, state={"n": 0})()
     with pytest.warns(UserWarning, match=place + r".*it counts those of one replica only.*`on_train_batch_end`"):
         make_trainer("dp_ext", devices=2, max_epochs=1).fit(model, loader(10, batch_size=10))
+
+
+class HidesModules(MLP):
+    """Has modules in lists: one that never changes, its own layers, itself; and a list of its parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(NUM_FEATURES, momentum=None)
+        self.teacher = [copy.deepcopy(self.net), nn.Embedding(10, 2, max_norm=0.1), nn.BatchNorm1d(NUM_FEATURES).eval()]
+        self.layers = {"all": [*self.net, nn.Sequential(self.norm)], "self": (self,)}
+        self.trained = [list(self.parameters())]
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.norm(torch.eye(NUM_FEATURES))  # in training mode
+        self.teacher[1](batch[1])
+        loss = self.loss(batch) + (self.net(batch[0]) - self.teacher[0](self.teacher[2](batch[0]))).square().mean()
+        for optimizer in (self.optimizers(), self.optimizers()):
+            self.manual_backward(loss, retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+
+
+@each_way
+def test_modules_in_lists_that_a_step_leaves_alone_do_no_harm(way):
+    assert_close(state_of(train(way(3), HidesModules)[1]), state_of(train("auto", HidesModules)[1]))
 
 
 # --- metrics that are no submodules ---
