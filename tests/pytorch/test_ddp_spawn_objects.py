@@ -254,7 +254,8 @@ class Lazy(MLP):
             self.net(dataset().tensors[0])
 
 
-def test_lazy_layers_come_back():
+def test_lazy_layers_come_back(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a worker would have more threads, and sums of other bits
     states = []
     for strategy in ("auto", "ddp_spawn_ext"):
         model = seeded(Lazy)
