@@ -133,8 +133,9 @@ def run_script(
 def run_warm(
     *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Like :func:`run_script`, but what the program imports is there already, see :mod:`.warm`."""
-    return run_command(warm.python(), *command, env=env, timeout_s=timeout_s, cwd=cwd)
+    """Like :func:`run_script`, but what the program imports is there already, see :mod:`.warm`; it has one thread."""
+    environment = {"OMP_NUM_THREADS": "1", **(env or {})}
+    return run_command(warm.python(), *command, env=environment, timeout_s=timeout_s, cwd=cwd)
 
 
 def run_command(
