@@ -81,7 +81,8 @@ def families(findings: list[Finding]) -> dict[Finding, bool]:
     for finding in findings:
         base = by_name.get(re.sub("_find_unused_parameters_(true|false)$", "", finding.name), finding)
         is_variant = base != finding and replace(finding, name=base.name) == base
-        has_variants[base if is_variant else finding] = is_variant
+        shown = base if is_variant else finding
+        has_variants[shown] = is_variant or has_variants.get(shown, False)
     return has_variants
 
 

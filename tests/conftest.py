@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 # test before it, or the parameters of one, has computed in parallel in this process.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
-
+#: The server of :mod:`tests.support.warm`, which ends when it is let go.
 _WARM = pytest.StashKey[subprocess.Popen[bytes] | None]()
 
 

@@ -79,7 +79,11 @@ class Program:
 
 
 def start_server() -> subprocess.Popen[bytes] | None:
-    """Starts the server, which ends with this process; programs that come before it is ready wait for it."""
+    """Starts the server; programs that come before it is ready wait for it.
+
+    Returns:
+        The server, which ends when nobody holds this any more. None where the system has no such processes.
+    """
     if sys.platform != "linux":
         return None
     directory = tempfile.mkdtemp(prefix="tests-")
@@ -158,7 +162,9 @@ def _watch(selector: selectors.BaseSelector, connection: socket.socket, pid: int
     ended = os.pidfd_open(pid)
 
     def on_signal() -> None:
-        number = connection.recv(1)
+        number = b""
+        with suppress(ConnectionResetError):
+            number = connection.recv(1)
         if not number:
             selector.unregister(connection)
         os.kill(pid, number[0] if number else signal.SIGKILL)
@@ -199,7 +205,7 @@ def _become(program: Program, fds: list[int]) -> None:
 
 
 def _leave(directory: str) -> None:
-    shutil.rmtree(directory)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
