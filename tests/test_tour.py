@@ -6,7 +6,7 @@ from examples import tour
 from tests.support.ranks import REPOSITORY, run_warm
 
 #: Ranks of scripts have their own share of the predictions each, as with Lightning's strategies.
-OF_ALL_RANKS = {"ddp_spawn_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}
+OF_ALL_RANKS = {"ddp_spawn_ext": 360, "ddp_fork_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,13 @@ def test_what_comes_back_is_what_one_device_gives(strategy, alone):
     assert alone["held-out accuracy"] > 0.85
 
 
-def test_the_table_has_a_column_for_each():
-    result = run_warm(REPOSITORY / "examples/tour.py", "--strategy", "dp_ext", env={"COLUMNS": "120"})
+def test_the_table_has_a_column_for_each_and_says_what_is_lost_with_stock():
+    result = run_warm(
+        REPOSITORY / "examples/tour.py", "--strategy", "ddp_fork_ext", env={"COLUMNS": "120"}, timeout_s=240
+    )
     assert result.returncode == 0, result.stdout
-    rows = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in result.stdout.splitlines() if "│" in line}
-    assert [cell.strip() for cell in rows["Adam's steps"]] == ["132", "132"]
-    assert [cell.strip() for cell in rows["predictions that came back"]] == ["360", "360"]
+    table = [line.replace("┃", "│").split("│") for line in result.stdout.splitlines()]
+    rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in table if len(cells) > 2}
+    assert rows["after fit, test and predict"] == ["one device", "ddp_fork", "ddp_fork_ext"]
+    assert rows["Adam's steps"] == ["132", "lost", "132"]
+    assert rows["predictions that came back"] == ["360", "0", "360"]

@@ -9,7 +9,7 @@ What it does not promise: to tell a mean from a sum. A number is taken for what 
 a part given to a ``SumMetric`` is added to those of the other parts.
 """
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
@@ -110,11 +110,11 @@ def _calls(
     columns = _columns(payloads)
     numbers = {key: column for key, column in columns.items() if _has_number(column, sizes)}
     has_rows = any(contains(column, is_array) for key, column in columns.items() if key not in numbers)
+    if isinstance(metric, MeanMetric):
+        return _calls_of_mean(metric, payloads, sizes, step, number)
     if has_rows and all(_is_constant(column) for column in numbers.values()):
         return [_joined(payloads, sizes, device, metric)]
     each = [move_data_to_device(payload, device) for payload in payloads]
-    if isinstance(metric, MeanMetric):
-        return _calls_of_mean(metric, columns, each, sizes, step, number)
     if len(payloads) == 1:
         return each
     if isinstance(metric, SumMetric):
@@ -134,28 +134,30 @@ def _calls(
 
 
 def _calls_of_mean(
-    metric: Metric,
-    columns: Mapping[Any, list[Any]],
-    each: Sequence[Arguments],
-    sizes: Sequence[int],
-    step: Step,
-    number: int,
+    metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: Step, number: int
 ) -> Sequence[Arguments]:
+    columns, device = _columns(payloads), step.root_device
     values = columns[0 if 0 in columns else "value"]
     weights = columns.get(1, columns.get("weight"))
-    if not all(map(_is_number, values)):
-        return each
-    if weights is None:
-        if len(each) == 1:
+    has_rows = not all(map(_is_number, values))
+    counts = [float(weight) for weight in weights] if weights and all(map(_is_number, weights)) else []
+    if has_rows and (not counts or (len(set(counts)) == 1 and not counts[0].is_integer())):
+        return [_joined(payloads, sizes, device, metric)]
+    each = [move_data_to_device(payload, device) for payload in payloads]
+    if not counts:
+        if weights or len(each) == 1:
             return each
         if not all(map(is_fraction, values)):
             raise _refusal(metric, "a whole number is no mean of the part's samples")
-        return [((weighted_mean(values, sizes, step.root_device),), {})]
-    if all(map(_is_number, weights)):
-        counts = [float(weight) for weight in weights]
-        if step.are_of_batch((id(metric), number), type(metric).__name__, counts, sizes):
-            return [((weighted_mean(values, sizes, step.root_device), counts[0] * step.numbers.num_replicas), {})]
-    return each
+        return [((weighted_mean(values, sizes, device),), {})]
+    if step.are_of_batch((id(metric), number), type(metric).__name__, counts, sizes):
+        weight = counts[0] * step.numbers.num_replicas
+    elif has_rows:
+        weight = sum(counts)  # each row counts as much as all parts together do
+    else:
+        return each
+    mean_or_rows = gather(values, sizes, device, "values") if has_rows else weighted_mean(values, sizes, device)
+    return [((mean_or_rows, weight), {})]
 
 
 def _leaves(metric: Any) -> Iterator[Metric]:
