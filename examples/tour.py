@@ -1,7 +1,7 @@
 """Trains the same network on one device, with Lightning's strategy and with ours, and prints what comes back of each.
 
     python examples/tour.py                            # strategy="ddp_spawn_ext"
-    python examples/tour.py --strategy ddp_ext         # or dp_ext, ddp_fork_ext, horovod_ext
+    python examples/tour.py --strategy ddp_ext         # or another of ours, but horovod_elastic_ext
 
 Two CPU ranks with half of each batch compute what one device computes with the whole of it. The rows tell what a script
 sees in the end: metrics, what the module and a callback have counted, optimizers, predictions. The images are those of
@@ -41,6 +41,7 @@ STOCK = {
     "ddp_ext": "ddp",
     "ddp_spawn_ext": "ddp_spawn",
     "ddp_fork_ext": "ddp_fork",
+    "ddp_notebook_ext": "ddp_notebook",
     "dp_ext": None,
     "horovod_ext": None,
 }
