@@ -96,7 +96,8 @@ class Failure:
         pickled = None
         with suppress(Exception):
             pickled = dump(exception, returning=True)
-        summary = f"{type(exception).__qualname__}: {exception}".splitlines()[0]
+        lines = str(exception).strip().splitlines()
+        summary = ": ".join([type(exception).__qualname__, *lines[:1]])
         return cls(pickled, summary, trace, time.monotonic(), has_results)
 
     @property

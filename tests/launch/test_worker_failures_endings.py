@@ -104,8 +104,13 @@ class Run:
         return found
 
     def temporary_files(self) -> list[str]:
-        """What is in the directory for temporary files, but for the cache that `import torch` may make."""
-        return [name for name in os.listdir(self.temporary) if not name.startswith("torchinductor")]
+        """What is in the directory for temporary files, but for what torch and Open MPI leave there themselves.
+
+        `import torch` may make a cache and, in older torch, a directory with a generated module that stays if a process
+        is killed. Lightning before 2.6 initializes MPI to detect it.
+        """
+        names = [path.name for path in self.temporary.iterdir() if [*path.glob("_remote_module*")] == []]
+        return [name for name in names if not name.startswith(("torchinductor", "ompi."))]
 
     def wait_for_no_temporary_files(self, but: str | None = None, timeout_s: float = 5) -> None:
         """Waits until nothing is there, but for names that begin so: processes may still be cleaning up."""

@@ -124,7 +124,7 @@ def test_a_second_ctrl_c_while_results_come_back_does_not_wait_for_them():
 
 class RaisesFromC(MLP):
     def training_step(self, batch, batch_idx):
-        error = ValueError("the real reason")
+        error = ValueError("\nthe real reason\nand what it means")
         if hasattr(error, "add_note"):
             error.add_note("  a note\nthat ends in: threading.py(1002): _bootstrap")
         raise error
