@@ -1,6 +1,6 @@
 """Every private name of Lightning's that this package touches, one named function or alias each.
 
-Each says why it is needed and in which Lightning versions it was read. ``tests/test_lightning_private.py`` fails when
+Each says why it is needed and in which Lightning versions it was read. ``tests/test_lightning_private*.py`` fails when
 one of them is gone, so that a new Lightning release shows here first and nowhere else.
 """
 

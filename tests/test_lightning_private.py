@@ -4,7 +4,6 @@ import ast
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,16 @@ from lightning.fabric.strategies import DataParallelStrategy as FabricDataParall
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from packaging.version import Version
 
 from lightning_strategies_ext import DDPStrategy, _lightning
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
-from tests.support.models import MLP, StatefulLoader, dataset, fit, loader, make_trainer
+from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY, run_ranks
 
 
@@ -306,61 +303,6 @@ def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: 
     assert run_ranks(find_learning_rate, tmp_path, world_size=1) == [(True, False)]
 
 
-# --- replicas ---
-
-
-def test_the_device_that_a_module_says_can_be_set_alone() -> None:
-    module = MLP()
-    _lightning.set_device(module, torch.device("meta"))
-    assert module.device == torch.device("meta")
-    assert module.net[0].weight.device == torch.device("cpu")
-    _lightning.set_device(module.net, torch.device("meta"))  # has none: nothing happens
-    assert "_device" not in vars(module.net)
-
-
-class Recorder(torch.nn.Module):
-    """What a strategy wraps a module with: it asks what is called, and calls that."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.called: list[str | None] = []
-
-    def forward(self, *args: Any) -> Any:
-        self.called.append(_lightning.take_redirection(self.module))
-        return getattr(self.module, self.called[-1] or "forward")(*args)
-
-
-def test_the_method_that_fabric_wants_called_is_found_and_forward_is_itself_again(monkeypatch) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1)
-    monkeypatch.setattr(fabric.strategy, "setup_module", Recorder)
-    module = MLP()
-    module.forward = lambda features: module.net(features)  # one of the user's own is none of Fabric's
-    model = fabric.setup(module)
-    recorder = model._forward_module
-    model.mark_forward_method("loss")
-    batch = next(iter(loader()))
-    assert torch.equal(model.loss(batch), module.loss(batch))
-    assert torch.equal(model.predict_step(batch, 0), module.net(batch[0]))
-    assert torch.equal(model(batch[0]), module.net(batch[0]))
-    assert recorder.called == ["loss", "predict_step", None]
-
-
-def test_fabric_asks_a_control_of_this_class_to_leave_out_the_exchange_of_gradients() -> None:
-    fabric = Fabric(strategy=FabricDataParallelStrategy(), accelerator="cpu", devices=1)
-    asked = []
-
-    class Control(_lightning.BackwardSyncControl):
-        def no_backward_sync(self, module: torch.nn.Module, enabled: bool = True) -> Any:
-            asked.append(enabled)
-            return nullcontext()
-
-    fabric.strategy._backward_sync_control = Control()
-    model = fabric.setup(MLP())
-    with fabric.no_backward_sync(model), fabric.no_backward_sync(model, enabled=False):
-        assert asked == [True, False]
-
-
 # --- where private names may stand ---
 
 
@@ -407,87 +349,3 @@ def imports_from_lightning(path: Path) -> list[str]:
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
     return [name for name in names if name.split(".")[0] == "lightning"]
-
-
-# --- what comes back from workers ---
-
-
-def test_all_loops_are_found() -> None:
-    trainer = make_trainer("auto", devices=1)
-    loops = _lightning.loops_of(trainer)
-    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        assert loop in loops
-    epoch_loop = trainer.fit_loop.epoch_loop
-    for loop in (epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
-        assert loop in loops
-    assert len({id(loop) for loop in loops}) == len(loops)
-
-
-def test_the_metrics_are_in_the_connector_that_we_name() -> None:
-    trainer, _ = fit("auto", devices=1)
-    metrics, others = _lightning.connectors_of(trainer)
-    kept = [value for value in vars(metrics).values() if isinstance(value, dict)]
-    for logged in (trainer.callback_metrics, trainer.logged_metrics):
-        assert logged
-        assert any(logged is value for value in kept)
-    assert metrics not in others
-    assert all(hasattr(other, "trainer") for other in others if hasattr(other, "trainer"))
-    assert len(others) >= 5
-
-
-def test_the_data_of_a_stage_are_where_we_look() -> None:
-    trainer = make_trainer("auto", devices=1)
-    train, val = loader(), loader()
-    trainer.fit(MLP(), train, val)
-    data = _lightning.data_of(trainer)
-    assert any(item is train for item in data)
-    assert any(item is val for item in data)
-
-
-def test_results_of_a_stage_are_recognised() -> None:
-    trainer, _ = fit("auto", devices=1)
-    bound = [name for name, value in vars(trainer.fit_loop.epoch_loop).items() if _lightning.is_bound_to_stage(value)]
-    assert len(bound) == 1
-
-
-def test_a_layer_sync_that_is_set_is_the_one_that_the_strategy_has() -> None:
-    strategy = make_trainer("ddp_ext").strategy
-    plugin = TorchSyncBatchNorm()
-    _lightning.set_layer_sync(strategy, plugin)
-    assert _lightning.layer_sync(strategy) is plugin
-
-
-def test_the_positions_of_loaders_are_those_of_a_checkpoint(tmp_path: Path) -> None:
-    trainer = make_trainer("auto", devices=1, max_epochs=1, limit_train_batches=3)
-    assert _lightning.states_of_loaders(trainer) == []
-    trainer.fit(MLP(), StatefulLoader(dataset(), batch_size=4))
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=False)
-    states = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    assert _lightning.states_of_loaders(trainer) == states == [{"position": 3}]
-
-
-class Fails(MLP):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        raise ValueError("bad luck")
-
-
-def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_loaders() -> None:
-    trainer = make_trainer("auto", devices=1)
-    handler = signal.getsignal(signal.SIGTERM)
-    trainer.state.fn, trainer.training, model = TrainerFn.FITTING, True, Fails()
-    trainer.strategy.connect(model)
-    with pytest.raises(ValueError, match="bad luck"):
-        trainer._fit_impl(model, loader())  # as a worker does it: nothing around it handles the exception
-    assert signal.getsignal(signal.SIGTERM) != handler
-    assert trainer.fit_loop._data_fetcher is not None
-    _lightning.tear_down(trainer)
-    assert signal.getsignal(signal.SIGTERM) == handler
-    assert trainer.fit_loop._data_fetcher is None
-
-
-def test_a_sigterm_that_is_noted_is_one_that_the_trainer_has_received() -> None:
-    trainer = make_trainer("auto", devices=1)
-    assert not trainer.received_sigterm
-    _lightning.note_sigterm(trainer)
-    assert trainer.received_sigterm

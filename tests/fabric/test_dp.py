@@ -12,7 +12,7 @@ from torch.nn import DataParallel, functional
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_strategies_ext.fabric.dp import DataParallelStrategy
-from tests.pytorch.test_dp import WAYS, assert_close, copying_devices, cpu_devices
+from tests.support.dp_training import WAYS, assert_close, copying_devices, cpu_devices
 from tests.support.models import MLP, NUM_CLASSES, loader, state_of
 
 FABRIC_WAYS = {

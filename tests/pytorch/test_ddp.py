@@ -1,11 +1,7 @@
-"""What ``ddp_ext`` promises beside equal weights: its arguments, its life over several stages."""
+"""What ``ddp_ext`` promises beside equal weights: its life over several stages, its names, its collectives."""
 
 import pickle
-import time
 import warnings
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,22 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy as LightningFabricDDPStrategy
-from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ParallelStrategy, ShmOptions
+from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ParallelStrategy
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.registry import STRATEGIES
 from tests.support.models import (
     MLP,
     WithBatchNorm,
-    WithUnusedParameters,
     assert_same_bits,
     fit,
     loader,
@@ -194,227 +184,6 @@ def test_the_classes_register_their_own_names_and_no_other(strategy_class):
     names = {DDPStrategy: in_scripts, DDPSpawnStrategy: in_workers, FabricDDPStrategy: in_scripts | in_workers}
     assert set(strategies) == names[strategy_class]
     assert all(type(strategies.get(name)) is strategy_class for name in strategies)
-
-
-# --- arguments ---
-
-
-def train_with(**arguments: Any) -> dict:
-    return state_of(fit(DDPStrategy(**arguments), max_epochs=1)[1])
-
-
-class NotingCheckpointIO(TorchCheckpointIO):
-    def __init__(self) -> None:
-        self.saved: list[str] = []
-
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        self.saved.append(Path(path).name)
-        super().save_checkpoint(checkpoint, path, storage_options)
-
-
-def train_with_plugins(directory: Path, gives_devices: bool) -> dict[str, Any]:
-    environment, checkpoint_io = LightningEnvironment(), NotingCheckpointIO()
-    precision = MixedPrecision("bf16-mixed", "cpu")
-    # Lightning's Trainer takes an accelerator or CPU devices from a strategy, not both.
-    accelerator, devices = (None, [torch.device("cpu")] * 2) if gives_devices else (CPUAccelerator(), None)
-    # By position, in the order of Lightning's own DDPStrategy.
-    strategy = DDPStrategy(accelerator, devices, environment, checkpoint_io, precision)
-    pl.seed_everything(11, verbose=False)
-    model = MLP()
-    trainer = make_trainer(strategy, devices="auto" if gives_devices else 2, accelerator="auto", max_epochs=1)
-    trainer.fit(model, loader())
-    trainer.save_checkpoint(directory / "saved.ckpt")
-    assert gives_devices or trainer.accelerator is accelerator
-    assert strategy.cluster_environment is environment
-    assert trainer.precision == "bf16-mixed"
-    return {"saved": checkpoint_io.saved, "world_size": trainer.world_size, "state": state_of(model)}
-
-
-def train_with_trainer_flags() -> dict:
-    return state_of(fit("ddp_ext", max_epochs=1, precision="bf16-mixed")[1])
-
-
-@pytest.mark.parametrize("gives_devices", [True, False])
-def test_plugins_given_to_the_strategy_are_those_that_are_used(tmp_path, gives_devices):
-    first, second = run_ranks(train_with_plugins, tmp_path, gives_devices)
-    assert first["world_size"] == second["world_size"] == 2
-    assert (first["saved"], second["saved"]) == (["saved.ckpt"], [])  # rank 0 writes
-    assert_same_bits(first["state"], run_ranks(train_with_trainer_flags)[0])
-
-
-def compressed_and_not(kind: str) -> list[dict]:
-    arguments: dict[str, Any] = {
-        "fp16": {"ddp_comm_hook": default_hooks.fp16_compress_hook},
-        "bf16": {"ddp_comm_hook": default_hooks.bf16_compress_hook},
-        "wrapper": {
-            "ddp_comm_hook": default_hooks.allreduce_hook,
-            "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
-        },
-        "state": {
-            "ddp_comm_state": powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2),
-            "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
-        },
-    }[kind]
-    return [train_with(**arguments), train_with()]
-
-
-@pytest.mark.parametrize("kind", ["fp16", "bf16", "wrapper", "state"])
-def test_a_communication_hook_exchanges_the_gradients_on_cpu_too(kind):
-    outcomes = run_ranks(compressed_and_not, kind)
-    for compressed, exact in outcomes:
-        assert any(not torch.equal(compressed[name], exact[name]) for name in exact), "the hook did nothing"
-        for name in exact:
-            torch.testing.assert_close(compressed[name], exact[name], atol=0.05, rtol=0.05)
-    assert_same_bits(outcomes[0][0], outcomes[1][0])
-
-
-class NoteWeights(pl.Callback):
-    def __init__(self) -> None:
-        self.weights: list[list[float]] = []
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.weights.append(module.net[0].weight.flatten().tolist())
-
-
-def train_locally() -> list[list[float]]:
-    """Gradients are exchanged for two steps, then not at all; models are averaged every third step."""
-    note = NoteWeights()
-    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
-    strategy = DDPStrategy(
-        ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=3
-    )
-    fit(strategy, callbacks=[note], max_epochs=1)
-    return note.weights
-
-
-def test_post_local_sgd_lets_models_drift_apart_and_averages_them_by_its_period():
-    first, second = run_ranks(train_locally)
-    agree = [a == b for a, b in zip(first, second, strict=True)]
-    # Averaged after the third and the sixth step: two warm-up steps, then every third one.
-    assert agree == [True, True, True, False, False, True, False, False]
-
-
-def train_within_the_host() -> list[list[float]]:
-    note = NoteWeights()
-    state = post_localSGD_hook.PostLocalSGDState(None, None, start_localSGD_iter=0)  # groups: not said
-    fit(
-        DDPStrategy(
-            ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook.post_localSGD_hook, model_averaging_period=4
-        ),
-        callbacks=[note],
-        max_epochs=1,
-    )
-    return note.weights
-
-
-def test_post_local_sgd_exchanges_gradients_within_the_host_when_no_group_is_given():
-    first, second = run_ranks(train_within_the_host)
-    assert first == second
-
-
-def time_out() -> float:
-    strategy = make_trainer(DDPStrategy(timeout=timedelta(seconds=2))).strategy
-    strategy.setup_environment()
-    start = time.monotonic()
-    if strategy.global_rank == 0:
-        with pytest.raises(RuntimeError, match="barrier nobody comes failed"):
-            strategy.barrier("nobody comes")
-    else:
-        while time.monotonic() - start < 4:
-            pass
-    return time.monotonic() - start
-
-
-def test_timeout_bounds_a_collective():
-    assert 1 < run_ranks(time_out)[0] < 4
-
-
-def look_at_process_group() -> tuple[str | None, str, float]:
-    strategy = make_trainer(DDPStrategy(process_group_backend="cpu:gloo")).strategy
-    strategy.setup_environment()
-    return strategy.process_group_backend, dist.get_backend(), strategy.reduce(torch.tensor(3.0)).item()
-
-
-def take_too_much_memory(make_strategy: Callable[..., Any]) -> tuple[str, float]:
-    strategy = make_strategy(process_group_options=ShmOptions(segment_num_bytes=10**15))
-    front_end = Fabric if isinstance(strategy, FabricDDPStrategy) else pl.Trainer
-    strategy = front_end(strategy=strategy, accelerator="cpu", devices=2).strategy
-    strategy.setup_environment()
-    tensor = torch.tensor(3.0)
-    dist.all_reduce(tensor)
-    return dist.get_backend(), tensor.item()
-
-
-@pytest.mark.parametrize("make_strategy", [DDPStrategy, FabricDDPStrategy])
-def test_cpu_ranks_of_one_host_share_memory_by_default_and_options_reach_it(make_strategy):
-    outcomes = outcomes_of_ranks(take_too_much_memory, make_strategy)
-    assert [outcome.value for outcome in outcomes] == [("shm", 6.0)] * 2
-    assert "the process group talks over gloo, since rank 0 finds no room" in outcomes[0].output
-
-
-def test_process_group_backend_is_used():
-    assert run_ranks(look_at_process_group) == [("cpu:gloo", "cpu:gloo", 3.0)] * 2
-
-
-class Look(pl.Callback):
-    """Notes DDP's settings and the collectives that one forward pass runs."""
-
-    def __init__(self) -> None:
-        self.model: Any = None
-        self.collectives: list[str] = []
-
-    def on_train_start(self, trainer, module):
-        model = trainer.strategy.model
-        assert isinstance(model, DistributedDataParallel)
-        self.settings = (model.gradient_as_bucket_view, model.find_unused_parameters, model.static_graph)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, torch.no_grad():
-            module.forward = module.net.forward
-            model(next(iter(loader()))[0])
-        self.collectives = [event.name for event in profiler.events() if event.name.startswith(("c10d::", "shm:"))]
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if not hasattr(self, "gradients"):
-            self.gradients = [parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()]
-
-
-def look_at_ddp() -> list[Any]:
-    seen = []
-    for model, arguments in (
-        (MLP, {}),
-        (MLP, {"gradient_as_bucket_view": False, "find_unused_parameters": True}),
-        (WithBatchNorm, {"static_graph": True}),
-    ):
-        look = Look()
-        fit(DDPStrategy(**arguments), model, callbacks=[look], max_epochs=1)
-        seen.append((look.settings, look.collectives, len(set(look.gradients))))
-    return seen
-
-
-def test_defaults_keep_gradients_once_and_broadcast_no_buffer_that_is_not_there():
-    plain, chosen, with_buffers = run_ranks(look_at_ddp)[0]
-    assert plain == ((True, False, False), [], 1), "gradients lie in one bucket"
-    assert chosen == ((False, True, False), [], 4), "the user's own choice holds"
-    assert with_buffers[0] == (True, False, True)
-
-
-def fit_often(name: str, model: type[MLP]) -> None:
-    for _ in range(3):
-        fit(name, model, max_epochs=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "times"),
-    [
-        ("ddp_ext_find_unused_parameters_true", MLP, 1),
-        ("ddp_ext_find_unused_parameters_true", WithUnusedParameters, 0),  # its graph is not static
-        ("ddp_ext", MLP, 0),  # nothing to gain
-    ],
-)
-def test_static_graph_is_advised_once_where_it_helps(name, model, times):
-    first, second = outcomes_of_ranks(fit_often, name, model)
-    assert first.error is None
-    assert first.output.count("static_graph=True") == times
-    assert "static_graph" not in second.output
 
 
 # --- collectives through the strategy and the module ---

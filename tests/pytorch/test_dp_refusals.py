@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DataParallelStrategy
-from tests.pytorch.test_dp import assert_close, each_way, train
+from tests.support.dp_training import assert_close, each_way, train
 from tests.support.models import MLP, WithBatchNorm, dataset, loader, make_trainer, state_of
 from tests.support.ranks import kill_tree, start_script
 

@@ -1,0 +1,148 @@
+"""Optimizers, gradients and precision under ``dp_ext`` are those of one device on the whole batch."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.nn import functional
+
+from tests.support.dp_training import assert_close, assert_trains_alike, each_way, train
+from tests.support.models import (
+    MLP,
+    NUM_CLASSES,
+    TwoOptimizers,
+    state_of,
+)
+
+
+@each_way
+def test_several_optimizers_step_alike_under_manual_optimization(way):
+    assert_trains_alike(way(3), TwoOptimizers)
+
+
+class Gan(MLP):
+    """What a GAN's training step does: two toggled optimizers, schedulers, clipping, a loss from new weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(NUM_CLASSES, 1)
+
+    def training_step(self, batch, batch_idx):
+        generator, critic = self.optimizers()
+        with generator.toggle_model():
+            loss = -self.critic(self.net(batch[0])).mean() + self.loss(batch)
+            generator.zero_grad()
+            self.manual_backward(loss)
+            assert all(parameter.grad is None or parameter.is_leaf for parameter in self.critic.parameters())
+            self.clip_gradients(generator, 0.5, "norm")
+            generator.step()
+        self.toggle_optimizer(critic)
+        score = self.critic(self.net(batch[0]).detach()).mean()  # with the generator's new weights
+        critic.zero_grad()
+        self.manual_backward(score)
+        critic.step()
+        self.untoggle_optimizer(critic)
+        by_step, on_plateau = self.lr_schedulers()
+        by_step.step()
+        on_plateau.step(score.detach())
+        self.log_dict({"score": score, "lr": generator.param_groups[0]["lr"], "other_lr": critic.param_groups[0]["lr"]})
+
+    def configure_optimizers(self):
+        generator = torch.optim.Adam(self.net.parameters(), lr=0.01)
+        critic = torch.optim.SGD(self.critic.parameters(), lr=0.01)
+        by_step = torch.optim.lr_scheduler.StepLR(generator, 5, gamma=0.5)
+        on_plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(critic, patience=1, factor=0.5)
+        return [generator, critic], [by_step, {"scheduler": on_plateau, "monitor": "score"}]
+
+
+@each_way
+def test_a_gan_trains_alike(way):
+    assert_trains_alike(way(3), Gan)
+
+
+class WithClosure(MLP):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        self.log("loss", optimizer.step(closure=closure))
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+@each_way
+def test_a_closure_runs_in_all_replicas_as_often_as_the_optimizer_asks(way):
+    assert_trains_alike(way(2), WithClosure, precision="64-true")  # L-BFGS magnifies what is rounded
+
+
+class WithLbfgs(MLP):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+@pytest.mark.parametrize(
+    ("make_model", "kwargs"),
+    [
+        (MLP, {"accumulate_grad_batches": 3}),
+        (MLP, {"gradient_clip_val": 0.1}),
+        (MLP, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        (MLP, {"precision": "64-true"}),
+        (WithLbfgs, {"precision": "64-true"}),
+    ],
+    ids=["accumulation", "clipping by norm", "clipping by value", "double precision", "LBFGS"],
+)
+@each_way
+def test_what_the_trainer_does_to_gradients_is_the_same(way, make_model, kwargs):
+    assert_trains_alike(way(3), make_model, **kwargs)
+
+
+def test_a_schedule_of_accumulation_is_followed():
+    trainers = [
+        train(strategy, devices=devices, max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 1, 1: 4})])
+        for strategy, devices in (("dp_ext", 3), ("auto", 1))
+    ]
+    assert trainers[0][0].global_step == trainers[1][0].global_step
+    assert_close(*[state_of(model) for _, model in trainers])
+
+
+class SeesDtypes(MLP):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def loss(self, batch):
+        logits = self.net(batch[0])
+        self.seen.append(logits.dtype)
+        return functional.cross_entropy(logits, batch[1])
+
+
+@pytest.mark.parametrize(
+    ("make_precision", "dtype"),
+    [
+        (lambda: MixedPrecision("bf16-mixed", "cpu"), torch.bfloat16),
+        (lambda: MixedPrecision("16-mixed", "cpu"), torch.float16),
+    ],
+    ids=["bf16-mixed", "16-mixed"],
+)
+@each_way
+def test_mixed_precision_reaches_the_replicas(way, make_precision, dtype):
+    ours = train(way(2), SeesDtypes, plugins=[make_precision()])
+    theirs = train("auto", SeesDtypes, plugins=[make_precision()])
+    assert set(ours[1].seen) == {dtype}
+    assert_close(state_of(ours[1]), state_of(theirs[1]), tolerance=2e-2)
+    scalers = [trainer.precision_plugin.scaler for trainer, _ in (ours, theirs)]
+    if dtype is torch.float16:
+        assert scalers[0].state_dict() == scalers[1].state_dict()

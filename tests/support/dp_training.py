@@ -1,0 +1,53 @@
+"""Trains with ``dp_ext`` and with one device on the same whole batches, and compares.
+
+Replicas on the CPU take turns; where it could matter, they also run at once, and with copies of the parameters as on
+several GPUs (the device "cpu:0" is another one than "cpu" to torch, and what is moved to it is copied).
+"""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_strategies_ext import DataParallelStrategy
+from tests.support.models import MLP, loader, make_trainer, state_of
+
+
+def cpu_devices(num_replicas: int) -> list[torch.device]:
+    return [torch.device("cpu")] * num_replicas
+
+
+def copying_devices(num_replicas: int) -> list[torch.device]:
+    return [torch.device("cpu")] + [torch.device("cpu", 0)] * (num_replicas - 1)
+
+
+WAYS = {
+    "in turns": lambda num: DataParallelStrategy(parallel_devices=cpu_devices(num)),
+    "at once": lambda num: DataParallelStrategy(parallel_devices=cpu_devices(num), take_turns=False),
+    "with copies": lambda num: DataParallelStrategy(parallel_devices=copying_devices(num), take_turns=False),
+}
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+
+
+def train(strategy, make_model=MLP, data=None, devices=1, **kwargs):
+    pl.seed_everything(11, verbose=False)
+    model = make_model()
+    trainer = make_trainer(strategy, devices, **kwargs)
+    trainer.fit(model, data or loader(64, batch_size=10), loader(21, batch_size=10))
+    return trainer, model
+
+
+def assert_close(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def assert_trains_alike(strategy, make_model=MLP, devices=1, tolerance=1e-5, **kwargs):
+    trainer, model = train(strategy, make_model, devices=devices, **kwargs)
+    reference, expected = train("auto", make_model, **kwargs)
+    assert_close(state_of(model), state_of(expected), tolerance)
+    assert trainer.callback_metrics.keys() == reference.callback_metrics.keys()
+    assert_close(trainer.callback_metrics, reference.callback_metrics, tolerance)
+    assert (trainer.global_step, trainer.current_epoch) == (reference.global_step, reference.current_epoch)
