@@ -223,11 +223,11 @@ def stop() -> None:
 def _backends_held() -> list[Any]:
     """References to the backends of all groups, so that none ends with its group.
 
-    Before torch 2.7 (seen in 2.5.1) a group that ends holds Python's lock while its gloo waits for a thread, and the
-    thread may wait for that lock, to let go of the tensors of its last collective. A gloo that ends by itself does not
-    hold the lock.
+    Before torch 2.8 (seen in 2.5.1 and 2.7.1) a group that ends holds Python's lock while its gloo waits for a thread,
+    and the thread may wait for that lock, to let go of the tensors of its last collective. A gloo that ends by itself
+    does not hold the lock.
     """
-    if torch.__version__ >= "2.7":
+    if torch.__version__ >= "2.8":
         return []
     from torch.distributed.distributed_c10d import _world
 
