@@ -94,9 +94,10 @@ def num_descriptors(_: int) -> int:
 def test_workers_keep_nothing_of_the_stages_before():
     trainer = spawn_trainer(callbacks=[descriptors := CountsDescriptors()])
     model = MLP()
-    for _ in range(4):
+    for _ in range(5):
         trainer.validate(model, loader(), verbose=False)
-    assert len(set(descriptors.counts[1:])) == 1
+    after_first, *_, after_last = descriptors.counts[1:]
+    assert after_last <= after_first + 1  # and not one more for each stage
 
 
 def test_a_logger_goes_on_in_the_same_place(tmp_path):
