@@ -19,22 +19,26 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test check lint pytest conformance bench matrix clean
+.PHONY: demo test check names lint pytest conformance bench matrix clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint pytest
 
-check: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint
+check: $(VENV)/.installed-dev $(VENV)/.installed-horovod names lint
 	$(VENV)/bin/pytest --no-processes --numprocesses $(SHARDS) --quiet -r fE
+
+# What is made from the sources, for whoever says pytorch_lightning; pip makes it too.
+names: $(VENV)/.installed-dev
+	$(RUN) hatch_build.py
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod
+pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 	$(VENV)/bin/pytest --numprocesses $(SHARDS) --dist loadfile --no-loadscope-reorder
 
 # torch's own tests and programs of ours, over gloo and over shm; see docs/conformance.md, which it writes.

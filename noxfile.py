@@ -32,6 +32,7 @@ CORNERS = {
     "py311": Corner("3.11", "torch==2.7.1", "lightning==2.5.6"),
     "py312": Corner("3.12", "torch==2.8.0", "lightning==2.6.0"),
     "py313": Corner("3.13", "torch", "lightning"),
+    "other_name": Corner(os.environ.get("PYTHON", "python3"), os.environ.get("TORCH", "torch"), "pytorch-lightning"),
 }
 # An index that has a smaller torch than PyPI's, such as CPU builds.
 TORCH_INDEX = os.environ.get("MATRIX_TORCH_INDEX")
@@ -74,15 +75,23 @@ def run_corner(session: nox.Session, name: str, corner: Corner) -> None:
             problem = "the run was interrupted"
             if not build_horovod(session, horovod_log):
                 findings += ["--horovod-log", str(horovod_log)]
+            tests = Path.cwd()
+            if name == "other_name":
+                tests = Path(directory, "tests")
+                session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "lightning")
+                session.run("python", "-m", "tests.support.other_name", str(tests))
             try:
-                session.run(
-                    "pytest",
-                    "--numprocesses=2",
-                    "--dist=loadfile",
-                    "--no-loadscope-reorder",
-                    f"--junitxml={report}",
-                    *session.posargs,
-                )
+                with session.chdir(tests):
+                    session.run(
+                        "python",
+                        "-m",
+                        "pytest",
+                        "--numprocesses=2",
+                        "--dist=loadfile",
+                        "--no-loadscope-reorder",
+                        f"--junitxml={report}",
+                        *session.posargs,
+                    )
                 problem = ""
             except CommandFailed as failure:
                 if failure.reason == "Returned code 1":  # all tests have run, and some have failed

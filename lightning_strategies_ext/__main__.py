@@ -3,12 +3,14 @@
 import argparse
 import json
 from dataclasses import asdict
+from importlib import import_module
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_strategies_ext.doctor import Finding, examine, facts, families
+from lightning_strategies_ext import names
 from lightning_strategies_ext.horovod_build.command import add_arguments, install_horovod
 
 
@@ -21,8 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="lightning-strategies-ext", description=main.__doc__)
     commands = parser.add_subparsers(dest="command")
-    examine = commands.add_parser("doctor", help="what is here, and which strategies can run (the default)")
-    for taker in (parser, examine):
+    doctor = commands.add_parser("doctor", help="what is here, and which strategies can run (the default)")
+    for taker in (parser, doctor):
         taker.add_argument("--json", action="store_true", help="print what the doctor finds for machines")
     install = commands.add_parser(
         "install-horovod", help="build Horovod for the installed torch and prove that it works"
@@ -31,21 +33,22 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.command == "install-horovod":
         return install_horovod(parsed, Console())
-    return doctor(Console(), as_json=parsed.json)
+    return examine(Console(), as_json=parsed.json)
 
 
-def doctor(console: Console, *, as_json: bool = False) -> int:
+def examine(console: Console, *, as_json: bool = False) -> int:
     """Prints what is here and which strategies can run; returns 1 if one of them cannot and should."""
-    findings = list(examine())
-    found = facts()
+    doctor: Any = import_module(names.in_use().path("lightning_strategies_ext.doctor"))
+    findings = list(doctor.examine())
+    found = doctor.facts()
     if as_json:
         print(json.dumps({"facts": found, "strategies": [asdict(finding) for finding in findings]}, indent=2))  # noqa: T201
     else:
-        _print_tables(console, found, families(findings))
+        _print_tables(console, found, doctor.families(findings))
     return int(any(finding.is_fault for finding in findings))
 
 
-def _print_tables(console: Console, facts: dict[str, str], has_variants: dict[Finding, bool]) -> None:
+def _print_tables(console: Console, facts: dict[str, str], has_variants: dict[Any, bool]) -> None:
     here = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
         here.add_row(f"[bold]{name}", escape(value))

@@ -8,7 +8,7 @@ What this module promises: it never makes ``import torch`` or ``import lightning
 once on standard error. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's call off; then ``import
 lightning_strategies_ext`` registers the names.
 
-Other packages can offer strategies the same way, through two entry-point groups of ours (see :data:`GROUPS`)::
+Other packages can offer strategies the same way, through entry-point groups of ours (see :data:`GROUPS`)::
 
     [project.entry-points."lightning.pytorch.strategies"]
     my_strategy = "my_package.strategies:MyStrategy"
@@ -21,10 +21,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-#: Module that holds a registry → (name of the registry in it, our entry-point group for third parties).
+#: Module that holds a registry, which is also our entry-point group for third parties → (name of the registry, front
+#: end, package of our strategies for it).
 GROUPS = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning.pytorch.strategies"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.fabric.strategies"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "pytorch", "lightning_strategies_ext"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "fabric", "lightning_strategies_ext"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch", "lightning_strategies_ext.pytorch_lightning"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "fabric", "lightning_strategies_ext.pytorch_lightning"),
 }
 #: Module of torch's that knows the backends of process groups.
 BACKENDS = "torch.distributed.distributed_c10d"
@@ -63,16 +66,24 @@ def name_backend(module: ModuleType) -> None:
 
 def fill_registry(module: ModuleType) -> None:
     """Registers our names, then those of other packages, in the registry that ``module`` holds. Never raises."""
-    registry_name, group = GROUPS[module.__name__]
+    registry_name, front_end, package = GROUPS[module.__name__]
     try:
         from lightning_strategies_ext import registry
 
         strategies = getattr(module, registry_name)
-        registry.register_all(strategies, front_end=module.__name__.split(".")[1])
-        for entry_point in _installed_entry_points().select(group=group):
+        registry.register_all(strategies, front_end, package)
+        for entry_point in _installed_entry_points().select(group=module.__name__):
             _register_third_party(strategies, entry_point)
+        _check_version(module.__name__.partition(".")[0])
     except Exception as error:
         _say(f"its strategies could not be registered in `{module.__name__}` ({type(error).__name__}: {error}).")
+
+
+def _check_version(package: str) -> None:
+    """Says so if this Lightning is not one that the package was made for: pip is told of none, as there are two."""
+    version = str(getattr(sys.modules[package], "__version__", ""))
+    if version and not version.startswith(("2.5.", "2.6.")):
+        _say(f"it was made for Lightning 2.5 and 2.6, and this is {package} {version}. Install one of these.")
 
 
 @cache

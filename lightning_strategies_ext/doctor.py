@@ -10,12 +10,15 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from lightning_strategies_ext.discovery import GROUPS
+import lightning.fabric.strategies as fabric_strategies
+import lightning.pytorch.strategies as pytorch_strategies
+
 from lightning_strategies_ext.registry import STRATEGIES, LazyStrategy, UnavailableHereError
+
+_ABSENT = "not installed"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def facts() -> dict[str, str]:
         "this package": _version_of("lightning-strategies-ext"),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": _torch(),
-        "Lightning": _version_of("lightning"),
+        "Lightning": ", ".join(filter(None, map(_name_and_version_of, ("lightning", "pytorch-lightning")))),
         "Horovod": _horovod(),
         "MPI": _mpi(),
         "GPUs": _gpus(),
@@ -57,9 +60,9 @@ def facts() -> dict[str, str]:
 def examine() -> Iterator[Finding]:
     """Examines every name that this package, or another one through our entry points, has registered."""
     registered: dict[str, dict[str, Any]] = {}
-    for module_name, (registry_name, _) in GROUPS.items():
-        front_end = "Trainer" if ".pytorch." in module_name else "Fabric"
-        for name, entry in getattr(import_module(module_name), registry_name).items():
+    registries = (("Trainer", pytorch_strategies.StrategyRegistry), ("Fabric", fabric_strategies.STRATEGY_REGISTRY))
+    for front_end, registry in registries:
+        for name, entry in registry.items():
             if isinstance(entry["strategy"], LazyStrategy):
                 registered.setdefault(name, {})[front_end] = entry
     engines = {row.name: row.engine for row in STRATEGIES}
@@ -111,7 +114,12 @@ def _version_of(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return _ABSENT
+
+
+def _name_and_version_of(package: str) -> str | None:
+    found = _version_of(package)
+    return None if found == _ABSENT else f"{package} {found}"
 
 
 def _torch() -> str:

@@ -8,7 +8,7 @@ from typing import Any
 def lazy_names(
     package: str, modules: dict[str, str], further: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions ``__getattr__`` and ``__dir__`` of a package.
+    """The functions ``__getattr__`` and ``__dir__`` of a package; they give what is for the Lightning in use.
 
     Args:
         package: Its name.
@@ -19,6 +19,10 @@ def lazy_names(
     def getattr_(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        from lightning_strategies_ext import names
+
+        if not package.startswith(names.TWIN) and (other := names.in_use()) is not names.LIGHTNING:
+            return getattr(import_module(other.path(package)), name)
         return getattr(import_module(modules[name]), name)
 
     return getattr_, lambda: sorted((*modules, *further))

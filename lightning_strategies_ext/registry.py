@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from lightning_strategies_ext.names import LIGHTNING, PACKAGE, PYTORCH_LIGHTNING, Name, name_of
+
 
 class UnavailableHereError(RuntimeError):
     """What a strategy needs is not here, which is no fault: not everybody needs it."""
@@ -100,11 +102,8 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
 )
 
 
-#: Front end → what it is called, and where its classes are imported from.
-_FACES = {
-    PYTORCH: ("the Trainer", "lightning_strategies_ext"),
-    FABRIC: ("Fabric", "lightning_strategies_ext.fabric"),
-}
+#: Front end → what it is called, and what classes for it are imported from, in the package for a name of Lightning.
+_FACES = {PYTORCH: ("the Trainer", ""), FABRIC: ("Fabric", ".fabric")}
 
 
 class Registered:
@@ -114,31 +113,41 @@ class Registered:
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under its names, for code that fills a registry of its own."""
         for row in STRATEGIES:
-            if _path_of(cls) in row.classes.values() and row.name not in strategy_registry:
+            if _path_for_lightning(cls) in row.classes.values() and row.name not in strategy_registry:
                 strategy_registry.register(row.name, cls, description=row.description, **row.init_params)
 
     def __repr__(self) -> str:
-        """Says also what to write for the other front end.
+        """Says also what to write for the other front end, and for the other name of Lightning.
 
-        A front end refuses the other's strategies with a message that quotes them, before it calls anything of theirs.
+        A front end refuses the others' strategies with a message that quotes them, before it calls anything of theirs.
         """
         for kind in type(self).__mro__:
             for row in STRATEGIES:
-                for here, there in ((PYTORCH, FABRIC), (FABRIC, PYTORCH)):
-                    if row.classes.get(here) != _path_of(kind) or there not in row.classes:
-                        continue
-                    front_end, source = _FACES[there]
-                    name = row.classes[there].rpartition(":")[2]
-                    arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
-                    return (
-                        f"{object.__repr__(self)[:-1]}, for {_FACES[here][0]}."
-                        f" For {front_end}: from {source} import {name}; {name}({arguments})>"
-                    )
+                for here in _FACES:
+                    if row.classes.get(here) == _path_for_lightning(kind):
+                        return f"{object.__repr__(self)[:-1]}, {_whose(row, here, name_of(kind.__module__))}>"
         return object.__repr__(self)
 
 
-def _path_of(strategy_class: type) -> str:
-    return f"{strategy_class.__module__}:{strategy_class.__qualname__}"
+def _path_for_lightning(strategy_class: type) -> str:
+    """``"module:Class"`` of a class, or of that for the other name of Lightning."""
+    module = strategy_class.__module__
+    return f"{PACKAGE}{module.removeprefix(name_of(module).ours)}:{strategy_class.__qualname__}"
+
+
+def _whose(row: NamedStrategy, here: str, name: Name) -> str:
+    """For whom a class is, and how to get those for others that there are in this process."""
+    arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
+    names = [name, *(other for other in (LIGHTNING, PYTORCH_LIGHTNING) if other is not name and other.is_imported())]
+    told = f" of `{name.package}`" if len(names) > 1 else ""
+    said = [f"for {_FACES[here][0]}{told}."]
+    for other in names:
+        for there, (front_end, source) in _FACES.items():
+            if there in row.classes and (there, other) != (here, name):
+                told = f" of `{other.package}`" if len(names) > 1 else ""
+                kind = row.classes[there].rpartition(":")[2]
+                said.append(f"For {front_end}{told}: from {other.ours}{source} import {kind}; {kind}({arguments})")
+    return " ".join(said)
 
 
 @dataclass(frozen=True)
@@ -182,15 +191,17 @@ class LazyStrategy:
         return f"LazyStrategy({self.target!r})"
 
 
-def register_all(strategies: Any, front_end: str) -> None:
+def register_all(strategies: Any, front_end: str, package: str = PACKAGE) -> None:
     """Puts every row that ``front_end`` has a class for, and that is not there yet, into a registry of Lightning's.
 
     Args:
         strategies: ``lightning.pytorch.strategies.StrategyRegistry`` or
             ``lightning.fabric.strategies.STRATEGY_REGISTRY``.
         front_end: ``"pytorch"`` or ``"fabric"``.
+        package: That of our strategies for the name that Lightning has here.
     """
     for row in STRATEGIES:
         target = row.classes.get(front_end)
         if target is not None and row.name not in strategies:
-            strategies.register(row.name, LazyStrategy(target), description=row.description, **row.init_params)
+            strategy = LazyStrategy(package + target.removeprefix(PACKAGE))
+            strategies.register(row.name, strategy, description=row.description, **row.init_params)

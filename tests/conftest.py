@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 
-from tests.support import ranks, warm
+from tests.support import environments, ranks, warm
 
 # Lightning's detection of MPI initializes it in every rank that makes a Trainer, which takes half a second and leaves a
 # file in /dev/shm for each rank that is killed or forked. Before 2.6 it fails where mpi4py finds no MPI; there, MPI is
@@ -57,3 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         forked = [item for item in items if item.get_closest_marker("forked")]
         config.hook.pytest_deselected(items=forked)
         items[:] = [item for item in items if item not in set(forked)]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environments.build_wheel(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="session")
+def wheel_install(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> environments.Environment:
+    return environments.make_environment(wheel, tmp_path_factory.mktemp("wheel"))[0]

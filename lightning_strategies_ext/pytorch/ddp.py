@@ -332,7 +332,7 @@ def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:
     return any(
         is_overridden("setup", callback, Callback)
         for callback in callbacks
-        if not type(callback).__module__.startswith("lightning.")
+        if not type(callback).__module__.startswith(pl.__name__.partition(".")[0] + ".")
     )
 
 

@@ -10,15 +10,17 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_strategies_ext import shm
 from lightning_strategies_ext.shm.options import ShmOptions
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +141,7 @@ def default_backend(device: torch.device, is_one_host: bool) -> str:
 
 
 def start(
-    environment: ClusterEnvironment,
+    environment: "ClusterEnvironment",
     backend: str | None,
     device: torch.device,
     timeout: timedelta | None,

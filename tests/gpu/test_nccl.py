@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 
 from lightning_strategies_ext import DDPStrategy
 from tests.gpu.devices import BACKEND, DEVICE_TYPE, Ranks, cuda_only
@@ -20,8 +20,8 @@ def test_what_ranks_are_forked_from_has_touched_no_gpu(ranks: Ranks) -> None:
     assert ranks.run(touch_the_device) == [(False, 1.0)] * ranks.world_size
 
 
-def launched(where: dict[str, Any]) -> L.Fabric:
-    fabric = L.Fabric(strategy="ddp_ext", **where)
+def launched(where: dict[str, Any]) -> Fabric:
+    fabric = Fabric(strategy="ddp_ext", **where)
     fabric.launch()
     assert dist.get_backend() == BACKEND
     assert fabric.device.type == DEVICE_TYPE

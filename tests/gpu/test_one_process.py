@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from lightning.fabric import Fabric, seed_everything
 
 from lightning_strategies_ext import DataParallelStrategy
 from lightning_strategies_ext.fabric.dp import DataParallelStrategy as FabricDataParallelStrategy
@@ -63,9 +63,9 @@ def test_two_replicas_on_one_gpu_are_refused(strategy_class: type) -> None:
 
 
 def train_with_fabric(where: dict[str, Any], strategy: str, precision: str) -> dict[str, torch.Tensor]:
-    fabric = L.Fabric(strategy=strategy, precision=precision, **where)
+    fabric = Fabric(strategy=strategy, precision=precision, **where)
     fabric.launch()
-    L.seed_everything(11, verbose=False)
+    seed_everything(11, verbose=False)
     model = MLP()
     model, optimizer = fabric.setup(model.net, model.configure_optimizers())
     batches = fabric.setup_dataloaders(loader())

@@ -66,7 +66,7 @@ def surroundings(horovod_log: Path | None) -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch_version(),
-        "lightning": _version("lightning"),
+        "lightning": _version("lightning") or f"{_version('pytorch-lightning')} (pytorch_lightning)",
         "horovod": None if problem else horovod or _version("horovod"),
         "horovod_problem": problem,
         "system": f"{system}, {platform.machine()}, {cpu_count()} CPUs",

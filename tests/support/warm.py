@@ -27,8 +27,12 @@ from pathlib import Path
 from types import ModuleType
 
 _SERVER = "TESTS_WARM_SERVER"
-_IMPORTS = ("lightning.pytorch", "torchmetrics", "sklearn.datasets", "horovod.torch", "horovod.torch.elastic")
-_OURS = ("pytorch.ddp_spawn", "pytorch.dp", "pytorch.horovod_elastic", "fabric.ddp", "horovod.collectives")
+_IMPORTS = (
+    *("lightning.pytorch", "torchmetrics", "sklearn.datasets", "horovod.torch", "horovod.torch.elastic"),
+    *("lightning_strategies_ext.pytorch.ddp_spawn", "lightning_strategies_ext.pytorch.dp"),
+    *("lightning_strategies_ext.pytorch.horovod_elastic", "lightning_strategies_ext.fabric.ddp"),
+    "lightning_strategies_ext.horovod.collectives",
+)
 _PR_SET_PDEATHSIG = 1
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -212,7 +216,7 @@ def _leave(directory: str) -> None:
 def main() -> None:
     """Runs the server, and each of the programs that it forks."""
     directory, listener = sys.argv[1], socket.socket(fileno=int(sys.argv[2]))
-    for name in (*_IMPORTS, *(f"lightning_strategies_ext.{module}" for module in _OURS)):
+    for name in _IMPORTS:
         with suppress(ImportError):  # there may be no Horovod
             importlib.import_module(name)
     gc.freeze()

@@ -21,8 +21,10 @@ from multiprocessing.process import BaseProcess
 
 import psutil
 
-#: What the server imports before it forks.
-PRELOADED = ("lightning.pytorch", "torchmetrics", "lightning_strategies_ext.pytorch.ddp_spawn")
+from lightning_strategies_ext import names
+
+#: The module of ours with all that workers run, which the server imports before it forks, for the Lightning in use.
+_PRELOADED = "lightning_strategies_ext.pytorch.ddp_spawn"
 
 _REPLY = struct.Struct("!i")
 _lock = threading.Lock()
@@ -36,7 +38,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())]
+            preloaded = names.in_use().path(_PRELOADED)
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), preloaded]
             self._pid = os.getpid()
             # In a session of its own, so that Ctrl-C in a terminal reaches the main process alone, which tells workers.
             self.process = subprocess.Popen(
@@ -117,9 +120,9 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def _run(requests: socket.socket, main_pid: int) -> None:
+def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:
     gc.disable()  # it would look through all that is imported again and again: a sixth of the time
-    for module in PRELOADED:
+    for module in ("torchmetrics", preloaded):
         importlib.import_module(module)
     gc.freeze()  # so that no collection in a worker writes to pages that all share
     from lightning_strategies_ext.launch.processes import worker
@@ -168,4 +171,4 @@ def _run_worker(requests: socket.socket, fds: list[int], main_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    _run(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
+    _run(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3])

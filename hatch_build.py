@@ -1,0 +1,138 @@
+"""Makes ``lightning_strategies_ext/pytorch_lightning``: what speaks to ``lightning``, for ``pytorch_lightning``.
+
+The two packages of Lightning hold the same code under other names, and so does this: each module that imports
+``lightning``, or one of ours that does, is written once more with the other names in it. Everything else exists once.
+Builds and installs run it, editable ones too; after a change to the sources, ``python hatch_build.py`` does.
+"""
+
+import ast
+import re
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+PACKAGE = "lightning_strategies_ext"
+TWIN = f"{PACKAGE}.pytorch_lightning"
+_OTHER_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+#: They offer what other modules define, and would be counted among those.
+_FRONT_DOORS = (PACKAGE, f"{PACKAGE}.fabric")
+
+
+class BothNames(BuildHookInterface[Any]):
+    """What hatchling calls before it builds a wheel."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Writes the modules, and has the wheel take them though version control does not."""
+        root = Path(self.root)
+        write(root, root)
+        build_data["artifacts"].append(f"/{TWIN.replace('.', '/')}/**/*.py")
+
+
+def write(root: Path, target: Path) -> None:
+    """Writes the modules for ``pytorch_lightning`` in place of those that are there and differ.
+
+    Args:
+        root: The directory that has the package.
+        target: The same, or another one to write to.
+    """
+    directory = target / TWIN.replace(".", "/")
+    texts = twins(root)
+    for path in directory.rglob("*.py"):
+        if path.relative_to(directory) not in texts:
+            path.unlink()
+    for name, text in texts.items():
+        path = directory / name
+        if not path.exists() or path.read_text() != text:  # somebody may be importing them
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+
+def twins(root: Path) -> dict[Path, str]:
+    """The modules for ``pytorch_lightning``, by their paths within the package for it."""
+    modules = modules_of(root)
+    names = knowing_lightning(modules)
+    texts = {}
+    for name in names:
+        path = modules[name].relative_to(root / PACKAGE)
+        note = f"# Made by hatch_build.py from {PACKAGE}/{path}. Change that.\n"
+        texts[path] = note + rewritten(modules[name].read_text(), names, set(modules))
+    for path in list(texts):
+        for parent in path.parents:
+            texts.setdefault(parent / "__init__.py", "")
+    return texts
+
+
+def rewritten(text: str, names: set[str], modules: set[str]) -> str:
+    """A source with the names of ``pytorch_lightning`` in it.
+
+    Args:
+        text: The source.
+        names: The modules of ours that are there for it.
+        modules: All of ours.
+    """
+
+    def module(match: re.Match[str]) -> str:
+        parts = match[0].split(".")
+        longest = next(".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in modules)
+        return TWIN + match[0].removeprefix(PACKAGE) if longest in names and longest != PACKAGE else match[0]
+
+    def imports(match: re.Match[str]) -> str:
+        indent, source, imported = match.groups()
+        of_twin = [name for name in imported.split(", ") if f"{source}.{name.partition(' ')[0]}" in names]
+        others = [name for name in imported.split(", ") if name not in of_twin]
+        lines = [f"{indent}from {source} import {', '.join(others)}"] if others else []
+        if of_twin:
+            lines.append(f"{indent}from {TWIN}{source.removeprefix(PACKAGE)} import {', '.join(of_twin)}")
+        return "\n".join(lines)
+
+    text = re.sub(rf"^( *)from ({PACKAGE}(?:\.\w+)*) import (\w.*)$", imports, text, flags=re.MULTILINE)
+    text = re.sub(rf"(?<![\w.]){PACKAGE}(\.\w+)+(?! import )", module, text)
+    text = re.sub(rf"(?<=from ){PACKAGE}(\.\w+)+(?= import)", module, text)
+    for name, other in _OTHER_NAMES.items():
+        text = re.sub(rf"(?<![\w.]){re.escape(name)}\b", other, text)
+    return text
+
+
+def modules_of(root: Path) -> dict[str, Path]:
+    """Our modules for ``lightning`` and for none, with their files."""
+    modules = {}
+    for path in (root / PACKAGE).rglob("*.py"):
+        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if not f"{name}.".startswith(f"{TWIN}."):
+            modules[name] = path
+    return modules
+
+
+def knowing_lightning(modules: dict[str, Path]) -> set[str]:
+    """The modules that import Lightning, or one of ours that does, and the packages that offer what is in them."""
+    imported = {
+        name: imported_by(path.read_text(), modules) for name, path in modules.items() if name not in _FRONT_DOORS
+    }
+    names = {name for name, known in imported.items() if any(other.split(".")[0] == "lightning" for other in known)}
+    while more := {name for name, known in imported.items() if known & names} - names:
+        names |= more
+    return {*names, *_FRONT_DOORS}
+
+
+def imported_by(text: str, modules: Container[str]) -> set[str]:
+    """The modules that a source imports, other than for types."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in whole}
+    return found
+
+
+if __name__ == "__main__":
+    write(Path(__file__).parent, Path(__file__).parent)

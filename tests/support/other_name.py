@@ -1,0 +1,49 @@
+"""This repository as it would be if its tests said ``pytorch_lightning``, which are run there.
+
+    python -m tests.support.other_name DIRECTORY
+
+Tests, benchmarks, examples and what the documentation shows are rewritten as the package itself is, see
+``hatch_build.py``; where they name a module of ours, they name the one for ``pytorch_lightning``.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hatch_build
+
+REPOSITORY = Path(__file__).parents[2]
+#: What stands in tests besides the names of modules.
+_ALSO = {
+    r"^import lightning$": "import pytorch_lightning as lightning",
+    r'RequirementCache\("lightning\b': 'RequirementCache("pytorch-lightning',
+}
+_REWRITTEN = ("tests", "benchmarks", "examples", "docs")
+#: Tests of the sources themselves, and of how names are found: `tests/test_both_names.py` tests that for both.
+_OF_SOURCES = ("test_floors", "test_both_names", "test_versions_table", "test_discovery")
+
+
+def write(target: Path) -> None:
+    """Writes all that version control has, and the package for both names."""
+    hatch_build.write(REPOSITORY, target)
+    modules = hatch_build.modules_of(REPOSITORY)
+    names = hatch_build.knowing_lightning(modules)
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for name in listed.stdout.splitlines():
+        source, copy = REPOSITORY / name, target / name
+        if source.stem in _OF_SOURCES or not source.exists():
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        content = source.read_bytes()
+        if name.startswith(_REWRITTEN) and source.suffix in (".py", ".md", ".yaml"):
+            text = hatch_build.rewritten(content.decode(), names, set(modules))
+            for pattern, replacement in _ALSO.items():
+                text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
+            content = text.encode()
+        copy.write_bytes(content)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

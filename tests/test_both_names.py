@@ -1,0 +1,196 @@
+"""Whoever says ``pytorch_lightning`` gets the same: from modules that are made from those for ``lightning``."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hatch_build
+from lightning_strategies_ext import names
+from tests.support import environments, other_name
+from tests.support.ranks import REPOSITORY, run_script
+
+#: Tests that are run once more, with the other name in them.
+RUN_AGAIN = [
+    *("tests/pytorch/test_ddp.py", "tests/pytorch/test_dp.py", "tests/pytorch/test_command_line.py"),
+    *("tests/pytorch/test_ddp_spawn_checkpoints.py", "tests/pytorch/test_interactive.py"),
+    *("tests/fabric/test_front_ends.py", "tests/test_lightning_private.py"),
+]
+
+
+def run(script: str, directory: Path, *arguments: str) -> list[Any]:
+    """What a script prints as JSON in its last line."""
+    pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
+    file = directory / "script.py"
+    file.write_text(script)
+    result = run_script(file, *arguments)
+    assert result.returncode == 0, result.stdout
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_the_modules_for_the_other_name_are_those_that_their_sources_make():
+    directory = REPOSITORY / names.TWIN.replace(".", "/")
+    found = {path.relative_to(directory): path.read_text() for path in directory.rglob("*.py")}
+    expected = hatch_build.twins(REPOSITORY)
+    assert found.keys() == expected.keys(), "run `python hatch_build.py`"
+    assert [str(path) for path in expected if expected[path] != found[path]] == [], "run `python hatch_build.py`"
+
+
+def test_none_of_them_says_lightning():
+    modules = hatch_build.modules_of(REPOSITORY)
+    for path, text in hatch_build.twins(REPOSITORY).items():
+        imported = hatch_build.imported_by(text, modules)
+        assert not {name for name in imported if name.split(".")[0] == "lightning"}, path
+
+
+def test_tests_pass_with_the_other_name_in_them(tmp_path):
+    pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
+    other_name.write(tmp_path)
+    pytest_there = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")
+    result = run_script(*pytest_there, *RUN_AGAIN, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, timeout_s=280)
+    assert result.returncode == 0, result.stdout
+
+
+BOTH = """
+import json
+
+import lightning.pytorch as one
+import pytorch_lightning as other
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_strategies_ext
+from lightning_strategies_ext import pytorch_lightning as for_other
+
+
+def model_of(pl):
+    class Model(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.net = torch.nn.Linear(8, 3)
+
+        def training_step(self, batch, batch_idx):
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Model()
+
+
+def make_trainer(pl, strategy):
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+
+
+def main():
+    torch.manual_seed(1)
+    data = DataLoader(TensorDataset(torch.randn(64, 8), torch.randint(3, (64,))), batch_size=8)
+    seen = []
+    for name in ("ddp_fork_ext", "dp_ext"):
+        weights = []
+        for pl in (one, other):
+            model = model_of(pl)
+            make_trainer(pl, name).fit(model, data)
+            weights.append(model.net.weight)
+        seen.append(torch.equal(*weights))
+    for pl, package in ((other, lightning_strategies_ext), (one, for_other)):
+        try:
+            make_trainer(pl, package.DDPSpawnStrategy())
+        except ValueError as error:
+            seen.append(str(error))
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_both_in_one_process_train_alike_and_the_strategies_of_one_are_refused_by_the_other(tmp_path):
+    *are_equal, first, second = run(BOTH, tmp_path)
+    assert are_equal == [True, True]
+    line = "For the Trainer of `{}`: from {} import DDPSpawnStrategy; DDPSpawnStrategy(start_method='forkserver')"
+    assert line.format("pytorch_lightning", names.TWIN) in first
+    assert line.format("lightning", names.PACKAGE) in second
+
+
+@pytest.fixture(scope="module")
+def without_lightning(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> environments.Environment:
+    """Where there is ``pytorch_lightning`` only."""
+    pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
+    environment, site = environments.make_environment(wheel, tmp_path_factory.mktemp("without_lightning"))
+    for entry in [site / "lightning", *site.glob("lightning-*.dist-info")]:
+        entry.unlink()
+    return environment
+
+
+FIT = """
+import json
+import sys
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric import Fabric
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 3)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main():
+    data = DataLoader(TensorDataset(torch.randn(64, 8), torch.randint(3, (64,))), batch_size=8)
+    seen = []
+    for name in ("dp_ext", "ddp_spawn_ext"):
+        trainer = pl.Trainer(strategy=name, accelerator="cpu", devices=2, max_epochs=1, logger=False,
+                             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+        trainer.fit(Model(), data)
+        seen.append([trainer.global_step, isinstance(trainer.strategy, pl.strategies.ParallelStrategy)])
+    from lightning_strategies_ext import DDPStrategy, KeepGlobalBatch
+    from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
+    fabric = Fabric(strategy=FabricDDPStrategy(start_method="fork"), accelerator="cpu", devices=2)
+    seen.append([issubclass(DDPStrategy, pl.strategies.DDPStrategy), issubclass(KeepGlobalBatch, pl.Callback)])
+    seen.append(fabric.launch(lambda fabric: fabric.all_reduce(torch.ones(())).item()))
+    seen.append([name for name in sys.modules if name.split(".")[0] == "lightning"])
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+CLI = """
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.demos.boring_classes import BoringDataModule, BoringModel
+cli = LightningCLI(BoringModel, BoringDataModule)
+print(type(cli.trainer.strategy).__module__, cli.trainer.global_step)
+"""
+
+
+def test_the_wheel_serves_whoever_has_no_lightning(without_lightning, tmp_path):
+    assert without_lightning.run("-c", "import lightning").returncode == 1
+    script = tmp_path / "script.py"
+    script.write_text(FIT)
+    result = without_lightning.run(script)
+    assert result.stdout.splitlines()[-1:] == ["[[8, true], [4, true], [true, true], 1.0, []]"], result
+    options = "strategy=ddp_ext accelerator=cpu devices=1 max_steps=2 logger=false enable_progress_bar=false"
+    result = without_lightning.run("-c", CLI, "fit", *(f"--trainer.{option}" for option in options.split()))
+    assert result.stdout.splitlines()[-1:] == [f"{names.TWIN}.pytorch.ddp 2"], result
+    result = without_lightning.run("-m", names.PACKAGE, "--json")
+    assert result.returncode == 0, result
+    found = json.loads(result.stdout)
+    assert found["facts"]["Lightning"] == f"pytorch-lightning {version('pytorch-lightning')}"
+    assert [each["front_ends"] for each in found["strategies"] if each["name"] == "ddp_ext"] == [["Trainer", "Fabric"]]
