@@ -1,5 +1,6 @@
 """Names of a package whose modules load when they are first asked for."""
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -21,7 +22,7 @@ def lazy_names(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         from lightning_strategies_ext import names
 
-        if not package.startswith(names.TWIN) and (other := names.in_use()) is not names.LIGHTNING:
+        if not package.startswith(names.TWIN) and (other := names.in_use(sys._getframe(1))) is not names.LIGHTNING:
             return getattr(import_module(other.path(package)), name)
         return getattr(import_module(modules[name]), name)
 

@@ -5,9 +5,12 @@ is none of the other. So what speaks to Lightning is there twice: as it is writt
 :data:`TWIN`, for the other name. ``hatch_build.py`` makes that from the first when the package is built or installed.
 """
 
+import ast
+import linecache
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import FrameType
 
 PACKAGE = "lightning_strategies_ext"
 #: The package of the modules for ``pytorch_lightning``.
@@ -52,12 +55,35 @@ def name_of(module: str) -> Name:
     return PYTORCH_LIGHTNING if module == TWIN or module.startswith(f"{TWIN}.") else LIGHTNING
 
 
-def in_use() -> Name:
+def in_use(asked_by: FrameType | None = None) -> Name:
     """For which name things are that are asked for without saying so.
 
-    That is the one that this process has imported, or has installed; ``lightning`` if it is both.
+    That is the one that this process has imported, ``lightning`` if both. Before that, it is the one that is imported
+    by whoever asks: sorted, imports of this package stand before ``import pytorch_lightning``. Then it is the one that
+    is installed; pip installs both for who asks for ``lightning``.
+
+    Args:
+        asked_by: A frame of the program that asks, or of Python's import system on its behalf.
     """
     for name in (LIGHTNING, PYTORCH_LIGHTNING):
         if name.is_imported():
             return name
-    return LIGHTNING if find_spec(LIGHTNING.package) or not find_spec(PYTORCH_LIGHTNING.package) else PYTORCH_LIGHTNING
+    if find_spec(LIGHTNING.package) is None and find_spec(PYTORCH_LIGHTNING.package) is not None:
+        return PYTORCH_LIGHTNING
+    imported = _imported_by(asked_by)
+    is_other = bool(imported & {PYTORCH_LIGHTNING.package, PYTORCH_LIGHTNING.fabric})
+    return PYTORCH_LIGHTNING if is_other and LIGHTNING.package not in imported else LIGHTNING
+
+
+def _imported_by(frame: FrameType | None) -> set[str]:
+    """The packages that a program imports, as far as its source is there."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("importlib."):
+        frame = frame.f_back
+    try:
+        tree = ast.parse("" if frame is None else "".join(linecache.getlines(frame.f_code.co_filename)))
+    except SyntaxError:
+        return set()
+    nodes = list(ast.walk(tree))
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {module.partition(".")[0] for module in modules}

@@ -172,6 +172,29 @@ if __name__ == "__main__":
 """
 
 
+SORTED = """
+import json
+import sys
+
+from lightning_strategies_ext import DDPStrategy
+{}
+
+print(json.dumps([DDPStrategy.__module__, "lightning" in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("other_import", "expected"),
+    [
+        ("import pytorch_lightning as pl", [f"{names.TWIN}.pytorch.ddp", False]),
+        ("from lightning.pytorch import Trainer", ["lightning_strategies_ext.pytorch.ddp", True]),
+        ("", ["lightning_strategies_ext.pytorch.ddp", True]),
+    ],
+)
+def test_imports_may_stand_in_the_order_of_the_alphabet(tmp_path, other_import, expected):
+    assert run(SORTED.format(other_import), tmp_path) == expected
+
+
 CLI = """
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.demos.boring_classes import BoringDataModule, BoringModel
