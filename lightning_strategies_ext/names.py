@@ -81,7 +81,7 @@ def _imported_by(frame: FrameType | None) -> set[str]:
         frame = frame.f_back
     try:
         tree = ast.parse("" if frame is None else "".join(linecache.getlines(frame.f_code.co_filename)))
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         return set()
     nodes = list(ast.walk(tree))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
