@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def examine(console: Console, *, as_json: bool = False) -> int:
     """Prints what is here and which strategies can run; returns 1 if one of them cannot and should."""
-    doctor: Any = import_module(names.in_use().path("lightning_strategies_ext.doctor"))
+    doctor: Any = names.in_use().load("lightning_strategies_ext.doctor")
     findings = list(doctor.examine())
     found = doctor.facts()
     if as_json:

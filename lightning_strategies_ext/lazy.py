@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 
@@ -22,8 +21,9 @@ def lazy_names(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         from lightning_strategies_ext import names
 
-        if not package.startswith(names.TWIN) and (other := names.in_use(sys._getframe(1))) is not names.LIGHTNING:
-            return getattr(import_module(other.path(package)), name)
-        return getattr(import_module(modules[name]), name)
+        is_twin = package.startswith(names.TWIN)
+        if not is_twin and (other := names.in_use(sys._getframe(1))) is not names.LIGHTNING:
+            return getattr(other.load(package), name)
+        return getattr(names.LIGHTNING.load(modules[name]), name)
 
     return getattr_, lambda: sorted((*modules, *further))

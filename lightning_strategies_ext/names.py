@@ -9,8 +9,9 @@ import ast
 import linecache
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
-from types import FrameType
+from types import FrameType, ModuleType
 
 PACKAGE = "lightning_strategies_ext"
 #: The package of the modules for ``pytorch_lightning``.
@@ -40,6 +41,23 @@ class Name:
             path: Of the module for ``lightning``; there may be a class after a colon.
         """
         return self.ours + path.removeprefix(PACKAGE)
+
+    def load(self, path: str) -> ModuleType:
+        """Imports that module.
+
+        Raises:
+            ModuleNotFoundError: If it needs Lightning, which is not installed.
+        """
+        try:
+            return import_module(self.path(path))
+        except ModuleNotFoundError as error:
+            if error.name not in (LIGHTNING.package, PYTORCH_LIGHTNING.package, PYTORCH_LIGHTNING.fabric):
+                raise
+            raise ModuleNotFoundError(
+                f"This needs Lightning, and there is no {error.name!r} here. `pip install lightning`, or"
+                " `pip install pytorch-lightning` for whoever calls it so.",
+                name=error.name,
+            ) from error
 
     def is_imported(self) -> bool:
         """Whether this process has imported it."""

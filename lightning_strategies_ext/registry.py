@@ -139,14 +139,15 @@ def _whose(row: NamedStrategy, here: str, name: Name) -> str:
     """For whom a class is, and how to get those for others that there are in this process."""
     arguments = ", ".join(f"{key}={value!r}" for key, value in row.init_params.items())
     names = [name, *(other for other in (LIGHTNING, PYTORCH_LIGHTNING) if other is not name and other.is_imported())]
-    told = f" of `{name.package}`" if len(names) > 1 else ""
-    said = [f"for {_FACES[here][0]}{told}."]
+    told = {name: f" of `{name.package}`" if len(names) > 1 else "" for name in names}
+    said = [f"for {_FACES[here][0]}{told[name]}."]
     for other in names:
         for there, (front_end, source) in _FACES.items():
             if there in row.classes and (there, other) != (here, name):
-                told = f" of `{other.package}`" if len(names) > 1 else ""
                 kind = row.classes[there].rpartition(":")[2]
-                said.append(f"For {front_end}{told}: from {other.ours}{source} import {kind}; {kind}({arguments})")
+                said.append(
+                    f"For {front_end}{told[other]}: from {other.ours}{source} import {kind}; {kind}({arguments})"
+                )
     return " ".join(said)
 
 

@@ -106,12 +106,12 @@ def _calls(
     metric: Metric, payloads: Sequence[Arguments], sizes: Sequence[int], step: Step, number: int
 ) -> Sequence[Arguments]:
     """The arguments that a metric is to be updated with, one after the other."""
+    if isinstance(metric, MeanMetric):
+        return _calls_of_mean(metric, payloads, sizes, step, number)
     device, num_replicas = step.root_device, step.numbers.num_replicas
     columns = _columns(payloads)
     numbers = {key: column for key, column in columns.items() if _has_number(column, sizes)}
     has_rows = any(contains(column, is_array) for key, column in columns.items() if key not in numbers)
-    if isinstance(metric, MeanMetric):
-        return _calls_of_mean(metric, payloads, sizes, step, number)
     if has_rows and all(_is_constant(column) for column in numbers.values()):
         return [_joined(payloads, sizes, device, metric)]
     each = [move_data_to_device(payload, device) for payload in payloads]
