@@ -196,6 +196,27 @@ def test_imports_may_stand_in_the_order_of_the_alphabet(tmp_path, other_import, 
     assert run(SORTED.format(other_import), tmp_path) == expected
 
 
+def test_other_packages_register_strategies_for_the_other_name(wheel, tmp_path):
+    pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
+    environment, site = environments.make_environment(wheel, tmp_path)
+    about = site / "other-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    groups = [
+        f"[{module}.strategies]\nothers = other:Strategy\n" for module in ("pytorch_lightning", "lightning_fabric")
+    ]
+    (about / "entry_points.txt").write_text("".join(groups))
+    (site / "other.py").touch()
+    script = """
+import json
+import lightning_fabric.strategies as fabric, pytorch_lightning.strategies as pytorch
+print(json.dumps(["others" in pytorch.StrategyRegistry, "others" in fabric.STRATEGY_REGISTRY]))
+"""
+    report = environment.report(script)
+    assert report.value == [True, True]
+    assert report.said == []
+
+
 CLI = """
 from pytorch_lightning.cli import LightningCLI
 from pytorch_lightning.demos.boring_classes import BoringDataModule, BoringModel
