@@ -19,7 +19,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test check names lint pytest conformance bench matrix clean
+.PHONY: demo test check names lint pytest conformance bench matrix dist clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -52,6 +52,19 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.discovery
 	$(RUN) -m benchmarks.spawn
 	$(RUN) -m benchmarks.horovod
+
+# What is released, in dist/: the source, and from it a wheel with the compiled part for each kind of machine.
+MACHINES := x86_64 aarch64
+dist: $(VENV)/.installed-dist
+	rm -rf dist build/dist && mkdir -p build/dist
+	$(RUN) -m build --sdist --no-isolation
+	tar --extract --gzip --file dist/*.tar.gz --directory build/dist --strip-components 1
+	for machine in $(MACHINES); do \
+		LIGHTNING_STRATEGIES_EXT_WHEEL_FOR=$$machine $(RUN) -m build --wheel --no-isolation --outdir dist build/dist || exit 1; \
+		$(VENV)/bin/auditwheel show dist/*_$$machine.whl | grep "manylinux_2_17_$$machine" || exit 1; \
+	done
+	$(RUN) -m twine check --strict dist/*
+	rm -rf build/dist
 
 # Every corner of the declared versions, one after the other, in environments that are removed again; docs/versions.md
 # gets what they showed. One of them: make matrix CORNERS=py310. Some tests only, and no table: TESTS=tests/pytorch/test_ddp.py.

@@ -1,12 +1,21 @@
-"""Makes ``lightning_strategies_ext/pytorch_lightning``: what speaks to ``lightning``, for ``pytorch_lightning``.
+"""Makes what is in a wheel and not in version control.
 
-The two packages of Lightning hold the same code under other names, and so does this: each module that imports
-``lightning``, or one of ours that does, is written once more with the other names in it. Everything else exists once.
-Builds and installs run it, editable ones too; after a change to the sources, ``python hatch_build.py`` does.
+``lightning_strategies_ext/pytorch_lightning``: what speaks to ``lightning``, for ``pytorch_lightning``. The two
+packages of Lightning hold the same code under other names, and so does this: each module that imports ``lightning``, or
+one of ours that does, is written once more with the other names in it. Everything else exists once. Builds and installs
+run it, editable ones too; after a change to the sources, ``python hatch_build.py`` does.
+
+``lightning_strategies_ext/shm/all_reduce.so``: what is written in C, where the wheel is for one kind of machine. Which
+one, the environment variable ``LIGHTNING_STRATEGIES_EXT_WHEEL_FOR`` says: ``x86_64`` or ``aarch64``. Without it the
+wheel is for all, and the library is made at first use.
 """
 
 import ast
+import os
 import re
+import runpy
+import sys
+import tempfile
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -18,18 +27,54 @@ TWIN = f"{PACKAGE}.pytorch_lightning"
 _OTHER_NAMES = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 #: They offer what other modules define, and would be counted among those.
 _FRONT_DOORS = (PACKAGE, f"{PACKAGE}.fabric")
+#: Names the kind of machine that a wheel is for.
+MACHINE_VARIABLE = "LIGHTNING_STRATEGIES_EXT_WHEEL_FOR"
+_MACHINES = ("x86_64", "aarch64")
+#: The oldest C library of GNU that the compiled part runs with, as compilers and as tags of wheels write it.
+_GLIBC = (2, 17)
 
 
-class BothNames(BuildHookInterface[Any]):
-    """What hatchling calls before it builds a wheel."""
+class WheelContents(BuildHookInterface[Any]):
+    """What hatchling calls before and after it builds a wheel."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Writes the modules, and has the wheel take them though version control does not."""
+        """Writes the modules, and has the wheel take them though version control does not; compiles the library."""
         root = Path(self.root)
         write(root, root)
         build_data["artifacts"].append(f"/{TWIN.replace('.', '/')}/**/*.py")
+        machine = os.environ.get(MACHINE_VARIABLE)
+        if machine and version == "standard":
+            self._made = tempfile.TemporaryDirectory()
+            library = Path(self._made.name, "all_reduce.so")
+            compile_for(machine, root / PACKAGE / "shm" / "compiler.py", library)
+            build_data["force_include"][str(library)] = f"{PACKAGE}/shm/all_reduce.so"
+            build_data["tag"] = f"py3-none-manylinux_{_GLIBC[0]}_{_GLIBC[1]}_{machine}"
+            build_data["pure_python"] = False
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Removes the library, which the wheel has now."""
+        if hasattr(self, "_made"):
+            self._made.cleanup()
+
+
+def compile_for(machine: str, compiler: Path, into: Path) -> None:
+    """Compiles the library for a kind of machine, on any kind, with the compiler of the package ``ziglang``.
+
+    Args:
+        machine: As ``uname -m`` names it.
+        compiler: Our module that calls compilers.
+        into: The file to make.
+
+    Raises:
+        ValueError: If wheels are not built for such machines.
+    """
+    if machine not in _MACHINES:
+        raise ValueError(f"{MACHINE_VARIABLE}={machine!r}: wheels are built for {' and '.join(_MACHINES)}")
+    words = [sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.{_GLIBC[0]}.{_GLIBC[1]}", "-s"]
+    caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(into.parent / "cache"))
+    runpy.run_path(str(compiler))["compile_library"](words, into, {**os.environ, **caches})
 
 
 def write(root: Path, target: Path) -> None:

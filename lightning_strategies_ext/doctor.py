@@ -182,12 +182,13 @@ def _shared_memory() -> str:
 def _shm() -> str:
     from lightning_strategies_ext import shm
     from lightning_strategies_ext.shm import native_build
+    from lightning_strategies_ext.shm.compiler import NotCompiledError
 
     if not shm.is_available():
         return "needs Linux; gloo takes its place"
     try:
         native_build.library()
-    except native_build.NotCompiledError as error:
+    except NotCompiledError as error:
         return f"works, but slower than it could: all-reduces are not compiled, since {error}"
     return "works, all-reduces are compiled"
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import wrapt
 
 from lightning_strategies_ext.shm import native_build
+from lightning_strategies_ext.shm.compiler import NotCompiledError
 from lightning_strategies_ext.shm.execution import Execution
 from lightning_strategies_ext.shm.gloo import GlooBeside
 from lightning_strategies_ext.shm.links import LinkedRank
@@ -102,7 +103,7 @@ def _keep_dynamo_out() -> None:
 def _compiled_library(rank: int) -> ctypes.CDLL | None:
     try:
         library, not_kept = native_build.library()
-    except native_build.NotCompiledError as error:
+    except NotCompiledError as error:
         _say_once(rank, f"all-reduces over shared memory are carried out in Python, which is slower, since {error}.")
         return None
     if not_kept:

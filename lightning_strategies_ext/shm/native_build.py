@@ -1,36 +1,27 @@
 """Compilation: how what is written in C becomes a library, once per machine and version.
 
-The source needs a C compiler and nothing else, neither Python's headers nor torch's. The library is kept in the user's
-cache under a name that says all it depends on, so that it is made by whoever needs it first. Where there is no such
-place, or one that other users can write to, each process makes its own.
+A wheel for this machine has it. Else it is made by whoever needs it first, which takes a C compiler and nothing else,
+neither Python's headers nor torch's, and kept in the user's cache under a name that says all it depends on. Where there
+is no such place, or one that other users can write to, each process makes its own.
 """
 
 import ctypes
 import hashlib
 import os
 import platform
-import shlex
-import shutil
-import subprocess
 import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from lightning_strategies_ext import user_cache
+from lightning_strategies_ext.shm import compiler
+from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, NotCompiledError
 
 #: Set to 0, Python does what the compiled library would.
 VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_COMPILED"
-SOURCE: Final = Path(__file__).with_name("all_reduce.c")
-_COMPILERS: Final = ("cc", "gcc", "clang")
-# No contraction of operations, and sums that wrap: the bits must be those that torch computes.
-_FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off")
-_TIMEOUT_S: Final = 120.0
-
-
-class NotCompiledError(Exception):
-    """Raised where there is no compiled library; says why."""
+#: Where a wheel that was built for one kind of machine has the library.
+IN_WHEEL: Final = SOURCE.with_suffix(".so")
 
 
 class Library(NamedTuple):
@@ -47,13 +38,18 @@ class Library(NamedTuple):
 
 @cache
 def library() -> Library:
-    """Loads the library, and compiles it before if need be. A second call costs nothing.
+    """Loads the library of the wheel, or else compiles one if need be. A second call costs nothing.
 
     Raises:
         NotCompiledError: If the user has turned it off, or there is no compiler, or it fails.
     """
     if os.environ.get(VARIABLE, "1") == "0":
         raise NotCompiledError(f"{VARIABLE}=0")
+    if IN_WHEEL.exists():
+        try:
+            return Library(_load(IN_WHEEL), "")
+        except NotCompiledError:
+            pass  # it is for another C library than that of this system
     not_kept = ""
     kept: Path | None = None
     try:
@@ -71,11 +67,11 @@ def library() -> Library:
 
 
 def _compiled(kept: Path | None, not_kept: str) -> Library:
-    compiler = compiler_command()
+    command = compiler.command()
     try:
         with tempfile.TemporaryDirectory() as directory:
             made = Path(directory, "all_reduce.so")
-            _compile(compiler, made)
+            compiler.compile_library(command, made)
             if kept is not None:
                 try:
                     user_cache.keep(made, kept)
@@ -87,32 +83,9 @@ def _compiled(kept: Path | None, not_kept: str) -> Library:
         raise NotCompiledError(f"there is no directory to compile it in ({error})") from error
 
 
-def compiler_command() -> list[str]:
-    """What calls the C compiler: the environment variable ``CC``, else the first of the usual names that is there.
-
-    Raises:
-        NotCompiledError: If there is none.
-    """
-    named = shlex.split(os.environ.get("CC", ""))
-    for command in [named] if named else [[name] for name in _COMPILERS]:
-        if shutil.which(command[0]):
-            return command
-    raise NotCompiledError(f"there is no C compiler ({' '.join(named) or ', '.join(_COMPILERS)})")
-
-
 def _key() -> str:
-    parts = [SOURCE.read_text(), *_FLAGS, platform.system(), platform.machine(), *platform.libc_ver()]
+    parts = [SOURCE.read_text(), *FLAGS, platform.system(), platform.machine(), *platform.libc_ver()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def _compile(compiler: Sequence[str], into: Path) -> None:
-    command = [*compiler, *_FLAGS, "-o", str(into), str(SOURCE)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotCompiledError(f"{compiler[0]} does not run ({error})") from error
-    if done.returncode:
-        raise NotCompiledError(f"{compiler[0]} fails: {done.stderr.strip()[-300:] or done.returncode}")
 
 
 def _load(path: Path) -> ctypes.CDLL:

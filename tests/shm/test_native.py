@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from lightning_strategies_ext import user_cache
-from lightning_strategies_ext.shm import native_build
-from lightning_strategies_ext.shm.native_build import SOURCE, VARIABLE, NotCompiledError, library
+from lightning_strategies_ext.shm import compiler
+from lightning_strategies_ext.shm.compiler import SOURCE, NotCompiledError
+from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
 from tests.support.shm_pools import start_shm
@@ -63,7 +64,7 @@ def stress(source: Path, directory: Path, *arguments: object) -> subprocess.Comp
     """Runs ranks as threads under the thread sanitizer."""
     program = directory / "stress"
     flags = ["-g", "-O2", "-std=gnu11", "-fsanitize=thread", f"-I{source.parent}"]
-    subprocess.run([*native_build.compiler_command(), *flags, "-o", program, STRESS, "-lpthread"], check=True)
+    subprocess.run([*compiler.command(), *flags, "-o", program, STRESS, "-lpthread"], check=True)
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=100)
 
 
@@ -229,5 +230,5 @@ def test_a_compiler_that_fails_is_quoted(kept: Path, tmp_path: Path, monkeypatch
 
 
 def test_the_source_compiles_without_a_warning(tmp_path: Path):
-    command = [*native_build.compiler_command(), *native_build._FLAGS, "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    command = [*compiler.command(), *compiler.FLAGS, "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
     subprocess.run([*command, "-o", tmp_path / "library.so", SOURCE], check=True)

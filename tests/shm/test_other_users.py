@@ -17,7 +17,7 @@ from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.horovod_build import command
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.key import BuildKey
-from lightning_strategies_ext.shm import native_build, rendezvous
+from lightning_strategies_ext.shm import compiler, native_build, rendezvous
 from lightning_strategies_ext.shm.links import LinkedRank, PeerLostError
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
@@ -64,7 +64,7 @@ def test_without_any_place_to_compile_in_all_goes_in_rounds(monkeypatch: pytest.
     monkeypatch.setenv(user_cache.VARIABLE, str(nowhere))
     monkeypatch.setattr(native_build.tempfile, "TemporaryDirectory", no_directory)
     library.cache_clear()
-    with pytest.raises(native_build.NotCompiledError, match="no directory"):
+    with pytest.raises(compiler.NotCompiledError, match="no directory"):
         library()
     library.cache_clear()
 

@@ -4,6 +4,7 @@ torch and the rest are links, which takes a fifth of a second. A wheel is instal
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -70,10 +71,10 @@ def link_entries(source: Path, target: Path) -> None:
             (target / entry.name).symlink_to(entry)
 
 
-def build_wheel(directory: Path) -> Path:
-    """This project's wheel."""
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, REPOSITORY]
-    build = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] | None = None) -> Path:
+    """This project's wheel, made of a checkout or of a released source."""
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, source]
+    build = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=300)
     assert build.returncode == 0, build.stdout + build.stderr
     (path,) = directory.glob("*.whl")
     return path

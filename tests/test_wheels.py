@@ -1,0 +1,139 @@
+"""The promises of what is released: whoever installs a wheel needs no checkout and no compiler."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from elftools.elf.elffile import ELFFile
+
+from hatch_build import MACHINE_VARIABLE
+from tests.support import environments
+from tests.support.ranks import REPOSITORY
+
+MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
+LIBRARY = "lightning_strategies_ext/shm/all_reduce.so"
+STRESS = Path(__file__).parent / "shm" / "all_reduce_stress.c"
+
+
+def run(*command: str | Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was released as the source, unpacked."""
+    directory = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", directory, REPOSITORY)
+    (archive,) = directory.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(directory)
+    return directory / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheel for each kind of machine, made from the released source."""
+    made = {}
+    for machine in MACHINES:
+        directory = tmp_path_factory.mktemp(machine)
+        made[machine] = environments.build_wheel(directory, sdist, {MACHINE_VARIABLE: machine})
+    return made
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_library_is_for_that_machine_and_for_old_systems(wheels: dict[str, Path], machine: str, tmp_path: Path):
+    wheel = wheels[machine]
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_17_{machine}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        library = Path(archive.extract(LIBRARY, tmp_path))
+    with library.open("rb") as file:
+        elf = ELFFile(file)
+        functions = {symbol.name for symbol in elf.get_section_by_name(".dynsym").iter_symbols()}
+        assert elf["e_machine"] == MACHINES[machine]
+    assert {"all_reduce_open", "all_reduce_begin", "all_reduce_advance"} <= functions
+    said = run(Path(sys.executable).with_name("auditwheel"), "show", wheel)
+    assert f'"manylinux_2_17_{machine}"' in " ".join(said.split()).partition("platform tag:")[2][:40]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_wheel_of_the_source_is_that_of_the_checkout(wheels: dict[str, Path], machine: str, tmp_path: Path):
+    with zipfile.ZipFile(wheels[machine]) as archive, zipfile.ZipFile(environments.build_wheel(tmp_path)) as other:
+        changing = {name for name in archive.namelist() if name.endswith((".dist-info/WHEEL", ".dist-info/RECORD"))}
+        contents = {name: archive.read(name) for name in archive.namelist() if name not in {*changing, LIBRARY}}
+        assert contents == {name: other.read(name) for name in other.namelist() if name not in changing}
+
+
+def test_what_is_released_can_be_uploaded(wheels: dict[str, Path], sdist: Path):
+    said = run(sys.executable, "-m", "twine", "check", "--strict", *wheels.values(), f"{sdist}.tar.gz")
+    assert said.count("PASSED") == 3
+
+
+def test_a_machine_that_has_no_wheel_is_refused(tmp_path: Path):
+    with pytest.raises(AssertionError, match=r"WHEEL_FOR='riscv64': wheels are built for x86_64 and aarch64"):
+        environments.build_wheel(tmp_path, env={MACHINE_VARIABLE: "riscv64"})
+
+
+SUMS = """
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def reduce(rank, world_size, address):
+    dist.init_process_group("shm", init_method=address, rank=rank, world_size=world_size)
+    for number in range(200):
+        dtype = [torch.float32, torch.float64, torch.int32, torch.int64][number % 4]
+        parts = []
+        for other in range(world_size):
+            draws = torch.Generator().manual_seed(1000 * number + other)
+            parts.append((torch.randn(1 + 37 * number, generator=draws, dtype=torch.float64) * 1000).to(dtype))
+        own = parts[rank].clone()
+        dist.all_reduce(own)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part  # in the order of the ranks
+        assert torch.equal(own, total), (number, dtype)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(reduce, (3, sys.argv[1]), 3)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in MACHINES, reason=f"there is no wheel for {platform.machine()}")
+def test_where_there_is_no_compiler_sums_are_those_of_the_wheels_library(wheels: dict[str, Path], tmp_path: Path):
+    environment, site = environments.make_environment(wheels[platform.machine()], tmp_path)
+    script = tmp_path / "sums.py"
+    script.write_text(SUMS)
+    cache = tmp_path / "cache"
+    where = {"CC": "no-such-compiler", "LIGHTNING_STRATEGIES_EXT_CACHE": str(cache)}
+    done = environment.run(script, f"file://{tmp_path}/meeting", env=where)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # where nothing is compiled, rank 0 says so
+    assert not cache.exists()
+
+    (site / LIBRARY).write_text("what another system cannot load, say")
+    done = environment.run(script, f"file://{tmp_path}/another", env=where)
+    assert done.returncode == 0, done.stderr
+    assert "carried out in Python, which is slower, since there is no C compiler" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("qemu-aarch64") is None, reason="there is no qemu-aarch64 (Debian: qemu-user)")
+@pytest.mark.parametrize("sleeps", [0, 1])
+def test_the_source_passes_its_stress_on_aarch64(tmp_path: Path, sleeps: int):
+    program = tmp_path / "stress"
+    source = REPOSITORY / "lightning_strategies_ext" / "shm"
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-musl", "-static", "-O3", "-std=gnu11"]
+    run(*compiler, f"-I{source}", "-o", program, STRESS)
+    assert run("qemu-aarch64", program, "2", "100", str(sleeps)) == "all sums are right\n"
