@@ -1,5 +1,7 @@
 """Arguments that the Trainer's face and Fabric's have in common: their kinds, their defaults, what is refused."""
 
+import platform
+import socket
 import sys
 from datetime import timedelta
 from typing import Any, Literal
@@ -8,6 +10,8 @@ import torch
 import torch.multiprocessing
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+
+from lightning_strategies_ext.registry import UnavailableHereError
 
 #: How the further processes of a host are started.
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -84,8 +88,14 @@ def check_start_method(start_method: str) -> None:
     """Refuses a way of starting processes that is unknown or that this platform lacks.
 
     Raises:
-        ValueError: If it is.
+        UnavailableHereError: If this system cannot hand workers what they need.
+        ValueError: If it is unknown, or lacking.
     """
+    if start_method in ("spawn", "fork", "forkserver") and not hasattr(socket, "send_fds"):
+        raise UnavailableHereError(
+            f"`start_method={start_method!r}` starts workers, and hands them open files over Unix sockets, which"
+            f" {platform.system()} does not have. Use `strategy='ddp_ext'`, which runs the script once per device."
+        )
     available = ["popen", *torch.multiprocessing.get_all_start_methods()]
     if start_method not in available:
         raise ValueError(f"`start_method={start_method!r}` is not available here. Use one of {', '.join(available)}.")

@@ -9,8 +9,6 @@ at once; NCCL: at its timeout).
 """
 
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
 
+import psutil
 import torch.distributed as dist
 
 from lightning_strategies_ext.peers import Peer, host_identity
@@ -90,8 +89,8 @@ class Reconciliation:
             self._wait_for_others(GRACE_S)
         for peer in self._unreconciled():
             _say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end, it is killed. {trace}")
-            with suppress(ProcessLookupError):
-                os.kill(peer.pid, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(peer.pid).kill()
 
     def _wait_for_others(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

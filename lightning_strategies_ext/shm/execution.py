@@ -281,7 +281,8 @@ def _disown_all() -> None:
 
 
 # A forked child has the shared memory too: what it would write there, the others would take for its parent's.
-os.register_at_fork(after_in_child=_disown_all)
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    os.register_at_fork(after_in_child=_disown_all)
 
 
 def close_all() -> None:

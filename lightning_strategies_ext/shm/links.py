@@ -247,7 +247,8 @@ def _close_all() -> None:
 
 
 # Else the workers of a rank's DataLoader would hold its links open when the rank has died.
-os.register_at_fork(after_in_child=_close_all)
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    os.register_at_fork(after_in_child=_close_all)
 
 
 def polled(poller: "select.poll", deadline: float) -> list[tuple[int, int]]:

@@ -1,0 +1,146 @@
+"""What is promised of macOS and Windows, by a Python that pretends to be one of them: it lacks what they lack."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
+
+#: Python runs it before a script, in the processes that this one starts too. What torch and Lightning need of the
+#: system that there really is, they have imported before the pretence begins.
+PRETENCE = """
+import os
+import socket
+import sys
+import tempfile
+
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import multiprocessing.resource_sharer, psutil, torch.distributed, torch.multiprocessing, torch.utils.data
+import lightning.pytorch
+
+LACKING = {
+    os: ["O_TMPFILE", "memfd_create", "pidfd_open", "sched_getaffinity"],
+    socket: ["SOCK_SEQPACKET", "SO_PEERCRED", "MSG_NOSIGNAL"],
+}
+if SYSTEM == "win32":
+    LACKING[os] += ["fork", "geteuid", "getuid", "killpg", "register_at_fork", "setsid", "uname"]
+    LACKING[socket] += ["AF_UNIX", "MSG_DONTWAIT", "recv_fds", "send_fds"]
+    for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+        sys.modules[name] = None
+    torch.multiprocessing.get_all_start_methods = lambda: ["spawn"]
+for module, names in LACKING.items():
+    for name in names:
+        delattr(module, name)
+tempfile._O_TMPFILE_WORKS = False  # as it finds out where it is imported
+sys.platform = SYSTEM
+"""
+
+TRAINING = """
+import sys
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+warnings.simplefilter("ignore")
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(strategy, devices):
+    torch.manual_seed(0)
+    model, rows = Net(), torch.randn(32, 4)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=devices, use_distributed_sampler=False, max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(rows), batch_size=8))
+    return [round(value, 5) for value in model.layer.weight.flatten().tolist()]
+
+
+def refusal(strategy, devices=2):
+    try:
+        train(strategy, devices)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "it trained"
+
+
+import lightning_strategies_ext
+"""
+
+
+def run_on(system: str, script: str, directory: Path) -> list[str]:
+    """What a script prints on that system, line by line."""
+    (directory / "sitecustomize.py").write_text(f"SYSTEM = {system!r}\n{PRETENCE}")
+    (directory / "script.py").write_text(TRAINING + script)
+    environment = {**clean_environment(), "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "script.py"],
+        env=environment,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=200)
+    finally:
+        kill_tree(process.pid)
+    assert process.returncode == 0, output + errors
+    return output.splitlines()
+
+
+ON_ONE_PROCESS = """
+import torch.distributed as dist
+from lightning_strategies_ext import doctor
+
+alone = train("auto", 1)
+print(alone == train("dp_ext", 2), alone == train("ddp_ext", 1))
+dist.destroy_process_group()
+print(refusal("ddp_spawn_ext"))
+print(doctor.facts()["shm"])
+print({finding.name: finding.is_fault for finding in doctor.examine() if finding.problem})
+"""
+
+
+def test_on_windows_strategies_work_that_need_no_workers_and_the_others_say_why_not(tmp_path: Path):
+    trained, refused, shm, problems = run_on("win32", ON_ONE_PROCESS, tmp_path)
+    assert trained == "True True"
+    assert refused.startswith("UnavailableHereError: `start_method='forkserver'` starts workers")
+    assert "Use `strategy='ddp_ext'`" in refused
+    assert shm == "needs Linux; gloo takes its place"
+    assert eval(problems).keys() >= {"ddp_spawn_ext", "ddp_fork_ext", "ddp_notebook_ext"}
+    assert not any(eval(problems).values())
+
+
+ON_SEVERAL = """
+if __name__ == "__main__":
+    import os
+    import torch.distributed as dist
+
+    if "LOCAL_RANK" not in os.environ:  # `ddp_ext` runs the script once more
+        alone = train("auto", 1)
+        print(*(alone == train(strategy, 2) for strategy in ("dp_ext", "ddp_spawn_ext", "ddp_fork_ext")))
+    weights = train("ddp_ext", 2)
+    is_same = "LOCAL_RANK" in os.environ or weights == alone
+    sys.stdout.write(f"{is_same} {dist.get_world_size()} {dist.get_backend()}\\n")  # at once, as two ranks write
+"""
+
+
+def test_on_macos_ranks_talk_over_gloo(tmp_path: Path):
+    lines = run_on("darwin", ON_SEVERAL, tmp_path)
+    assert "True True True" in lines
+    assert lines.count("True 2 gloo") == 2  # of both ranks
