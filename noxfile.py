@@ -1,10 +1,11 @@
-"""The corners of the versions that pyproject.toml declares, one session each; ``make matrix`` runs them.
+"""The corners of the versions that pyproject.toml declares, one session each, and the wheel; ``make matrix`` runs them.
 
 Each session makes an environment of its own, builds Horovod, runs the whole test suite, writes its part of
 ``docs/versions.md`` and removes the environment, which takes up to 8 GB with the CUDA packages that torch brings along.
 """
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,22 @@ def write_row(session: nox.Session, name: str, *findings: str) -> None:
     """Lets the corner's interpreter, or that of nox where there is none, write what was found."""
     python = "python" if session.python else sys.executable
     session.run(python, "-m", "tests.support.versions_table", name, *findings, external=True)
+
+
+@nox.session(python=find_python(CORNERS["default"].python) or False)
+@nox.parametrize("extra", ["", "lightning", "pytorch-lightning", "horovod", "examples", "bench", "dist", "dev"])
+def wheel(session: nox.Session, extra: str) -> None:
+    """The wheel in dist/ for this machine, in an environment that has it and one extra, away from the checkout."""
+    (path,) = Path("dist").resolve().glob(f"*_{platform.machine()}.whl")
+    check = Path("tests", "support", "from_wheel.py").resolve()
+    try:
+        session.install(CORNERS["default"].torch)
+        session.install(f"lightning-strategies-ext[{extra}] @ {path.as_uri()}")
+        with tempfile.TemporaryDirectory(prefix="wheel-") as directory, session.chdir(directory):
+            session.run("python", "-P" if sys.version_info >= (3, 11) else "-B", str(check), extra)
+    finally:
+        if not IS_KEEPING:
+            shutil.rmtree(session.virtualenv.location, ignore_errors=True)
 
 
 for _name, _corner in CORNERS.items():

@@ -1,0 +1,106 @@
+"""What must work where the wheel is installed with one of its extras, and there is no checkout.
+
+python from_wheel.py EXTRA
+"""
+
+import importlib
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+SHM = """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def work(rank, address):
+    dist.init_process_group("shm", init_method=address, rank=rank, world_size=2)
+    total = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(total)
+    assert total.eq(3).all()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    import sys
+
+    torch.multiprocessing.spawn(work, (sys.argv[1],), 2)
+"""
+
+TRAINING = """
+import sys
+
+import torch
+import {trainer} as pl
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = Net()
+    before = model.layer.weight.detach().clone()
+    trainer = pl.Trainer(
+        strategy=sys.argv[1], accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=8))
+    assert not torch.equal(model.layer.weight, before)
+    print("trained", trainer.world_size, flush=True)
+"""
+
+
+def run(*command: str) -> str:
+    """Runs the interpreter; the command must succeed."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lightning-strategies-ext:" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def train(trainer: str, *strategies: str) -> None:
+    """Trains with each of them."""
+    Path("train.py").write_text(textwrap.dedent(TRAINING).format(trainer=trainer))
+    for strategy in strategies:
+        assert "trained" in run("train.py", strategy), strategy
+
+
+def main(extra: str) -> None:
+    """Checks one extra."""
+    package = importlib.import_module("lightning_strategies_ext")
+    assert "site-packages" in str(package.__file__), package.__file__
+    Path("shm.py").write_text(SHM)
+    run("shm.py", f"file://{Path.cwd()}/rendezvous")
+    if extra == "lightning":
+        assert "ddp_ext" in run("-m", "lightning_strategies_ext")
+        train("lightning.pytorch", "ddp_ext", "ddp_spawn_ext", "dp_ext")
+    if extra == "pytorch-lightning":
+        assert "ddp_ext" in run("-m", "lightning_strategies_ext")
+        train("pytorch_lightning", "ddp_ext", "ddp_spawn_ext", "dp_ext")
+    if extra == "horovod":
+        run("-m", "lightning_strategies_ext", "install-horovod")
+    asked = [Requirement(line) for line in requires("lightning-strategies-ext") or []]
+    named = [one for one in asked if one.marker is not None and one.marker.evaluate({"extra": extra})]
+    assert bool(named) == bool(extra), asked
+    run("-m", "pip", "check")
+    print(f"the wheel works with {extra or 'no extra'}, which brings {len(named)} requirements")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
