@@ -44,6 +44,9 @@ class WheelContents(BuildHookInterface[Any]):
         root = Path(self.root)
         write(root, root)
         build_data["artifacts"].append(f"/{TWIN.replace('.', '/')}/**/*.py")
+        # A copy in editable installs too, which otherwise only say where the checkout is.
+        included = "force_include_editable" if version == "editable" else "force_include"
+        build_data[included][str(root / PACKAGE / "autoload.py")] = f"{PACKAGE}_autoload.py"
         machine = os.environ.get(MACHINE_VARIABLE)
         if machine and version == "standard":
             self._made = tempfile.TemporaryDirectory()

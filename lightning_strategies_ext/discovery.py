@@ -1,6 +1,7 @@
 """Makes the strategy names known to Lightning, with no import in the user's script.
 
-torch calls :func:`install` at the end of ``import torch`` (entry-point group ``torch.backends``, torch 2.5 and later).
+torch has :func:`install` called at the end of ``import torch`` (entry-point group ``torch.backends``, torch 2.5 and
+later; see :mod:`lightning_strategies_ext.autoload`).
 It only tells torch.distributed the name of a backend, and leaves a note for the import system: when Lightning's
 strategy registries come to life, fill them. So a process that never imports Lightning pays for some dictionary entries.
 

@@ -80,6 +80,15 @@ def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] 
     return path
 
 
+def build_editable(directory: Path, checkout: Path) -> Path:
+    """What pip installs of a checkout with ``--editable``."""
+    build = f"from hatchling.build import build_editable; build_editable({str(directory)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = directory.glob("*.whl")
+    return path
+
+
 def make_environment(wheel: Path, directory: Path) -> tuple[Environment, Path]:
     """An environment with that wheel, and where its packages are."""
     venv.create(directory / "venv", with_pip=False, symlinks=True)

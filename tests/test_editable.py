@@ -1,0 +1,51 @@
+"""The promises of an editable install: it is the checkout, and when that is gone, `import torch` still works."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support import environments
+from tests.support.environments import Environment
+from tests.support.ranks import REPOSITORY
+
+REGISTERED = """
+import json, torch
+from lightning.pytorch.strategies import StrategyRegistry
+print(json.dumps("ddp_ext" in StrategyRegistry))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this one, as far as an install needs it."""
+    directory = tmp_path_factory.mktemp("user") / "checkout"
+    directory.mkdir()
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, directory)
+    package = "lightning_strategies_ext"
+    shutil.copytree(REPOSITORY / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def environment(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """One in which that checkout is installed."""
+    directory = tmp_path_factory.mktemp("environment")
+    wheel = environments.build_editable(tmp_path_factory.mktemp("wheel"), checkout)
+    return environments.make_environment(wheel, directory)[0]
+
+
+def test_the_names_are_those_of_the_checkout(environment: Environment, checkout: Path):
+    report = environment.report("import json, lightning_strategies_ext as ours; print(json.dumps(ours.__file__))")
+    assert report.value == str(checkout / "lightning_strategies_ext" / "__init__.py")
+    assert environment.report(REGISTERED).value is True
+
+
+def test_torch_can_be_imported_when_the_checkout_has_gone(environment: Environment, checkout: Path):
+    checkout.rename(checkout.with_name("elsewhere"))
+    report = environment.report(REGISTERED)
+    assert report.value is False
+    (line,) = report.said
+    assert "No module named 'lightning_strategies_ext'" in line
+    assert "install it anew" in line
