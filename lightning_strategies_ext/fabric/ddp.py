@@ -22,6 +22,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method,
     check_start_method_here,
 )
+from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
 from lightning_strategies_ext.registry import Registered
@@ -30,7 +31,7 @@ from lightning_strategies_ext.torch_distributed.collectives import TorchCollecti
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 
 
-class DDPStrategy(Registered, ForwardedCollectives, FabricDDPStrategy):
+class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, FabricDDPStrategy):
     """Multi-process data parallelism under Fabric.
 
     Args:

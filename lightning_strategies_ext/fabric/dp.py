@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_plugins
+from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
@@ -26,7 +27,7 @@ from lightning_strategies_ext.replication.single_process import (
 T = TypeVar("T")
 
 
-class DataParallelStrategy(Registered, FabricDataParallelStrategy):
+class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallelStrategy):
     """Single-process data parallelism under Fabric.
 
     Args:

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_devices, check_not_interactive, check_plugins
+from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
@@ -24,7 +25,7 @@ from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 
 
-class HorovodStrategy(Registered, ForwardedCollectives, FabricParallelStrategy):
+class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, FabricParallelStrategy):
     """Multi-process data parallelism over Horovod, under Fabric.
 
     Args:

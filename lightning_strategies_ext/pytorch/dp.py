@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_plugins
+from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.replication.module import ReplicatedModule, Scatter
 from lightning_strategies_ext.replication.single_process import (
@@ -37,7 +38,7 @@ from lightning_strategies_ext.replication.single_process import (
 T = TypeVar("T")
 
 
-class DataParallelStrategy(Registered, LightningParallelStrategy):
+class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy):
     """Single-process data parallelism.
 
     Args:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_devices, check_plugins, name_of_barrier
+from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
@@ -32,7 +33,7 @@ from lightning_strategies_ext.world import World
 T = TypeVar("T")
 
 
-class ParallelStrategy(Registered, LightningParallelStrategy, ABC):
+class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy, ABC):
     """Base of the Trainer's strategies with several processes.
 
     A class that works on Lightning's ``ParallelStrategy`` works on this one. Of what is abstract there, ``root_device``

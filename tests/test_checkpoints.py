@@ -1,0 +1,233 @@
+"""The promises of saving: whoever is killed meanwhile leaves the last good checkpoint, and nothing else."""
+
+import mmap
+import os
+import random
+import resource
+import signal
+import stat
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lightning_strategies_ext import DataParallelStrategy, DDPSpawnStrategy, DDPStrategy, checkpoints, fabric
+from lightning_strategies_ext.checkpoints import WholeCheckpointIO
+from tests.support.models import MLP, loader
+
+NUMEL = 500_000
+NUM_KILLS = 200
+
+
+class Child:
+    """A forked process that is killed at some time, and the numbers that it has said until then."""
+
+    def __init__(self, work: Callable[[Callable[[int], None]], None]) -> None:
+        self._said = mmap.mmap(-1, 8)
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                work(self._say)
+            finally:
+                os._exit(1)  # it was to be killed
+
+    def _say(self, number: int) -> None:
+        struct.pack_into("q", self._said, 0, number)
+
+    @property
+    def last_said(self) -> int:
+        return int(struct.unpack_from("q", self._said)[0])
+
+    def kill_after(self, seconds: float) -> None:
+        """Kills it some seconds after it has said its first number."""
+        try:
+            deadline = time.monotonic() + 60
+            while not self.last_said and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(seconds)
+        finally:
+            os.kill(self._pid, signal.SIGKILL)
+            _, status = os.waitpid(self._pid, 0)
+        assert os.WIFSIGNALED(status), "it has ended by itself"
+
+
+def numbered(number: int) -> dict[str, Any]:
+    return {"number": number, "weights": torch.full((NUMEL,), float(number))}
+
+
+def kill_while_saving(io: CheckpointIO, path: Path, num_kills: int, seed: int = 0) -> int:
+    """Kills processes that save one numbered checkpoint after the other; each goes on where the last was killed.
+
+    Returns:
+        How many of them left something that does not load, or is older than what had been saved.
+    """
+    draw, number, num_lost = random.Random(seed), 0, 0
+
+    def save(say: Callable[[int], None]) -> None:
+        for next_number in range(number + 1, number + 10_000):
+            io.save_checkpoint(numbered(next_number), path)
+            say(next_number)
+
+    for _ in range(num_kills):
+        child = Child(save)
+        child.kill_after(draw.uniform(0, 0.03))
+        try:
+            found = io.load_checkpoint(path)
+            is_whole = bool(found["weights"].eq(found["number"]).all()) and found["number"] >= child.last_said
+        except Exception:
+            is_whole = False
+        num_lost += not is_whole
+        number = found["number"] if is_whole else child.last_said
+    return num_lost
+
+
+@pytest.mark.timeout(600)
+def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
+    path = tmp_path / "last.ckpt"
+    assert kill_while_saving(WholeCheckpointIO(), path, NUM_KILLS) == 0
+    WholeCheckpointIO().save_checkpoint(numbered(0), path)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_so_it_is_where_there_are_no_files_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(os, "O_TMPFILE")
+    assert kill_while_saving(WholeCheckpointIO(), tmp_path / "last.ckpt", 30) == 0
+
+
+def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system")
+    monkeypatch.setattr("tempfile.tempdir", str(other))
+    before = set(other.iterdir())
+    try:
+        lost = (kill_while_saving(TorchCheckpointIO(), tmp_path / "last.ckpt", 10, seed) for seed in range(30))
+        assert any(lost)
+    finally:
+        for path in set(other.iterdir()) - before:
+            if path.name.startswith("tmp") and path.stat().st_uid == os.getuid():
+                path.unlink()
+
+
+class Saves(pl.Callback):
+    """Says how many steps the newest checkpoint has at least."""
+
+    def __init__(self, say: Callable[[int], None]) -> None:
+        self.say = say
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step:
+            self.say(trainer.global_step)
+
+
+class Large(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(NUMEL))
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("save_top_k", [1, 3])
+def test_with_model_checkpoint_the_last_and_the_best_load(tmp_path: Path, save_top_k: int):
+    draw = random.Random(save_top_k)
+
+    def train(say: Callable[[int], None]) -> None:
+        saver = ModelCheckpoint(
+            tmp_path, save_last=True, save_top_k=save_top_k, monitor="loss", every_n_train_steps=1, filename="{step}"
+        )
+        trainer = pl.Trainer(
+            strategy=DataParallelStrategy(), accelerator="cpu", devices=1, max_epochs=1000, logger=False,
+            callbacks=[Saves(say), saver], enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Large(), loader())
+
+    for _ in range(6):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        child = Child(train)
+        child.kill_after(draw.uniform(0.05, 0.3))
+        found = {path.name: torch.load(path, weights_only=False) for path in tmp_path.glob("*.ckpt")}
+        assert "last.ckpt" in found
+        num_saved = min(save_top_k, child.last_said)
+        assert num_saved + 1 <= len(found) <= save_top_k + 2  # a new one is there before an old one goes
+        assert found["last.ckpt"]["global_step"] >= child.last_said
+        for checkpoint in found.values():
+            assert checkpoint["state_dict"]["steps"].eq(checkpoint["global_step"]).all()
+
+
+def write_much(path: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    WholeCheckpointIO().save_checkpoint(numbered(2), path)
+
+
+@pytest.mark.parametrize("has_names", [False, True])
+def test_where_it_cannot_be_written_the_old_one_stays(tmp_path: Path, has_names: bool, monkeypatch: pytest.MonkeyPatch):
+    if has_names:
+        monkeypatch.delattr(os, "O_TMPFILE")
+    path = tmp_path / "last.ckpt"
+    WholeCheckpointIO().save_checkpoint(numbered(1), path)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            write_much(path)
+        except (OSError, RuntimeError):
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert WholeCheckpointIO().load_checkpoint(path)["number"] == 1
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_it_has_the_rights_that_other_files_have(tmp_path: Path):
+    before = os.umask(0o027)
+    try:
+        WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "new" / "a.ckpt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new" / "a.ckpt").stat().st_mode) == 0o640
+
+
+def test_what_is_no_file_of_this_host_is_lightnings():
+    WholeCheckpointIO().save_checkpoint({"number": 3}, "memory://checkpoints/a.ckpt")
+    assert WholeCheckpointIO().load_checkpoint("memory://checkpoints/a.ckpt") == {"number": 3}
+    with pytest.raises(TypeError, match="storage_options"):
+        WholeCheckpointIO().save_checkpoint({}, "a.ckpt", storage_options={"a": 1})
+
+
+STRATEGIES = [DDPStrategy, DDPSpawnStrategy, DataParallelStrategy, fabric.DDPStrategy, fabric.DataParallelStrategy]
+
+
+@pytest.mark.parametrize("kind", STRATEGIES, ids=lambda kind: f"{kind.__module__.split('.')[-2]}.{kind.__name__}")
+def test_strategies_save_so_unless_the_user_names_another_way(kind: Any):
+    assert isinstance(kind().checkpoint_io, WholeCheckpointIO)
+    io = TorchCheckpointIO()
+    assert kind(checkpoint_io=io).checkpoint_io is io
+    around = AsyncCheckpointIO()
+    assert kind(checkpoint_io=around).checkpoint_io is around
+    assert isinstance(around.checkpoint_io, WholeCheckpointIO)
+    around = AsyncCheckpointIO(io)
+    assert kind(checkpoint_io=around).checkpoint_io.checkpoint_io is io
+    strategy = kind()
+    strategy.checkpoint_io = io
+    assert strategy.checkpoint_io is io
+
+
+def test_all_that_has_a_name_has_been_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(checkpoints.os, "fsync", lambda descriptor: (order.append("fsync"), fsync(descriptor)))
+    monkeypatch.setattr(checkpoints.os, "replace", lambda *paths: (order.append("replace"), replace(*paths)))
+    WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "a.ckpt")
+    assert order == ["fsync", "replace", "fsync"]
