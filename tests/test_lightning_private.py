@@ -13,10 +13,12 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DataParallelStrategy as FabricDataParallelStrategy
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
@@ -304,6 +306,16 @@ def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: 
 
 
 # --- where private names may stand ---
+
+
+def test_who_hands_checkpoints_on_gets_one_to_hand_them_to_unless_the_user_gave_one() -> None:
+    around = AsyncCheckpointIO()
+    _lightning.set_wrapped_checkpoint_io(around, TorchCheckpointIO)
+    given = around.checkpoint_io
+    assert isinstance(given, TorchCheckpointIO)
+    _lightning.set_wrapped_checkpoint_io(around, TorchCheckpointIO)
+    assert around.checkpoint_io is given
+    _lightning.set_wrapped_checkpoint_io(given, TorchCheckpointIO)
 
 
 def test_every_name_of_the_module_has_its_test() -> None:
