@@ -7,6 +7,10 @@ class UnevenInputsError(RuntimeError):
     """Ranks have different numbers of batches, and nobody said what to do then."""
 
 
+class DifferentModelsError(ValueError):
+    """The ranks do not have the same model; the message says where it differs first. Raised on every rank."""
+
+
 class WorldTooSmallError(RuntimeError):
     """Fewer ranks are left than elastic training may have; the message says where the state is."""
 

@@ -23,6 +23,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method_here,
 )
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
+from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
 from lightning_strategies_ext.registry import Registered
@@ -132,8 +133,11 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, Fabri
         """Wraps a module in DDP.
 
         Raises:
+            DifferentModelsError: If another rank has another module.
             ValueError: If no parameter of it needs a gradient.
         """
+        if self._ddp_kwargs.get("init_sync", True):
+            check_is_same(self.collectives, module, self.root_device, is_trained=True)
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
         self._gradient_sync.register_hook(model)
         return model

@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_devices, check_not_interactive, check_plugins
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
+from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
@@ -144,9 +145,11 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, F
         """Gives a module rank 0's weights, and lets its gradients be exchanged.
 
         Raises:
+            DifferentModelsError: If another rank has another module.
             ValueError: If no parameter of it needs a gradient.
         """
         check_has_trainable_parameters(module)
+        check_is_same(self.collectives, module, self.root_device, is_trained=True)
         self.collectives.broadcast_module(module)
         exchange = GradientExchange(module, self._options)
         self._exchanges.append(exchange)

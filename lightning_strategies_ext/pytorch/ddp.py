@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT, StartMethod, check_start_method, check_start_method_here
+from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
@@ -211,6 +212,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """Places the model on the device, wraps it in DDP if it is to be trained, and creates the optimizers.
 
         Raises:
+            DifferentModelsError: If another rank has another model.
             ValueError: If a model to be trained has no parameter that needs a gradient, or if post-local SGD is
                 combined with an optimizer that distributes its own work.
         """
@@ -228,6 +230,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             self.configure_ddp()
             self.setup_optimizers(trainer)
         elif not has_same_model:
+            check_is_same(self.collectives, self.model, self.root_device, is_trained=False)
             self.collectives.broadcast_module(self.model)
         self.setup_precision_plugin()
         if is_fitting:
@@ -244,6 +247,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def configure_ddp(self) -> None:
         """Wraps the LightningModule in DDP, with the communication hook."""
         assert isinstance(self.model, pl.LightningModule)
+        if self._ddp_kwargs.get("init_sync", True):
+            check_is_same(self.collectives, self.model, self.root_device, is_trained=True)
         self.model = self._setup_model(self.model)
 
     @override

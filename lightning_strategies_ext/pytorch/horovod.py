@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import check_not_interactive
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
@@ -260,6 +261,7 @@ class HorovodStrategy(ParallelStrategy):
         """Places the model on the device with rank 0's weights, and creates the optimizers.
 
         Raises:
+            DifferentModelsError: If another rank has another model.
             RuntimeError: If ``op="adasum"`` cannot be had from this Horovod.
             ValueError: If a model to be trained has no parameter that needs a gradient.
         """
@@ -272,6 +274,7 @@ class HorovodStrategy(ParallelStrategy):
             self._batch_norm = SynchronizedBatchNorm(module)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
+        check_is_same(self.collectives, module, self.root_device, is_trained=is_fitting)
         self.collectives.broadcast_module(module)
         if is_fitting:
             check_has_trainable_parameters(module)

@@ -1,0 +1,59 @@
+"""Whether the ranks have the same model, asked before weights or gradients of it are exchanged.
+
+Engines find out late or not at all that one rank's tensors are not those of another: they wait for each other, or add
+up what does not belong together.
+"""
+
+import hashlib
+from itertools import zip_longest
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.exceptions import DifferentModelsError
+
+
+def check_is_same(collectives: Collectives, module: torch.nn.Module, device: torch.device, is_trained: bool) -> None:
+    """Refuses a module that another rank has otherwise. Called by all ranks together; takes one round trip.
+
+    Args:
+        collectives: Of the ranks.
+        module: The model.
+        device: Of this rank.
+        is_trained: Whether gradients are going to be exchanged, too.
+
+    Raises:
+        DifferentModelsError: On every rank, if names, order, dtypes or shapes of parameters and buffers differ, or (of
+            a module to be trained) which parameters need gradients. Names the first difference.
+    """
+    if collectives.rank() is None or collectives.world_size() == 1:
+        return
+    lines = _described(module, is_trained)
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    all_ranks = collectives.all_gather(own.to(device)).cpu()
+    others = (all_ranks != all_ranks[0]).any(dim=1).nonzero().flatten().tolist()
+    if not others:
+        return
+    here, there = (collectives.broadcast(lines, rank) for rank in (0, others[0]))
+    first, other = next((a, b) for a, b in zip_longest(here, there, fillvalue="nothing more") if a != b)
+    raise DifferentModelsError(
+        f"The ranks do not have the same {type(module).__name__}: where rank 0 has {first}, rank {others[0]} has"
+        f" {other}. Build the same model on every rank, from the same arguments, and let nothing of its structure"
+        " depend on the rank or on random numbers."
+    )
+
+
+def _described(module: torch.nn.Module, is_trained: bool) -> list[str]:
+    """Says of each tensor that ranks exchange what it is."""
+    excluded = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    lines = []
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in named:
+            if name in excluded:
+                continue
+            shape = "of no shape yet" if is_lazy(tensor) else f"of shape {tuple(tensor.shape)}"
+            gradient = "" if kind == "buffer" or tensor.requires_grad or not is_trained else ", without gradient"
+            lines.append(f"the {kind} `{name}` ({str(tensor.dtype).removeprefix('torch.')}, {shape}{gradient})")
+    return lines
