@@ -3,11 +3,12 @@
     python examples/gan.py                             # two CPU processes
     python examples/gan.py --plot drawn.png            # and a picture of what it draws
 
-A generator draws, a discriminator tells drawn images from real ones, and each has an optimizer: manual optimization. In
-the backward pass of one, the parameters of the other take no part. DDP must be told, hence the long name of the strategy.
+A generator draws, a discriminator tells drawn images from real ones, and each has an optimizer: manual optimization.
+In the backward pass of one, the parameters of the other take no part. DDP must be told, hence the long name of the
+strategy.
 
-How good the drawings are says a classifier of real digits, which reads them, and the Fréchet distance to real images: that
-between two normal distributions with the means and covariances of the pixels. It grows if all drawings are alike.
+How good the drawings are says a classifier of real digits, which reads them, and the Fréchet distance to real images:
+that between two normal distributions with the means and covariances of the pixels. It grows if all drawings are alike.
 """
 
 import argparse
@@ -180,8 +181,8 @@ def plot(images: Tensor, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = images[: 10 * NUM_CLASSES].view(10, NUM_CLASSES, 8, 8)
-    sheet = rows.permute(0, 2, 1, 3).reshape(80, 80)  # images side by side
+    framed = functional.pad(images[: 10 * NUM_CLASSES, 0], (1, 1, 1, 1)).view(10, NUM_CLASSES, 10, 10)
+    sheet = framed.permute(0, 2, 1, 3).reshape(100, 100)
     pyplot.imsave(path, sheet.repeat_interleave(6, dim=0).repeat_interleave(6, dim=1), cmap="gray_r")
 
 

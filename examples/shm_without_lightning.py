@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/shm_without_lightning.py
     torchrun --nproc-per-node 2 examples/shm_without_lightning.py --backend gloo    # torch's own, for comparison
 
-torch knows the name `shm` once this package is installed; no import is needed. Two ranks compute the same bits over both.
+torch knows the name `shm` once this package is installed; no import is needed. Two ranks compute the same bits over
+both.
 """
 
 import argparse

@@ -4,9 +4,9 @@
     python examples/spawn_without_trainer.py --plot centers.png    # and a picture of what they have found
 
 The function is k-means: each worker assigns its share of the images to the nearest centers, and an all-reduce gives all
-workers the means of the whole. It is called once for each of several random beginnings, of which the best one counts. The
-first call starts the workers and they stay for the others, as `docs/ddp_spawn.md` says. Nobody has labelled the images
-for it; the labels are only used to say how pure the clusters are.
+workers the means of the whole. It is called once for each of several random beginnings, of which the best one counts.
+The first call starts the workers and they stay for the others. The function does not see the labels; they are used to
+say how pure the clusters are.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def k_means(images: Tensor, num_clusters: int, seed: int) -> tuple[Tensor, float
         seed: Of the choice of the images that are the first centers, the same in all workers.
 
     Returns:
-        The centers, the mean squared distance of an image to the nearest one, and after how many rounds it fell no more.
+        The centers, the mean squared distance of an image to the nearest one, and the number of rounds that it fell.
     """
     chosen = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))[:num_clusters]
     centers, before, num_rounds = images[chosen], float("inf"), 0

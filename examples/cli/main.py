@@ -5,8 +5,8 @@
     python examples/cli/main.py fit --config examples/cli/ddp_ext.yaml --trainer.strategy ddp_spawn_ext
     python examples/cli/main.py test --config examples/cli/ddp_ext.yaml --ckpt_path checkpoints/tumours.ckpt
 
-The second adds a file in which the strategy is a class with arguments. The data are 569 rows of 30 measurements that come
-inside scikit-learn (the Breast Cancer Wisconsin diagnostic dataset).
+The second adds a file in which the strategy is a class with arguments. The data are 569 rows of 30 measurements that
+come inside scikit-learn (the Breast Cancer Wisconsin diagnostic dataset).
 """
 
 import lightning.pytorch as pl
@@ -87,8 +87,8 @@ class Classifier(pl.LightningModule):
 def main() -> None:
     """Does what the command line says, and reports what it has measured."""
     cli = LightningCLI(Classifier, Tumours)
-    if cli.trainer.is_global_zero:
-        table = Table("what", "value", title=f"Tumours: {cli.subcommand}")
+    if cli.subcommand == "fit" and cli.trainer.is_global_zero:  # of the others Lightning prints what was measured
+        table = Table("what", "value", title="Tumours")
         table.add_row("strategy", type(cli.trainer.strategy).__name__)
         table.add_row("processes", str(cli.trainer.world_size))
         table.add_row("training steps", str(cli.trainer.global_step))
