@@ -119,3 +119,29 @@ def test_help_describes_the_arguments_of_ddp(capsys: pytest.CaptureFixture[str])
 def test_an_option_that_neither_the_strategy_nor_ddp_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     _, error = said(capsys, *TRAINER, *strategy_options("DDPStrategy", find_unused_params="true"))
     assert "find_unused_params" in error
+
+
+OPTIMIZER_BY_OPTION = """
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+
+class Model(BoringModel):
+    configure_optimizers = LightningModule.configure_optimizers  # so LightningCLI gives it one of its own
+
+if __name__ == "__main__":
+    cli = LightningCLI(Model, BoringDataModule)
+    [optimizer] = cli.trainer.optimizers
+    [group] = optimizer.param_groups
+    is_of_model = all(one is other for one, other in zip(group["params"], cli.model.parameters()))
+    print("trained:", type(optimizer).__name__, group["lr"], cli.trainer.global_step, is_of_model)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
+def test_an_optimizer_that_is_an_option_reaches_the_workers(strategy: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OPTIMIZER_BY_OPTION)
+    options = ("--optimizer=Adam", "--optimizer.lr=0.125", f"--trainer.strategy={strategy}")
+    result = run_warm(script, "fit", *TRAINER, *options, cwd=tmp_path)
+    assert "trained: Adam 0.125 2 True" in result.stdout, result.stdout

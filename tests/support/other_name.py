@@ -37,12 +37,13 @@ def write(target: Path) -> None:
             continue
         copy.parent.mkdir(parents=True, exist_ok=True)
         content = source.read_bytes()
-        if name.startswith(_REWRITTEN) and source.suffix in (".py", ".md", ".yaml"):
+        if name.startswith(_REWRITTEN) and source.suffix in (".py", ".md", ".yaml", ".ipynb"):
             text = hatch_build.rewritten(content.decode(), names, set(modules))
             for pattern, replacement in _ALSO.items():
                 text = re.sub(pattern, replacement, text, flags=re.MULTILINE)
             content = text.encode()
         copy.write_bytes(content)
+        copy.chmod(source.stat().st_mode)  # some are programs
 
 
 if __name__ == "__main__":

@@ -168,6 +168,8 @@ class _Pickler(pickle.Pickler):
             if name is None and self._returning and not _is_importable(obj):
                 name = obj.__qualname__
             return NotImplemented if name is None else (_left_behind, (name,))
+        if type(obj) is types.MethodType and _belongs_to_object(obj):
+            return _method_from, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
             raise pickle.PicklingError(f"{type(obj).__name__} stays in the process that made it")
         return NotImplemented
@@ -226,6 +228,17 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, number: int) -> Any:
         assert self._shared is not None
         return self._shared.object_of(number)
+
+
+def _belongs_to_object(method: types.MethodType) -> bool:
+    # LightningCLI gives `configure_optimizers` to the module itself. pickle would look the name up again, while the
+    # object has no attributes yet, and find the method of the class.
+    name = getattr(method.__func__, "__name__", None)
+    return name is not None and getattr(method.__self__, "__dict__", {}).get(name) is method
+
+
+def _method_from(function: Callable[..., Any], obj: Any) -> types.MethodType:
+    return types.MethodType(function, obj)  # pickle does not find the type by its name
 
 
 def _storage_from(buffer: Any) -> torch.UntypedStorage:

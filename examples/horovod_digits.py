@@ -1,0 +1,79 @@
+r"""Trains on the handwritten digits of ``examples/digits.py`` over Horovod, also with ranks that come and go.
+
+    horovodrun -np 2 python examples/horovod_digits.py
+    python examples/horovod_digits.py --devices 2                  # starts the two ranks itself
+
+    horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script examples/horovod_hosts.sh \
+        python examples/horovod_digits.py --elastic --epochs 100
+
+With ``--elastic``, ranks may die, leave and join while it trains. Each says the number of its process when it begins:
+kill one, and the others go on. Write a line more into the file that ``examples/horovod_hosts.sh`` reads, and a rank
+joins.
+"""
+
+import argparse
+import os
+import warnings
+
+import lightning.pytorch as pl
+from digits import NUM_HELD_OUT, DigitsData, DigitsNet
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.table import Table
+
+from lightning_strategies_ext import HorovodStrategy, KeepGlobalBatch
+
+
+class Worlds(Callback):
+    """Notes how many ranks train, at the beginning and whenever that changes, and says which process is which."""
+
+    def __init__(self) -> None:
+        self.num_ranks: list[int] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Is called again when ranks have gone or joined."""
+        self.num_ranks.append(trainer.world_size)
+        print(f"rank {trainer.global_rank} of {trainer.world_size} is process {os.getpid()}", flush=True)
+
+
+def main() -> None:
+    """Trains, measures and reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elastic", action="store_true", help="ranks may come and go")
+    parser.add_argument("--devices", type=int, default=1, help="ranks to start, where nothing else starts them")
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
+    arguments = parser.parse_args()
+
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the data are in memory
+    pl.seed_everything(1, verbose=False)
+    worlds = Worlds()
+    trainer = pl.Trainer(
+        # What is lost when a rank dies are the steps since the last commit, at most so many. By name, with a commit in
+        # 100 steps: strategy="horovod_elastic_ext".
+        strategy=HorovodStrategy(elastic=True, commit_every_n_steps=20) if arguments.elastic else "horovod_ext",
+        accelerator=arguments.accelerator,
+        devices=arguments.devices,
+        max_epochs=arguments.epochs,
+        # A step sees as many images as at the beginning, however many ranks there are.
+        callbacks=[worlds, *([KeepGlobalBatch()] if arguments.elastic else [])],
+        enable_progress_bar=not arguments.elastic,  # what a rank that joins draws is drawn over another's
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    data, model = DigitsData(arguments.batch_size), DigitsNet()
+    trainer.fit(model, data)
+
+    if trainer.is_global_zero:
+        table = Table("what", title="Handwritten digits, over Horovod")
+        table.add_column("value", justify="right")
+        table.add_row("ranks in the course of training", ", ".join(map(str, worlds.num_ranks)))
+        table.add_row("training steps", str(trainer.global_step))
+        table.add_row(f"accuracy on {NUM_HELD_OUT} held-out images", f"{trainer.callback_metrics['val_accuracy']:.4f}")
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

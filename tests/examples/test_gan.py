@@ -1,0 +1,18 @@
+"""``examples/gan.py``: two optimizers on two ranks learn to draw digits that a classifier can read."""
+
+from pathlib import Path
+
+from tests.support.examples import assert_shows_something, number, run_example
+
+BEFORE, AFTER, REAL = range(3)
+
+
+def test_it_learns_to_draw_what_it_is_asked_for(tmp_path: Path) -> None:
+    output = run_example("gan.py", "--epochs", "25", "--plot", "drawn.png", directory=tmp_path)
+    read = [number(output, "read as what they should be", column) for column in (BEFORE, AFTER, REAL)]
+    assert read[BEFORE] < 0.3
+    assert read[AFTER] > 0.6
+    assert read[REAL] > 0.95
+    distance = [number(output, "Fréchet distance to real ones", column) for column in (BEFORE, AFTER, REAL)]
+    assert distance[REAL] < distance[AFTER] < distance[BEFORE] / 2
+    assert_shows_something(tmp_path / "drawn.png")

@@ -1,0 +1,56 @@
+"""``examples/horovod_digits.py``: it trains under ``horovodrun``, and goes on without a rank that was killed."""
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+from benchmarks.horovod_launch import BIN, FIRST, SECOND, start_of
+from tests.support import warm
+from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
+from tests.support.ranks import kill_tree, run_command, start_command
+
+SCRIPT = EXAMPLES / "horovod_digits.py"
+ACCURACY = "accuracy on 360 held-out images"
+ENVIRONMENT = {**WIDE, "OMP_NUM_THREADS": "1"}
+
+
+def test_two_ranks_of_horovodrun() -> None:
+    command = [*start_of("horovodrun", 2), warm.python(), SCRIPT, "--epochs", "4"]
+    result = run_command(*command, env=ENVIRONMENT, timeout_s=LIMIT_S)
+    assert result.returncode == 0, result.stdout
+    assert rows(result.stdout)["ranks in the course of training"] == ["2"]
+    assert number(result.stdout, ACCURACY) > 0.9
+
+
+def test_one_goes_on_when_the_other_is_killed(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.txt"
+    hosts.write_text(f"{FIRST}:1\n{SECOND}:1\n")
+    output, code = run_and_kill_rank_1({**ENVIRONMENT, "TRAINING_HOSTS": str(hosts)})
+    assert code == 0, output
+    assert rows(output)["ranks in the course of training"] == ["2, 1"]
+    assert "2 -> 1 ranks" in output
+    assert number(output, ACCURACY) > 0.95
+
+
+def run_and_kill_rank_1(environment: dict[str, str]) -> tuple[str, int]:
+    """What the example prints, and the exit code, if rank 1 is killed as soon as it says which process it is."""
+    job = start_command(
+        *(BIN / "horovodrun", "-np", "2", "--min-np", "1", "--max-np", "4", "--gloo", "--network-interfaces", "lo"),
+        *("--host-discovery-script", EXAMPLES / "horovod_hosts.sh"),
+        *(warm.python(), SCRIPT, "--elastic", "--epochs", "40"),
+        env=environment,
+    )
+    limit = threading.Timer(LIMIT_S, kill_tree, [job.pid])
+    limit.start()
+    lines = []
+    try:
+        for line in job.stdout:
+            lines.append(line)
+            if said := re.search(r"rank 1 of 2 is process (\d+)", line):
+                os.kill(int(said[1]), signal.SIGKILL)
+        return "".join(lines), job.wait()
+    finally:
+        limit.cancel()
+        kill_tree(job.pid)

@@ -1,0 +1,51 @@
+"""``examples/hosts``: the digits train on two hosts, by torchrun and by SLURM; here both are this machine.
+
+``tests/pytorch/test_several_hosts.py`` has hosts with network addresses of their own.
+"""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
+from tests.support.ranks import REPOSITORY, free_port, run_command, run_warm
+from tests.support.slurm import sbatch
+
+BATCH_SCRIPT = EXAMPLES / "hosts/digits.slurm"
+ON_TWO_HOSTS = ("--num-nodes", "2", "--devices", "1")
+
+
+def check_table(output: str) -> None:
+    assert rows(output)["processes"] == ["2"]
+    assert number(output, "accuracy on 360 held-out images") > 0.9
+
+
+def test_torchrun_with_an_agent_for_each_host(tmp_path: Path) -> None:
+    where = ("--rdzv-backend", "c10d", "--rdzv-id", "digits", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1")
+    digits = (EXAMPLES / "digits.py", *ON_TWO_HOSTS, "--epochs", "4", "--dir", tmp_path)
+
+    def run_agent(_: int) -> subprocess.CompletedProcess[str]:
+        return run_warm(*torchrun, *where, *digits, env={**WIDE, "GLOO_SOCKET_IFNAME": "lo"}, timeout_s=LIMIT_S)
+
+    with ThreadPoolExecutor(2) as hosts:
+        results = list(hosts.map(run_agent, range(2)))
+    output = "".join(result.stdout for result in results)
+    assert [result.returncode for result in results] == [0, 0], output
+    check_table(output)  # printed by one of them
+    assert (tmp_path / "digits.ckpt").is_file()
+
+
+def test_slurm(tmp_path: Path) -> None:
+    assert run_command("bash", "-n", BATCH_SCRIPT).returncode == 0
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    result = sbatch(
+        *(BATCH_SCRIPT, "--epochs", "4", "--dir", tmp_path),
+        submitted_from=REPOSITORY,
+        programs=programs,
+        timeout_s=LIMIT_S,
+    )
+    assert result.returncode == 0, result.stdout
+    check_table(result.stdout)
+    assert (tmp_path / "digits.ckpt").is_file()

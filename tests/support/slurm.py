@@ -1,0 +1,61 @@
+"""What a SLURM cluster does with a batch script, on this machine: a process per task, and variables that say which."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support import warm
+from tests.support.ranks import free_port, run_command
+
+_SRUN = """\
+#!{python}
+import os
+import subprocess
+import sys
+
+num_tasks, per_node = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_NTASKS_PER_NODE"])
+tasks = []
+for task in range(num_tasks):
+    which = {{"SLURM_PROCID": task, "SLURM_NODEID": task // per_node, "SLURM_LOCALID": task % per_node}}
+    environment = {{**os.environ, **{{name: str(value) for name, value in which.items()}}}}
+    tasks.append(subprocess.Popen(sys.argv[1:], env=environment))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+
+def sbatch(
+    script: Path, *arguments: str | Path, submitted_from: Path, programs: Path, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a batch script to its end.
+
+    Args:
+        script: With lines ``#SBATCH --name=value``.
+        *arguments: What follows the script's name.
+        submitted_from: The directory that it runs in.
+        programs: An empty directory; ``srun`` goes there.
+        timeout_s: Seconds until the run is given up.
+    """
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), flags=re.MULTILINE))
+    num_nodes, per_node = int(asked["nodes"]), int(asked["ntasks-per-node"])
+    srun = programs / "srun"
+    srun.write_text(_SRUN.format(python=sys.executable))
+    srun.chmod(0o755)
+    (programs / "python").symlink_to(warm.python())
+    variables = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NAME": asked["job-name"],
+        "SLURM_JOB_NODELIST": "127.0.0.1",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_NNODES": str(num_nodes),
+        "SLURM_NTASKS": str(num_nodes * per_node),
+        "SLURM_NTASKS_PER_NODE": str(per_node),
+        "SLURM_CPUS_PER_TASK": "1",
+    }
+    # Two of these may run at once, so the port is not that of the job's number.
+    here = {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "160"}
+    path = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    return run_command(
+        "bash", script, *arguments, env={**variables, **here, **path}, cwd=submitted_from, timeout_s=timeout_s
+    )
