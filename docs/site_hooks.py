@@ -27,6 +27,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     "README.md": "README.md",
     "examples/README.md": "examples.md",
+    "examples/hosts/README.md": "several_hosts.md",
 }
 PICTURES = "benchmarks/results"
 
