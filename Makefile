@@ -2,6 +2,7 @@
 #   make demo   makes the environment in .venv, installs, trains a real model on real data
 #   make test   makes the environment in .venv, installs, passes the tests
 #   make check  of these, what starts no process: linters, types, and each test up to where it would
+#   make docs   makes the environment in .venv, builds the documentation site into build/site
 # All can be called again: what is there already is kept.
 
 PYTHON ?= python3
@@ -18,8 +19,9 @@ SHARDS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test check names lint pytest conformance bench matrix dist clean
+.PHONY: demo test check names lint pytest conformance bench docs docs-look matrix dist clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -65,6 +67,15 @@ dist: $(VENV)/.installed-dist
 	done
 	$(RUN) -m twine check --strict dist/*
 	rm -rf build/dist
+
+# Fails on a broken link or reference. Open build/site/index.html to read it.
+docs: $(VENV)/.installed-docs
+	$(RUN) -m mkdocs build --strict
+
+# Pictures of five pages, as wide as a desk's screen and as a phone's, into build/look: look at them.
+CHROMIUM ?= chromium
+docs-look: docs
+	$(RUN) docs/look.py --chromium $(CHROMIUM)
 
 # Every corner of the declared versions, one after the other, in environments that are removed again; docs/versions.md
 # gets what they showed. One of them: make matrix CORNERS=py310. Some tests only, and no table: TESTS=tests/pytorch/test_ddp.py.

@@ -63,7 +63,7 @@ class HorovodStrategy(ParallelStrategy):
         scale_learning_rate: Whether learning rates are multiplied by the number of ranks, as Lightning 1 did.
         process_set: The ranks that exchange gradients; None for all.
         uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
-            with the first that runs out, or "join": the others train to their end, see :mod:`.horovod.uneven`.
+            with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
         elastic: Whether ranks may die, leave and join during ``fit``: True makes a :class:`.HorovodElasticStrategy`.
         commit_every_n_steps: See there.
 

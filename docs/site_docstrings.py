@@ -1,0 +1,60 @@
+"""Turns what Sphinx reads in our docstrings (roles, ``::``) into what mkdocstrings reads: Markdown."""
+
+import re
+from textwrap import dedent
+from typing import Any
+
+import griffe
+
+_ROLE = re.compile(r":(?:class|meth|func|mod|data|attr|exc):`~?\.*(?P<name>[\w.]+)`")
+_LITERAL = re.compile(
+    r"^(?P<indent> *)(?P<intro>[^\n]*)::\n\n(?P<code>(?:(?P=indent)    [^\n]*(?:\n|$)|\n)+)", re.MULTILINE
+)
+
+
+#: What is not offered by the package itself and has a place in the reference.
+_FURTHER = {
+    "Collectives": "lightning_strategies_ext.collectives.Collectives",
+    "LocalCollectives": "lightning_strategies_ext.collectives.LocalCollectives",
+    "lightning_strategies_ext.discovery": "lightning_strategies_ext.discovery",
+}
+
+
+class SphinxToMarkdown(griffe.Extension):
+    """Rewrites each docstring once, when the package has been read."""
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Rewrites the docstrings of a package."""
+        offered = {name: f"{pkg.path}.{name}" for name, member in pkg.members.items() if member.is_alias}
+        if pkg.path == "lightning_strategies_ext":
+            self._rewrite(pkg, offered | _FURTHER)
+
+    def _rewrite(self, item: griffe.Object, places: dict[str, str]) -> None:
+        if item.docstring is not None:
+            item.docstring.value = markdown_of(item.docstring.value, places)
+        for member in item.members.values():
+            if not member.is_alias:
+                self._rewrite(member, places)
+
+
+def markdown_of(docstring: str, places: dict[str, str]) -> str:
+    """A docstring in Markdown.
+
+    Args:
+        docstring: As Sphinx reads it.
+        places: Names that have a place in the reference, and their identifiers there.
+    """
+
+    def linked(role: re.Match[str]) -> str:
+        name = role["name"]
+        return f"[`{name}`][{places[name]}]" if name in places else f"`{name}`"
+
+    return _LITERAL.sub(_fenced, _ROLE.sub(linked, docstring))
+
+
+def _fenced(found: re.Match[str]) -> str:
+    code = dedent(found["code"]).strip("\n")
+    language = "toml" if code.startswith("[") else "python"
+    intro = "**Example**" if found["intro"] == "Example" else found["intro"] + ":"
+    lines = ["", f"```{language}", *code.splitlines(), "```", ""]
+    return "\n".join([found["indent"] + intro, *(found["indent"] + line if line else "" for line in lines)]) + "\n"

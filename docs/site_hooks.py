@@ -1,0 +1,98 @@
+"""Makes a site of pages whose links are those of the repository.
+
+In the repository a link goes from file to file, so that it works wherever the sources are shown. On the site
+
+- pages of :data:`PAGES`, which stand outside of ``docs/``, are pages of their own;
+- pictures of the benchmarks are copied;
+- what else is not on the site (a test, a module) keeps its text and loses its link;
+- a link to a file that is not there is a warning, which fails a strict build.
+
+A built page that would load something from another host fails the build too.
+"""
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+#: In the repository → on the site.
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "README.md": "README.md",
+    "examples/README.md": "examples.md",
+    "examples/hosts/README.md": "several_hosts.md",
+}
+PICTURES = "benchmarks/results"
+
+_log = logging.getLogger("mkdocs.hooks.site")
+_FENCE = re.compile(r"^ *(```|~~~)")
+_LABEL = r"(?:[^\[\]]|!?\[[^\[\]]*\](?:\([^()]*\))?)*"
+_LINK = re.compile(rf"(?P<text>(?P<bang>!?)\[(?P<label>{_LABEL})\])\((?P<target>[^()\s]+)\)")
+_LOADS = re.compile(
+    r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(?:https?:)?//"""
+    r"""|<link[^>]*rel=["']?(?:stylesheet|preconnect|preload)[^>]*href=["']?(?:https?:)?//"""
+)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages and pictures from outside of ``docs/``."""
+    for source, page in PAGES.items():
+        if files.get_file_from_path(page) is None and (ROOT / source).exists():
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for picture in sorted((ROOT / PICTURES).glob("*.png")):
+        files.append(File.generated(config, f"{PICTURES}/{picture.name}", abs_src_path=str(picture)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turns the links of a page into those of the site."""
+    here = place_in_repository(page.file.src_uri)
+    lines, in_code = [], False
+    for line in markdown.splitlines():
+        if _FENCE.match(line):
+            in_code = not in_code
+        lines.append(line if in_code else _LINK.sub(lambda link: _on_site(link, here, page, files), line))
+    return "\n".join(lines)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Refuses a page that loads something from another host."""
+    found = _LOADS.search(output)
+    if found is not None:
+        raise PluginError(f"{page.file.src_uri} would load from another host: {output[found.start() :][:200]}")
+    return output
+
+
+def place_in_repository(page: str) -> str:
+    """Where the source of a page stands, from the top level of the repository."""
+    for source, on_site in PAGES.items():
+        if page == on_site and source != "README.md":
+            return source
+    return f"docs/{page}"
+
+
+def _on_site(link: re.Match[str], here: str, page: Any, files: Files) -> str:
+    if "[" in link["label"]:  # a picture that is a link
+        text = f"{link['bang']}[{_LINK.sub(lambda inner: _on_site(inner, here, page, files), link['label'])}]"
+    else:
+        text = link["text"]
+    path, _, anchor = link["target"].partition("#")
+    if not path or ":" in path:
+        return f"{text}({link['target']})"
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(here), path))
+    if not (ROOT / target).exists():
+        _log.warning("%s links to %s, and there is no %s", here, link["target"], target)
+        return text
+    on_site = PAGES.get(target, target.removeprefix("docs/"))
+    file = files.get_file_from_path(on_site)
+    if file is None or file.inclusion.is_excluded():
+        return link["label"]
+    relative = posixpath.relpath(on_site, posixpath.dirname(page.file.src_uri) or ".")
+    return f"{text}({relative}{'#' + anchor if anchor else ''})"

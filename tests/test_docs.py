@@ -1,0 +1,110 @@
+"""The documentation, as far as it can be looked at without building the site: every link leads somewhere.
+
+``make docs`` builds the site, and fails where one of its own links or references does not lead anywhere.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_strategies_ext
+from lightning_strategies_ext import fabric
+from tests.support.ranks import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+WRITTEN = [
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((REPOSITORY / "examples").rglob("*.md")),
+    *PAGES,
+]
+_FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def entries(nav: list[Any]) -> Iterator[str]:
+    for entry in nav:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for target in entry.values():
+                yield from [target] if isinstance(target, str) else entries(target)
+
+
+def pages_from_outside() -> dict[str, str]:
+    """Those that ``docs/site_hooks.py`` brings to the site; it imports MkDocs, which need not be here."""
+    for node in ast.parse((DOCS / "site_hooks.py").read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "PAGES":
+            return ast.literal_eval(node.value)
+    raise AssertionError("docs/site_hooks.py has no PAGES")
+
+
+NAV = list(entries(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"]))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as git hosts make them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+)$", _FENCE.sub("", page.read_text()), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        found.add(re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page):
+    missing = []
+    for link in _LINK.findall(re.sub(r"`[^`\n]*`", "", _FENCE.sub("", page.read_text()))):
+        path, _, anchor = link.partition("#")
+        if ":" in path:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    assert not missing
+
+
+def test_the_site_has_every_page_once():
+    outside = pages_from_outside()
+    assert sorted(NAV) == sorted({*(str(page.relative_to(DOCS)) for page in PAGES), *outside.values()})
+    assert [source for source in outside if not (REPOSITORY / source).exists()] == []
+
+
+def test_the_first_page_leads_to_every_other_in_the_same_order():
+    """But for the pages of the reference, which has a first page of its own."""
+    shown = {page: source for source, page in pages_from_outside().items()}
+    text = (DOCS / "README.md").read_text()
+    pages = [page for page in NAV if page != "README.md" and not re.match("reference/(?!README)", page)]
+    links = {page: f"](../{shown[page]})" if page in shown else f"]({page})" for page in pages}
+    assert [page for page, link in links.items() if link not in text] == []
+    chapters = [page for page in pages if text.count(links[page]) == 1]
+    first = ["install.md", "choose.md", "examples.md", "from_lightning_1.md", "benchmarks.md", "failures.md"]
+    assert sorted(first, key=lambda page: text.index(links[page])) == first == [p for p in chapters if p in first]
+
+
+def test_the_reference_has_every_public_name():
+    text = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    listed = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    for module in (lightning_strategies_ext, fabric):
+        assert {f"{module.__name__}.{name}" for name in module._EXPORTS} <= listed
+
+
+def test_every_plot_of_the_benchmarks_is_shown():
+    text = (DOCS / "benchmarks.md").read_text()
+    plots = (REPOSITORY / "benchmarks" / "results").glob("*.png")
+    assert [plot.name for plot in plots if f"](../benchmarks/results/{plot.name})" not in text] == []
+
+
+def test_failures_that_are_described_can_be_made():
+    cases = set(re.findall(r'^ {8}"([\w-]+)": \w+,$', (DOCS / "failures.py").read_text(), re.MULTILINE))
+    described = {case for page in PAGES for case in re.findall(r"docs/failures\.py ([\w-]+)", page.read_text())}
+    assert described - {"--help"} <= cases
