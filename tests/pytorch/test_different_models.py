@@ -1,0 +1,123 @@
+"""The promise that ranks with different models are refused in `setup`, with the first difference named on each."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_strategies_ext import DDPStrategy, DifferentModelsError, HorovodStrategy
+from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
+from tests.support.horovod_ranks import run_horovod
+from tests.support.models import MLP, loader, make_trainer
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+
+
+class Different(MLP):
+    """Differs on the last rank in one way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_model(self) -> None:
+        is_last = self.trainer.global_rank == self.trainer.world_size - 1
+        if not is_last:
+            return
+        if self.how == "shape":
+            self.net[0] = nn.Linear(8, 17)
+        elif self.how == "one more":
+            self.more = nn.Linear(2, 2)
+        elif self.how == "dtype":
+            self.net[2].double()
+        elif self.how == "frozen":
+            self.net[2].bias.requires_grad_(False)
+        elif self.how == "buffer":
+            self.register_buffer("seen", torch.zeros(3))
+        elif self.how == "name":
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.Identity(), nn.ReLU(), nn.Linear(16, 3))
+
+
+SAID = {
+    "shape": ("parameter `net.0.weight` (float32, of shape (16, 8))", "`net.0.weight` (float32, of shape (17, 8))"),
+    "one more": ("nothing more", "parameter `more.weight` (float32, of shape (2, 2))"),
+    "dtype": ("`net.2.weight` (float32, of shape (3, 16))", "`net.2.weight` (float64, of shape (3, 16))"),
+    "frozen": ("`net.2.bias` (float32, of shape (3,))", "`net.2.bias` (float32, of shape (3,), without gradient)"),
+    "buffer": ("nothing more", "buffer `seen` (float32, of shape (3,))"),
+    "name": ("`net.2.weight` (float32", "`net.3.weight` (float32"),
+}
+
+
+def stage(name: str, how: str, backend: str | None = None, devices: int = 2) -> None:
+    trainer = make_trainer(DDPStrategy(process_group_backend=backend), devices, max_epochs=1)
+    getattr(trainer, name)(Different(how), loader())
+
+
+@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_rank_is_told_the_first_difference(how: str, world_size: int):
+    for outcome in outcomes_of_ranks(stage, "fit", how, None, world_size, world_size=world_size):
+        assert outcome.error is not None
+        assert "DifferentModelsError: The ranks do not have the same Different: where rank 0 has" in outcome.error
+        first, last = SAID[how]
+        assert first in outcome.error
+        assert f"rank {world_size - 1} has" in outcome.error
+        assert last in outcome.error
+
+
+@pytest.mark.parametrize("name", ["validate", "predict"])
+def test_so_they_are_where_nothing_is_trained(name: str):
+    for outcome in outcomes_of_ranks(stage, name, "shape"):
+        assert outcome.error is not None
+        assert "DifferentModelsError" in outcome.error
+
+
+def test_over_gloo_too():
+    for outcome in outcomes_of_ranks(stage, "fit", "shape", "gloo"):
+        assert outcome.error is not None
+        assert "DifferentModelsError" in outcome.error
+
+
+def evaluate_frozen() -> bool:
+    stage("validate", "frozen")
+    return True
+
+
+def test_what_needs_gradients_does_not_count_there():
+    assert run_ranks(evaluate_frozen) == [True, True]
+
+
+def own_start_of_weights() -> bool:
+    trainer = make_trainer(DDPStrategy(init_sync=False, broadcast_buffers=False), max_epochs=1)
+    trainer.fit(Different("buffer"), loader())
+    return True
+
+
+def test_who_asks_for_no_comparison_at_the_start_gets_none():
+    assert run_ranks(own_start_of_weights) == [True, True]
+
+
+def with_fabric() -> str:
+    import os
+
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricDDPStrategy())
+    fabric.launch()
+    module = nn.Linear(4, 2 + int(os.environ["LOCAL_RANK"]))
+    with pytest.raises(DifferentModelsError) as raised:
+        fabric.setup(module)
+    return str(raised.value)
+
+
+def test_with_fabric_too():
+    assert all("where rank 0 has the parameter `weight`" in said for said in run_ranks(with_fabric))
+
+
+def over_horovod() -> str:
+    trainer = make_trainer(HorovodStrategy(), max_epochs=1)
+    with pytest.raises(DifferentModelsError) as raised:
+        trainer.fit(Different("shape"), loader())
+    return str(raised.value)
+
+
+def test_over_horovod_too():
+    assert all(SAID["shape"][1] in said for said in run_horovod("python", over_horovod))
