@@ -113,9 +113,11 @@ class World:
     def watch_departures(self, progress: Progress) -> None:
         """Lets this rank fail where it waits for one that has ended the stage. Called by all ranks together."""
         assert self.store is not None
+        assert self.reconciliation is not None
         if self._departure is not None:
             self._departure.close()
-        self._departure = Departure(self.store, self.rank, self.size, progress)
+        has_died = self.reconciliation.has_died
+        self._departure = Departure(self.store, self.rank, self.size, progress, has_died)
 
     # --- between steps ---
 
@@ -166,9 +168,10 @@ class World:
 
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""
-        if self._departure is None or self._departure.reason is None or not isinstance(exception, Exception):
+        reason = None if self._departure is None else self._departure.explain(exception)
+        if reason is None or not isinstance(exception, Exception):
             return exception
-        error = UnevenInputsError(self._departure.reason)
+        error = UnevenInputsError(reason)
         error.__cause__ = exception
         return error
 
@@ -177,7 +180,7 @@ class World:
     def leave(self) -> None:
         """Ends what the ranks have together, but for what the next stage takes over. A second call does no harm."""
         if self._departure is not None:
-            self._departure.depart() if self.alone is None else self._departure.close()
+            self._departure.depart() if self.alone is None else self._departure.fail()
         self._end_exchange()
         if self._termination is None:
             return

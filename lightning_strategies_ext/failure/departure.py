@@ -3,19 +3,28 @@
 Ranks that get different numbers of batches end a stage at different times. Where processes end with it, the others find
 the connection closed. Workers stay, so each rank says in the shared key-value store that it has ended its stage, and a
 thread of each rank that has not looks there. Once another has, and this rank waits in a collective that the other did
-not begin, it is cut off from the others, so that the collective fails.
+not begin, it is cut off from the others, so that the collective fails. The store goes with rank 0, so at the end of its
+process rank 0 first gives the others a moment to learn of it; and since that process is the one that the user has
+started, it does not end as if all had gone well then.
 
 What it does not promise: waking a rank out of NCCL, whose watchdog does it at the timeout, or out of a collective
 between hosts.
 """
 
+import atexit
 import logging
+import os
+import re
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.distributed import DistBackendError
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +32,11 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 #: How long a rank must have waited in one collective of ``shm`` for a rank that has left, in seconds.
 PATIENCE_S = 1.5
+#: How long the end of rank 0's process may be held up for ranks that have not ended the stage, in seconds.
+LINGER_S = 10.0
+_LINGER_POLL_S = 0.05
+#: What errors of collectives say where they are not DistBackendErrors: those of gloo, and those that came through C++.
+_OF_COLLECTIVES = re.compile("gloo|Connection (closed|reset)|DistBackendError|PeerLostError")
 
 _stage_numbers: Iterator[int] = count()
 
@@ -48,17 +62,21 @@ class Departure:
         rank: Global rank of this process.
         world_size: Number of ranks.
         progress: Of this rank.
+        has_died: Says of a rank of this host whether its process has ended.
 
     Attributes:
         reason: Why this rank was cut off, for the user; None if it was not.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, progress: Progress) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, progress: Progress, has_died: Callable[[int], bool]
+    ) -> None:
         self._store = dist.PrefixStore(f"lightning_strategies_ext/departure/{next(_stage_numbers)}", store)
         self._rank = rank
         self._world_size = world_size
         self._interval_s = max(POLL_INTERVAL_S, world_size / 1000)
         self._progress = progress
+        self._has_died = has_died
         self.reason: str | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="departure", daemon=True)
@@ -69,11 +87,45 @@ class Departure:
         if self._closed.is_set():
             return
         self.close()
-        try:
-            self._store.set(str(self._rank), str(self._progress.num_begun()))
-            self._store.set("somebody", "")
-        except RuntimeError as error:  # the store went away with rank 0, which has ended
-            log.debug("rank %d cannot say that it has ended its stage: %s", self._rank, error)
+        self._say(str(self._rank), str(self._progress.num_begun()))
+        self._say("somebody")
+        if self._rank == 0:
+            _linger_at_exit(self)
+
+    def fail(self) -> None:
+        """Ends the part of a rank that has failed; nobody need wait for it to learn of anything."""
+        if not self._closed.is_set():
+            self.close()
+            self._say(_failed(self._rank))
+
+    def explain(self, exception: BaseException) -> str | None:
+        """Why a collective has failed, if it did because another rank has ended the stage and then its process."""
+        is_of_collective = isinstance(exception, DistBackendError) or (
+            isinstance(exception, RuntimeError) and _OF_COLLECTIVES.search(str(exception)) is not None
+        )
+        if self.reason is None and is_of_collective and not self._closed.is_set():
+            with suppress(RuntimeError):  # the store went away with rank 0, which has ended otherwise
+                self._note_reason(self._departed())
+        return self.reason
+
+    def linger(self) -> list[int]:
+        """Waits until all others have ended the stage or failed in it; at most :data:`LINGER_S`.
+
+        Returns:
+            Those that have failed, or whose processes have ended before the stage.
+        """
+        deadline = time.monotonic() + LINGER_S
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        failed: list[int] = []
+        with suppress(RuntimeError):  # the store is elsewhere, and gone
+            while others and time.monotonic() < deadline:
+                died = [rank for rank in others if self._has_died(rank)]  # asked first: it may say so and then end
+                others = [rank for rank in others if not self._store.check([str(rank)])]
+                failed += [rank for rank in others if rank in died or self._store.check([_failed(rank)])]
+                others = [rank for rank in others if rank not in failed]
+                if others:
+                    time.sleep(_LINGER_POLL_S)
+        return failed
 
     def close(self) -> None:
         """Ends this rank's part without a word."""
@@ -99,15 +151,60 @@ class Departure:
             polls = polls + 1 if now is not None and now is waiting else 0
             waiting = now
             if self._progress.num_begun() > begun or polls * self._interval_s >= PATIENCE_S:
-                ranks = ", ".join(map(str, departed))
-                self.reason = (
-                    f"rank {self._rank} waits in a collective for rank {ranks}, which has ended its stage already."
-                    " Ranks got different numbers of batches, or went different ways. Give all the same number, by a"
-                    " DistributedSampler or `limit_train_batches`."
-                )
+                self._note_reason(departed)
                 self._progress.cut_off()
                 return
+
+    def _note_reason(self, departed: dict[int, int]) -> None:
+        if departed:
+            self.reason = (
+                f"rank {self._rank} waits in a collective for rank {', '.join(map(str, departed))}, which has ended its"
+                " stage already. Ranks got different numbers of batches, or went different ways. Give all the same"
+                " number, by a DistributedSampler or `limit_train_batches`."
+            )
+            self._say(_failed(self._rank))
+
+    def _say(self, key: str, value: str = "") -> None:
+        try:
+            self._store.set(key, value)
+        except RuntimeError as error:  # the store went away with rank 0, which has ended
+            log.debug("rank %d cannot say %r of the stage: %s", self._rank, key, error)
 
     def _departed(self) -> dict[int, int]:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         return {rank: int(self._store.get(str(rank))) for rank in others if self._store.check([str(rank)])}
+
+
+def _failed(rank: int) -> str:
+    return f"{rank} has failed"
+
+
+_last: Departure | None = None
+_must_fail = False
+
+
+def _linger_at_exit(departure: Departure) -> None:
+    global _last
+    _last = departure
+    atexit.unregister(_linger)
+    atexit.register(_linger)  # so that it comes before the process group, which was made before, is left
+
+
+def _linger() -> None:
+    global _must_fail
+    failed = [] if _last is None else _last.linger()
+    if failed:
+        ranks = ", ".join(map(str, failed))
+        text = f"rank {ranks} failed after this one had ended its stage; the exit code is 1."
+        print(f"lightning-strategies-ext: {text}", file=sys.stderr)  # noqa: T201
+        _must_fail = True
+
+
+@atexit.register  # early, and so it is called late
+def _fail_if_others_have() -> None:
+    if _must_fail:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)

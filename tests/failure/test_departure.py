@@ -1,6 +1,7 @@
 """Ranks with different numbers of batches: one that waits for a rank that has ended its stage fails within seconds."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError
 from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
-from tests.support.ranks import outcomes_of_ranks
+from tests.support.ranks import outcomes_of_ranks, run_script
 
 
 class Uneven(MLP):
@@ -73,3 +74,60 @@ class EndsSlowly(MLP):
 
     def on_train_epoch_end(self):
         self.log("last", 1.0, sync_dist=True)
+
+
+UNEVEN_SCRIPT = """
+import sys
+
+from lightning_strategies_ext import DDPStrategy
+from tests.support.models import MLP, loader, make_trainer
+
+
+class Uneven(MLP):
+    def train_dataloader(self):
+        return loader(num_samples=16 if self.trainer.global_rank == int(sys.argv[1]) else 32)
+
+
+if __name__ == "__main__":
+    strategy = DDPStrategy(process_group_backend=sys.argv[2])
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(Uneven())
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("short", [0, 1])
+def test_it_is_told_of_where_the_process_of_the_other_ends_too(tmp_path: Path, short: int, backend: str):
+    script = tmp_path / "script.py"
+    script.write_text(UNEVEN_SCRIPT)
+    result = run_script(script, str(short), backend)
+    assert result.returncode != 0
+    longer = 1 - short
+    reason = f"UnevenInputsError: rank {longer} waits in a collective for rank {short}, which has ended its stage"
+    assert reason in result.stdout
+
+
+KILLED_SCRIPT = """
+import os
+import signal
+
+from tests.support.models import MLP, loader, make_trainer
+
+
+class Killed(MLP):
+    def predict_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().predict_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    make_trainer("ddp_ext").predict(Killed(), loader())
+"""
+
+
+def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_SCRIPT)
+    result = run_script(script)
+    assert result.returncode != 0, result.stdout
+    assert "rank 1 failed after this one had ended its stage" in result.stdout or "rank: 1" in result.stdout

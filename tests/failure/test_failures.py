@@ -158,7 +158,7 @@ class Run:
         # One thread, as the ranks have that the weights are compared with.
         self.process = start_script(*launcher, self.script, directory, what.__name__, env={"OMP_NUM_THREADS": "1"})
 
-    def pids(self, moment: str, timeout_s: float = 60) -> list[int]:
+    def pids(self, moment: str, timeout_s: float = 180) -> list[int]:
         """The pids of the two ranks, as soon as both have come to the moment: "training" or "validating"."""
         files = [self.directory / f"{moment}{rank}" for rank in range(2)]
         deadline = time.monotonic() + timeout_s
@@ -226,7 +226,7 @@ def test_a_sigterm_on_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
 ):
     run = start(train_slowly, *launcher)
     os.kill(run.pids(moment)[signalled], signal.SIGTERM)
-    exit_code, output = run.end(timeout_s=60)
+    exit_code, output = run.end(timeout_s=180)
     assert exit_code == 0, output
     (name, received, step), other = run.ends()
     assert [name, received, step] == other
@@ -345,7 +345,7 @@ def test_a_step_of_stock_ddp_waits_for_a_broadcast_too():
 
 def test_an_exception_on_one_rank_ends_all_and_shows_its_trace(start):
     run = start(train_until_rank_1_fails)
-    exit_code, output = run.end(timeout_s=60)
+    exit_code, output = run.end(timeout_s=180)
     # Rank 0 ends with the error that its collective gave, unless Lightning's watch over the child is a little faster.
     assert exit_code in (1, -signal.SIGKILL), output
     assert "KeyError: 'bad sample on rank 1'" in output
@@ -364,7 +364,7 @@ def test_both_ranks_end_with_an_error_of_their_own_and_a_checkpoint_is_left(tmp_
 def test_a_rank_that_is_stuck_is_killed_when_another_fails(start):
     run = start(train_until_rank_1_fails_and_rank_0_is_stuck)
     pids = run.pids("training")
-    exit_code, output = run.end(timeout_s=60)
+    exit_code, output = run.end(timeout_s=180)
     assert exit_code == -signal.SIGKILL, output
     before, announcement, trace = output.partition(f"rank 0 (pid {pids[0]}) does not end, it is killed.")
     assert announcement
@@ -473,7 +473,7 @@ def test_an_exception_before_the_first_step_ends_all_and_tears_down(hook, failin
 
 
 def test_a_second_teardown_is_harmless_and_a_run_ends_without_a_word_on_process_groups(start):
-    exit_code, output = start(fit_test_and_tear_down_twice).end(timeout_s=60)
+    exit_code, output = start(fit_test_and_tear_down_twice).end(timeout_s=180)
     assert exit_code == 0, output
     assert "process group" not in output.lower()
     assert "process_group" not in output
