@@ -207,6 +207,10 @@ def _origin_of_ranks() -> str:
         return f"started by {launch.launcher}"
     # As the Trainer asks them, in its order.
     for kind in (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment, MPIEnvironment):
-        if kind.detect():
+        try:
+            is_here = kind.detect()
+        except Exception as error:  # mpi4py without an MPI, say
+            return f"cannot be told, since Lightning's {kind.__name__} fails: {error}"
+        if is_here:
             return f"those of {kind.__name__.removesuffix('Environment')}"
     return "started by the strategy: there is no launcher"

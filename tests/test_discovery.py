@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import MPIEnvironment
 
-from lightning_strategies_ext import __main__
+from lightning_strategies_ext import __main__, doctor
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
 from tests.support.environments import PACKAGE, Environment, Report, make_environment, table
 from tests.support.ranks import REPOSITORY
@@ -371,6 +372,15 @@ def test_ranks_of_a_launcher_are_seen(wheel_install: Environment, monkeypatch: p
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     result = wheel_install.run("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
     assert json.loads(result.stdout)["facts"]["ranks here"] == "started by horovodrun"
+
+
+def test_where_looking_for_mpi_fails_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise RuntimeError("cannot load MPI library")  # as mpi4py does without an MPI
+
+    monkeypatch.setattr(MPIEnvironment, "detect", staticmethod(fail))
+    said = doctor.facts()["ranks here"]
+    assert said == "cannot be told, since Lightning's MPIEnvironment fails: cannot load MPI library"
 
 
 def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:

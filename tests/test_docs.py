@@ -1,10 +1,12 @@
-"""The documentation, as far as it can be looked at without building the site: every link leads somewhere.
+"""The documentation: every link leads somewhere, in the repository and on the site.
 
-``make docs`` builds the site, and fails where one of its own links or references does not lead anywhere.
+Building it fails where one of its own links or references does not lead anywhere.
 """
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,3 +110,10 @@ def test_failures_that_are_described_can_be_made():
     cases = set(re.findall(r'^ {8}"([\w-]+)": \w+,$', (DOCS / "failures.py").read_text(), re.MULTILINE))
     described = {case for page in PAGES for case in re.findall(r"docs/failures\.py ([\w-]+)", page.read_text())}
     assert described - {"--help"} <= cases
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").exists()
