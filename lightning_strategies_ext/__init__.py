@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as ParallelStrategy
     from lightning_strategies_ext.shm.options import ShmOptions as ShmOptions
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _EXPORTS = {
     "ParallelStrategy": "lightning_strategies_ext.pytorch.parallel",

@@ -4,13 +4,12 @@ python from_wheel.py EXTRA
 """
 
 import importlib
+import re
 import subprocess
 import sys
 import textwrap
 from importlib.metadata import requires
 from pathlib import Path
-
-from packaging.requirements import Requirement
 
 SHM = """
 import torch
@@ -95,8 +94,8 @@ def main(extra: str) -> None:
         train("pytorch_lightning", "ddp_ext", "ddp_spawn_ext", "dp_ext")
     if extra == "horovod":
         run("-m", "lightning_strategies_ext", "install-horovod")
-    asked = [Requirement(line) for line in requires("lightning-strategies-ext") or []]
-    named = [one for one in asked if one.marker is not None and one.marker.evaluate({"extra": extra})]
+    asked = requires("lightning-strategies-ext") or []
+    named = [line for line in asked if re.search(rf"extra == ['\"]{extra}['\"]", line)]
     assert bool(named) == bool(extra), asked
     run("-m", "pip", "check")
     print(f"the wheel works with {extra or 'no extra'}, which brings {len(named)} requirements")
