@@ -7,12 +7,14 @@ is nothing to clean up.
 import logging
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -25,6 +27,9 @@ from lightning_strategies_ext.launch.strategy import LaunchedStrategy
 from lightning_strategies_ext.launch.worker_group import Workers
 
 log = logging.getLogger(__name__)
+
+#: How long a process may take to end that has done nothing yet, in seconds.
+_END_S = 3.0
 
 
 class ScriptLauncher(_lightning.SubprocessScriptLauncher):
@@ -49,9 +54,21 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
             # Before the callbacks' `on_exception`, which may save a checkpoint, with a barrier, and take long.
             explained = self._explained(exception)
             self._note_failure(explained)
+            if not dist.is_initialized():
+                self._end_others()
             if explained is exception:
                 raise
             raise explained from exception
+
+    def _end_others(self) -> None:
+        """Ends the processes that wait for this one to make the process group with them, and would for long."""
+        for process in self.procs:
+            process.terminate()
+        for process in self.procs:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 class WorkerLauncher(_lightning.Launcher):
