@@ -132,7 +132,8 @@ def test_a_host_of_two_ranks_of_which_one_is_killed():
     assert run.worlds == [(3, 0), (1, 40)]
     assert "This rank ends: its host has been taken away, or is blacklisted" in run.output
     assert "WorldTooSmallError" not in run.output
-    assert not run.checkpoints
+    # A rank saves its state where the driver takes long to find a new world, on a busy machine for example, and says so.
+    assert bool(run.checkpoints) == ("There is no place for this rank in a new world" in run.output)
 
 
 @pytest.mark.parametrize(("at", "num_repeated"), [("train", 0), ("validation", 10)])
