@@ -132,7 +132,7 @@ def test_a_host_of_two_ranks_of_which_one_is_killed():
     assert run.worlds == [(3, 0), (1, 40)]
     assert "This rank ends: its host has been taken away, or is blacklisted" in run.output
     assert "WorldTooSmallError" not in run.output
-    # A rank saves its state where the driver takes long to find a new world, on a busy machine for example, and says so.
+    # A rank saves its state where the driver takes long to find a new world, as on a busy machine, and says so.
     assert bool(run.checkpoints) == ("There is no place for this rank in a new world" in run.output)
 
 
