@@ -55,8 +55,11 @@ bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.spawn
 	$(RUN) -m benchmarks.horovod
 
-# What is released, in dist/: the source, and from it a wheel with the compiled part for each kind of machine.
+# What is released, in dist/: the source, and from it a wheel with the compiled part for each kind of machine. With the
+# repository's address they have URLs, and links in the README: make dist ADDRESS=https://...
 MACHINES := x86_64 aarch64
+ADDRESS ?=
+dist: export LIGHTNING_STRATEGIES_EXT_ADDRESS := $(ADDRESS)
 dist: $(VENV)/.installed-dist
 	rm -rf dist build/dist && mkdir -p build/dist
 	$(RUN) -m build --sdist --no-isolation

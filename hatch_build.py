@@ -8,6 +8,9 @@ run it, editable ones too; after a change to the sources, ``python hatch_build.p
 ``lightning_strategies_ext/shm/all_reduce.so``: what is written in C, where the wheel is for one kind of machine. Which
 one, the environment variable ``LIGHTNING_STRATEGIES_EXT_WHEEL_FOR`` says: ``x86_64`` or ``aarch64``. Without it the
 wheel is for all, and the library is made at first use.
+
+Metadata: where the project is, which the files do not know; ``LIGHTNING_STRATEGIES_EXT_ADDRESS`` says it. With it,
+there are URLs, and the README's links lead there from wherever the README is shown.
 """
 
 import ast
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PACKAGE = "lightning_strategies_ext"
 TWIN = f"{PACKAGE}.pytorch_lightning"
@@ -30,6 +34,9 @@ _FRONT_DOORS = (PACKAGE, f"{PACKAGE}.fabric")
 #: Names the kind of machine that a wheel is for.
 MACHINE_VARIABLE = "LIGHTNING_STRATEGIES_EXT_WHEEL_FOR"
 _MACHINES = ("x86_64", "aarch64")
+#: Names the address of the repository.
+ADDRESS_VARIABLE = "LIGHTNING_STRATEGIES_EXT_ADDRESS"
+_PAGES = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
 #: The oldest C library of GNU that the compiled part runs with, as compilers and as tags of wheels write it.
 _GLIBC = (2, 17)
 
@@ -60,6 +67,24 @@ class WheelContents(BuildHookInterface[Any]):
         """Removes the library, which the wheel has now."""
         if hasattr(self, "_made"):
             self._made.cleanup()
+
+
+class Metadata(MetadataHookInterface):
+    """What hatchling calls for what ``pyproject.toml`` leaves open."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Says what the README is, and where the project is if that is known."""
+        text = Path(self.root, "README.md").read_text()
+        address = os.environ.get(ADDRESS_VARIABLE, "").rstrip("/")
+        metadata["urls"] = {}
+        if address:
+            metadata["urls"] = {"Repository": address, "Issues": f"{address}/issues"}
+            metadata["urls"] |= {name: f"{address}/blob/HEAD/{path}" for name, path in _PAGES.items()}
+            text = re.sub(r"(!\[[^]]*\]\()(?!\w+:)", rf"\1{address}/raw/HEAD/", text)
+            text = re.sub(r"(\]\()(?!\w+:|#)", rf"\1{address}/blob/HEAD/", text)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 def compile_for(machine: str, compiler: Path, into: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from hatch_build import MACHINE_VARIABLE
+from hatch_build import ADDRESS_VARIABLE, MACHINE_VARIABLE
 from tests.support import environments
 from tests.support.ranks import REPOSITORY
 
@@ -74,6 +75,29 @@ def test_the_wheel_of_the_source_is_that_of_the_checkout(wheels: dict[str, Path]
 def test_what_is_released_can_be_uploaded(wheels: dict[str, Path], sdist: Path):
     said = run(sys.executable, "-m", "twine", "check", "--strict", *wheels.values(), f"{sdist}.tar.gz")
     assert said.count("PASSED") == 3
+
+
+def metadata_of(sdist: Path) -> str:
+    with tarfile.open(sdist) as archive:
+        (member,) = (name for name in archive.getnames() if name.count("/") == 1 and name.endswith("/PKG-INFO"))
+        file = archive.extractfile(member)
+        assert file is not None
+        return file.read().decode()
+
+
+def test_where_the_repository_is_known_links_of_the_readme_lead_there(sdist: Path, tmp_path: Path):
+    address = "https://example.org/team/project"
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, REPOSITORY]
+    run(*command, env={ADDRESS_VARIABLE: f"{address}/"})
+    (made,) = tmp_path.glob("*.tar.gz")
+    known, unknown = metadata_of(made), metadata_of(Path(f"{sdist}.tar.gz"))
+    assert "Project-URL" not in unknown
+    assert "](docs/ddp.md)" in unknown
+    assert f"Project-URL: Changelog, {address}/blob/HEAD/CHANGELOG.md\n" in known
+    assert f"![Step times]({address}/raw/HEAD/benchmarks/results/step_time.png)" in known
+    targets = re.findall(r"\]\(([^)]+)\)", known)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert len(targets) == len(re.findall(r"\]\(([^)]+)\)", unknown))
 
 
 def test_a_machine_that_has_no_wheel_is_refused(tmp_path: Path):
