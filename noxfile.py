@@ -132,7 +132,7 @@ def write_row(session: nox.Session, name: str, *findings: str) -> None:
     session.run(python, "-m", "tests.support.versions_table", name, *findings, external=True)
 
 
-@nox.session(python=find_python(CORNERS["default"].python) or False)
+@nox.session(python=find_python(CORNERS["default"].python) or False, default=False)
 @nox.parametrize("extra", ["", "lightning", "pytorch-lightning", "horovod", "examples", "bench", "docs", "dist", "dev"])
 def wheel(session: nox.Session, extra: str) -> None:
     """The wheel in dist/ for this machine, in an environment that has it and one extra, away from the checkout."""

@@ -110,14 +110,19 @@ class World:
             self.store, self.rank, self.size, is_requested=is_requested, name=self._name
         )
 
-    def watch_departures(self, progress: Progress) -> None:
-        """Lets this rank fail where it waits for one that has ended the stage. Called by all ranks together."""
+    def watch_departures(self, progress: Progress, *, is_job: bool) -> None:
+        """Lets this rank fail where it waits for one that has ended the stage. Called by all ranks together.
+
+        Args:
+            progress: Of this rank.
+            is_job: Whether the job ends with the process of rank 0.
+        """
         assert self.store is not None
         assert self.reconciliation is not None
         if self._departure is not None:
             self._departure.close()
-        has_died = self.reconciliation.has_died
-        self._departure = Departure(self.store, self.rank, self.size, progress, has_died)
+        died = self.reconciliation.died
+        self._departure = Departure(self.store, self.rank, self.size, progress, died, is_job)
 
     # --- between steps ---
 

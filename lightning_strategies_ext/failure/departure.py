@@ -62,21 +62,29 @@ class Departure:
         rank: Global rank of this process.
         world_size: Number of ranks.
         progress: Of this rank.
-        has_died: Says of a rank of this host whether its process has ended.
+        died: The other ranks of this host whose processes have ended.
+        is_job: Whether the job ends with the process of rank 0, as with scripts; workers have a main process.
 
     Attributes:
         reason: Why this rank was cut off, for the user; None if it was not.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, progress: Progress, has_died: Callable[[int], bool]
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        progress: Progress,
+        died: Callable[[], set[int]],
+        is_job: bool,
     ) -> None:
         self._store = dist.PrefixStore(f"lightning_strategies_ext/departure/{next(_stage_numbers)}", store)
         self._rank = rank
         self._world_size = world_size
         self._interval_s = max(POLL_INTERVAL_S, world_size / 1000)
         self._progress = progress
-        self._has_died = has_died
+        self._died = died
+        self._is_job = is_job
         self.reason: str | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="departure", daemon=True)
@@ -89,7 +97,7 @@ class Departure:
         self.close()
         self._say(str(self._rank), str(self._progress.num_begun()))
         self._say("somebody")
-        if self._rank == 0:
+        if self._rank == 0 and self._is_job:
             _linger_at_exit(self)
 
     def fail(self) -> None:
@@ -115,17 +123,18 @@ class Departure:
             Those that have failed, or whose processes have ended before the stage.
         """
         deadline = time.monotonic() + LINGER_S
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        failed: list[int] = []
+        others = {rank for rank in range(self._world_size) if rank != self._rank}
+        failed: set[int] = set()
         with suppress(RuntimeError):  # the store is elsewhere, and gone
-            while others and time.monotonic() < deadline:
-                died = [rank for rank in others if self._has_died(rank)]  # asked first: it may say so and then end
-                others = [rank for rank in others if not self._store.check([str(rank)])]
-                failed += [rank for rank in others if rank in died or self._store.check([_failed(rank)])]
-                others = [rank for rank in others if rank not in failed]
-                if others:
-                    time.sleep(_LINGER_POLL_S)
-        return failed
+            while others and not self._store.check([str(rank) for rank in others]):
+                died = self._died()  # asked first: a rank may say that it has ended the stage, and then end
+                others = {rank for rank in others if not self._store.check([str(rank)])}
+                failed |= {rank for rank in others if rank in died or self._store.check([_failed(rank)])}
+                others -= failed
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(max(_LINGER_POLL_S, len(others) / 500))
+        return sorted(failed)
 
     def close(self) -> None:
         """Ends this rank's part without a word."""

@@ -63,9 +63,9 @@ class Reconciliation:
         """Lets the collective fail that this rank is in, if its backend can."""
         self._wake(self._peers)
 
-    def has_died(self, rank: int) -> bool:
-        """Whether a rank was a process of this host, and that has ended."""
-        return any(peer.rank == rank and peer.host == self._host and not peer.is_running() for peer in self._peers)
+    def died(self) -> set[int]:
+        """The other ranks of this host whose processes have ended."""
+        return {peer.rank for peer in self._peers if peer.host == self._host and not peer.is_running()}
 
     def first_failure(self) -> str | None:
         """The trace of another rank that failed before, with its rank, or None."""

@@ -241,7 +241,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
         if self._world.reconciliation is not None:
-            self._world.watch_departures(DefaultGroupProgress(self._world.reconciliation.wake_this_rank))
+            progress = DefaultGroupProgress(self._world.reconciliation.wake_this_rank)
+            self._world.watch_departures(progress, is_job=self._worker is None)
 
     @override
     def configure_ddp(self) -> None:
