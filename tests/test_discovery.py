@@ -21,6 +21,8 @@ from lightning_strategies_ext.registry import FABRIC, STRATEGIES
 from tests.support.environments import PACKAGE, Environment, Report, make_environment, table
 from tests.support.ranks import REPOSITORY
 
+#: What torch calls, beside the package.
+AUTOLOAD = f"{PACKAGE}_autoload"
 AUTOLOAD_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
@@ -169,9 +171,10 @@ def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment
     with_hook = set(wheel_install.report(script).value)
     added = with_hook - set(wheel_install.report(script, env=AUTOLOAD_OFF).value)
     assert f"{PACKAGE}.discovery" in added
-    assert {name.partition(".")[0] for name in added} - sys.stdlib_module_names <= {PACKAGE, "wrapt"}
+    assert {name.partition(".")[0] for name in added} - sys.stdlib_module_names <= {PACKAGE, AUTOLOAD, "wrapt"}
     assert {name for name in added if name.startswith(PACKAGE)} == {
         PACKAGE,
+        AUTOLOAD,
         *(f"{PACKAGE}.{name}" for name in ("discovery", "lazy", "shm")),
     }
     assert not with_hook & {"lightning", "horovod"}
@@ -192,7 +195,8 @@ def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_i
         pytest.skip("`python -W error -c 'import lightning'` fails here without this package already")
     assert result.returncode == 0, result.stderr
     ours = {name for name in json.loads(result.stdout) if name.startswith(PACKAGE)}
-    assert ours == {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("discovery", "lazy", "names", "registry", "shm"))}
+    modules = ("discovery", "lazy", "names", "registry", "shm")
+    assert ours == {PACKAGE, AUTOLOAD, *(f"{PACKAGE}.{name}" for name in modules)}
 
 
 def write_stub_of_lightning(directory: Path, registries: dict[str, str]) -> dict[str, str]:

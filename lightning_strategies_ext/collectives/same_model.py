@@ -37,6 +37,7 @@ def check_is_same(collectives: Collectives, module: torch.nn.Module, device: tor
     if not others:
         return
     here, there = (collectives.broadcast(lines, rank) for rank in (0, others[0]))
+    collectives.barrier()  # who raises leaves the others: all must know before
     first, other = next((a, b) for a, b in zip_longest(here, there, fillvalue="nothing more") if a != b)
     raise DifferentModelsError(
         f"The ranks do not have the same {type(module).__name__}: where rank 0 has {first}, rank {others[0]} has"

@@ -21,7 +21,7 @@ _ALSO = {
 }
 _REWRITTEN = ("tests", "benchmarks", "examples", "docs")
 #: Tests of the sources themselves, and of how names are found: `tests/test_both_names.py` tests that for both.
-_OF_SOURCES = ("test_floors", "test_both_names", "test_versions_table", "test_discovery")
+_OF_SOURCES = ("test_floors", "test_both_names", "test_versions_table", "test_discovery", "test_docs")
 
 
 def write(target: Path) -> None:
