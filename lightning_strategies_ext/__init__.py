@@ -13,7 +13,7 @@ This module runs at every ``import torch``, so it imports nothing heavy: classes
 from typing import TYPE_CHECKING
 
 from lightning_strategies_ext import discovery
-from lightning_strategies_ext.lazy import lazy_names
+from lightning_strategies_ext.discovery import lazy_names
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import KeepGlobalBatch as KeepGlobalBatch

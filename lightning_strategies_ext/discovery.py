@@ -5,6 +5,9 @@ later; see :mod:`lightning_strategies_ext.autoload`).
 It only tells torch.distributed the name of a backend, and leaves a note for the import system: when Lightning's
 strategy registries come to life, fill them. So a process that never imports Lightning pays for some dictionary entries.
 
+Names of a package whose modules load when they are first asked for are in here too (``lazy_names``): each further
+module would take a quarter of a millisecond of every ``import torch``.
+
 What this module promises: it never makes ``import torch`` or ``import lightning`` fail. Whatever goes wrong is said
 once on standard error. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches torch's call off; then ``import
 lightning_strategies_ext`` registers the names.
@@ -16,6 +19,7 @@ Other packages can offer strategies the same way, through entry-point groups of 
 """
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -53,6 +57,30 @@ def install() -> None:
             register_post_import_hook(fill_registry, module_name)
     except Exception as error:
         _say(f"its strategies could not be registered ({type(error).__name__}: {error}).")
+
+
+def lazy_names(
+    package: str, modules: dict[str, str], further: tuple[str, ...] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The functions ``__getattr__`` and ``__dir__`` of a package; they give what is for the Lightning in use.
+
+    Args:
+        package: Its name.
+        modules: The names that it offers, and the module where each stands.
+        further: Names that it defines itself.
+    """
+
+    def getattr_(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        from lightning_strategies_ext import names
+
+        is_twin = package.startswith(names.TWIN)
+        if not is_twin and (other := names.in_use(sys._getframe(1))) is not names.LIGHTNING:
+            return getattr(other.load(package), name)
+        return getattr(names.LIGHTNING.load(modules[name]), name)
+
+    return getattr_, lambda: sorted((*modules, *further))
 
 
 def name_backend(module: ModuleType) -> None:

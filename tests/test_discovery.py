@@ -175,7 +175,7 @@ def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment
     assert {name for name in added if name.startswith(PACKAGE)} == {
         PACKAGE,
         AUTOLOAD,
-        *(f"{PACKAGE}.{name}" for name in ("discovery", "lazy", "shm")),
+        *(f"{PACKAGE}.{name}" for name in ("discovery", "shm")),
     }
     assert not with_hook & {"lightning", "horovod"}
 
@@ -195,7 +195,7 @@ def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_i
         pytest.skip("`python -W error -c 'import lightning'` fails here without this package already")
     assert result.returncode == 0, result.stderr
     ours = {name for name in json.loads(result.stdout) if name.startswith(PACKAGE)}
-    modules = ("discovery", "lazy", "names", "registry", "shm")
+    modules = ("discovery", "names", "registry", "shm")
     assert ours == {PACKAGE, AUTOLOAD, *(f"{PACKAGE}.{name}" for name in modules)}
 
 

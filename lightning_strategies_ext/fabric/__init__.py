@@ -11,7 +11,7 @@ Classes load when they are first asked for: not everybody has Horovod.
 
 from typing import TYPE_CHECKING
 
-from lightning_strategies_ext.lazy import lazy_names
+from lightning_strategies_ext.discovery import lazy_names
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.fabric.ddp import DDPStrategy as DDPStrategy
