@@ -1,6 +1,6 @@
 r"""Trains on the handwritten digits of ``examples/digits.py`` over Horovod, also with ranks that come and go.
 
-    horovodrun -np 2 python examples/horovod_digits.py
+    horovodrun --gloo -np 2 python examples/horovod_digits.py
     python examples/horovod_digits.py --devices 2                  # starts the two ranks itself
 
     horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script examples/horovod_hosts.sh \
