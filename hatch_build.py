@@ -45,6 +45,7 @@ class WheelContents(BuildHookInterface[Any]):
     """What hatchling calls before and after it builds a wheel."""
 
     PLUGIN_NAME = "custom"
+    _made: tempfile.TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Writes the modules, and has the wheel take them though version control does not; compiles the library."""
@@ -65,7 +66,7 @@ class WheelContents(BuildHookInterface[Any]):
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Removes the library, which the wheel has now."""
-        if hasattr(self, "_made"):
+        if self._made is not None:
             self._made.cleanup()
 
 

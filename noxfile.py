@@ -1,7 +1,8 @@
-"""The corners of the versions that pyproject.toml declares, one session each, and the wheel; ``make matrix`` runs them.
+"""The corners of the versions that pyproject.toml declares, one session each; ``make matrix`` runs them.
 
 Each session makes an environment of its own, builds Horovod, runs the whole test suite, writes its part of
 ``docs/versions.md`` and removes the environment, which takes up to 8 GB with the CUDA packages that torch brings along.
+The wheel has a session for each extra, which ``make matrix CORNERS=wheel`` runs after ``make dist``.
 """
 
 import os
@@ -143,7 +144,7 @@ def wheel(session: nox.Session, extra: str) -> None:
         session.install(CORNERS["default"].torch)
         session.install(f"lightning-strategies-ext[{extra}] @ {path.as_uri()}")
         with tempfile.TemporaryDirectory(prefix="wheel-") as directory, session.chdir(directory):
-            session.run("python", "-P" if sys.version_info >= (3, 11) else "-B", str(check), extra)
+            session.run("python", str(check), extra)
     finally:
         if not IS_KEEPING:
             shutil.rmtree(session.virtualenv.location, ignore_errors=True)

@@ -45,6 +45,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TunerExitException",
     "after_setup_data",
+    "checkpoint_io_of",
     "connectors_of",
     "data_fetcher_of",
     "data_of",
@@ -65,12 +66,12 @@ __all__ = [
     "random_states",
     "release_sigterm",
     "restore_checkpoint",
+    "set_checkpoint_io",
     "set_data_fetcher",
     "set_device",
     "set_layer_sync",
     "set_position_of_logging",
     "set_random_states",
-    "set_wrapped_checkpoint_io",
     "skip_needless_moves",
     "states_of_loaders",
     "surround_fit",
@@ -125,14 +126,23 @@ def set_layer_sync(strategy: Any, layer_sync: Any) -> None:
     strategy._layer_sync = layer_sync
 
 
-def set_wrapped_checkpoint_io(checkpoint_io: Any, kind: Callable[[], Any]) -> None:
-    """Gives a writer of checkpoints that hands them on to another, as ``AsyncCheckpointIO`` does, that other one.
+def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:
+    """How a strategy writes checkpoints; as ``default`` does if the user has named no other way.
 
-    As Lightning's strategies do with their own, whenever they are asked for theirs: the user may have given one, which
-    its setter keeps. The class that tells such writers has no public name (2.5 to 2.6).
+    A writer that hands checkpoints on to another, as ``AsyncCheckpointIO`` does, gets it as that other one; its setter
+    keeps one that the user has given. Lightning's strategies do the same with Lightning's own writer, and its
+    connectors ask for the attribute, which is None until then. The class has no public name either (2.5 to 2.6).
     """
-    if isinstance(checkpoint_io, _WrappingCheckpointIO):
-        checkpoint_io.checkpoint_io = kind()
+    if strategy._checkpoint_io is None:
+        strategy._checkpoint_io = default()
+    elif isinstance(strategy._checkpoint_io, _WrappingCheckpointIO):
+        strategy._checkpoint_io.checkpoint_io = default()
+    return strategy._checkpoint_io
+
+
+def set_checkpoint_io(strategy: Any, checkpoint_io: Any) -> None:
+    """Sets how a strategy writes checkpoints; see :func:`checkpoint_io_of`."""
+    strategy._checkpoint_io = checkpoint_io
 
 
 def trainer_of(module: Any) -> Any:

@@ -53,20 +53,15 @@ class WholeCheckpointIO(TorchCheckpointIO):
 class SavesWholeCheckpoints:
     """A strategy that writes checkpoints so if the user names no other way; stands before Lightning's class."""
 
-    _checkpoint_io: CheckpointIO | None
-
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """How checkpoints are written and read."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeCheckpointIO()
-        else:
-            _lightning.set_wrapped_checkpoint_io(self._checkpoint_io, WholeCheckpointIO)
-        return self._checkpoint_io
+        checkpoint_io: CheckpointIO = _lightning.checkpoint_io_of(self, WholeCheckpointIO)
+        return checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+        _lightning.set_checkpoint_io(self, io)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import resource
 import signal
 import stat
 import struct
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,15 +107,10 @@ def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.M
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is no second file system")
-    monkeypatch.setattr("tempfile.tempdir", str(other))
-    before = set(other.iterdir())
-    try:
+    with tempfile.TemporaryDirectory(dir=other) as directory:
+        monkeypatch.setattr("tempfile.tempdir", directory)
         lost = (kill_while_saving(TorchCheckpointIO(), tmp_path / "last.ckpt", 10, seed) for seed in range(30))
         assert any(lost)
-    finally:
-        for path in set(other.iterdir()) - before:
-            if path.name.startswith("tmp") and path.stat().st_uid == os.getuid():
-                path.unlink()
 
 
 class Saves(pl.Callback):

@@ -308,14 +308,21 @@ def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: 
 # --- where private names may stand ---
 
 
+def test_a_strategy_has_no_way_to_write_checkpoints_until_it_is_asked_for_one() -> None:
+    strategy = LightningDDPStrategy()
+    given = _lightning.checkpoint_io_of(strategy, TorchCheckpointIO)
+    assert strategy.checkpoint_io is given
+    assert _lightning.checkpoint_io_of(strategy, AsyncCheckpointIO) is given
+
+
 def test_who_hands_checkpoints_on_gets_one_to_hand_them_to_unless_the_user_gave_one() -> None:
-    around = AsyncCheckpointIO()
-    _lightning.set_wrapped_checkpoint_io(around, TorchCheckpointIO)
+    strategy, around = LightningDDPStrategy(), AsyncCheckpointIO()
+    _lightning.set_checkpoint_io(strategy, around)
+    assert _lightning.checkpoint_io_of(strategy, TorchCheckpointIO) is strategy.checkpoint_io is around
     given = around.checkpoint_io
     assert isinstance(given, TorchCheckpointIO)
-    _lightning.set_wrapped_checkpoint_io(around, TorchCheckpointIO)
+    _lightning.checkpoint_io_of(strategy, TorchCheckpointIO)
     assert around.checkpoint_io is given
-    _lightning.set_wrapped_checkpoint_io(given, TorchCheckpointIO)
 
 
 def test_every_name_of_the_module_has_its_test() -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.from_wheel import NET
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
 
 #: Python runs it before a script, in the processes that this one starts too. What torch and Lightning need of the
@@ -47,18 +48,6 @@ from torch.utils.data import DataLoader, TensorDataset
 warnings.simplefilter("ignore")
 
 
-class Net(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def train(strategy, devices):
     torch.manual_seed(0)
     model, rows = Net(), torch.randn(32, 4)
@@ -85,7 +74,7 @@ import lightning_strategies_ext
 def run_on(system: str, script: str, directory: Path) -> list[str]:
     """What a script prints on that system, line by line."""
     (directory / "sitecustomize.py").write_text(f"SYSTEM = {system!r}\n{PRETENCE}")
-    (directory / "script.py").write_text(TRAINING + script)
+    (directory / "script.py").write_text(TRAINING + NET + script)
     environment = {**clean_environment(), "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "script.py"],

@@ -62,8 +62,7 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
 
     def _end_others(self) -> None:
         """Ends the processes that wait for this one to make the process group with them, and would for long."""
-        for process in self.procs:
-            process.terminate()
+        self.kill(signal.SIGTERM)
         for process in self.procs:
             try:
                 process.wait(_END_S)

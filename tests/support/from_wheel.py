@@ -7,7 +7,6 @@ import importlib
 import re
 import subprocess
 import sys
-import textwrap
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -31,14 +30,7 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(work, (sys.argv[1],), 2)
 """
 
-TRAINING = """
-import sys
-
-import torch
-import {trainer} as pl
-from torch.utils.data import DataLoader, TensorDataset
-
-
+NET = """
 class Net(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -49,7 +41,17 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
 
+TRAINING = """
+import sys
+
+import torch
+import {trainer} as pl
+from torch.utils.data import DataLoader, TensorDataset
+
+
+{net}
 
 if __name__ == "__main__":
     torch.manual_seed(0)
@@ -75,7 +77,7 @@ def run(*command: str) -> str:
 
 def train(trainer: str, *strategies: str) -> None:
     """Trains with each of them."""
-    Path("train.py").write_text(textwrap.dedent(TRAINING).format(trainer=trainer))
+    Path("train.py").write_text(TRAINING.format(trainer=trainer, net=NET))
     for strategy in strategies:
         assert "trained" in run("train.py", strategy), strategy
 
