@@ -219,6 +219,7 @@ def gather_with_gradients(sub: bool) -> torch.Tensor | None:
     x = (input_of(rank, torch.float64) * 1.0).requires_grad_()
     gathered = collectives.all_gather(x, group, sync_grads=True)
     loss_of_gathered(gathered, weight=rank + 1.0).backward()
+    dist.barrier()  # rank 0 has the store, which one that is in no group may need for longer
     return x.grad
 
 
