@@ -18,6 +18,9 @@ from lightning.fabric.strategies.launchers.subprocess_script import (
 )
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+
+# What each process that the script launchers start does with OpenMP's threads (2.5 to 2.6).
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 
 # The states of all generators of random numbers, which torch, numpy and Python have no common name for (2.5 to 2.6).
@@ -45,6 +48,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TunerExitException",
     "after_setup_data",
+    "call_children_scripts",
     "checkpoint_io_of",
     "connectors_of",
     "data_fetcher_of",
@@ -70,6 +74,7 @@ __all__ = [
     "set_data_fetcher",
     "set_device",
     "set_layer_sync",
+    "set_num_threads_if_needed",
     "set_position_of_logging",
     "set_random_states",
     "skip_needless_moves",
@@ -124,6 +129,14 @@ def layer_sync(strategy: Any) -> Any:
 def set_layer_sync(strategy: Any, layer_sync: Any) -> None:
     """Sets what :func:`layer_sync` reads."""
     strategy._layer_sync = layer_sync
+
+
+def call_children_scripts(launcher: Any) -> None:
+    """Starts the script once more for each further device; ``launcher.procs`` has the processes then (2.5 to 2.6).
+
+    ``launch`` of both script launchers calls it, and an observer after it, which kills all ranks when one fails.
+    """
+    launcher._call_children_scripts()
 
 
 def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:

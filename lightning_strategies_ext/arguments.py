@@ -17,12 +17,31 @@ from lightning_strategies_ext.registry import UnavailableHereError
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 #: Of the rendezvous and of every collective.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+#: For how long ranks wait for one that does not move.
+DEFAULT_PATIENCE = timedelta(minutes=5)
 
 
 def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
     """The name among the arguments of ``barrier(*args, **kwargs)``, or None."""
     name = kwargs.get("name", args[0] if args else None)
     return None if name is None else str(name)
+
+
+def check_patience(patience: Any) -> float | None:
+    """Refuses what is no time to wait for; gives it in seconds.
+
+    Raises:
+        TypeError: If it is neither a number of seconds, nor a ``timedelta``, nor None.
+        ValueError: If it is not positive.
+    """
+    if patience is None:
+        return None
+    seconds = patience.total_seconds() if isinstance(patience, timedelta) else patience
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"`patience` must be seconds, a datetime.timedelta or None, got {patience!r}.")
+    if not seconds > 0:
+        raise ValueError(f"`patience` must be positive, got {patience!r}. None lets ranks wait for ever.")
+    return float(seconds)
 
 
 def check_plugins(accelerator: Any, cluster_environment: Any, checkpoint_io: Any) -> None:

@@ -11,6 +11,10 @@ class DifferentModelsError(ValueError):
     """The ranks do not have the same model; the message says where it differs first. Raised on every rank."""
 
 
+class RankFailedError(RuntimeError):
+    """Another rank failed, and this one ended for it; the message says which, where and why."""
+
+
 class WorldTooSmallError(RuntimeError):
     """Fewer ranks are left than elastic training may have; the message says where the state is."""
 

@@ -4,7 +4,6 @@ A strategy holds one. It gets a new one when it enters a stage (in elastic train
 what an earlier stage has left in it is gone then: a failure, an interrupt, who reads which keys of the store.
 """
 
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +11,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store
 
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
-from lightning_strategies_ext.exceptions import UnevenInputsError
-from lightning_strategies_ext.failure.departure import Departure, Progress
-from lightning_strategies_ext.failure.reconciliation import Reconciliation
+from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
+from lightning_strategies_ext.failure import report
+from lightning_strategies_ext.failure.departure import Departure, is_of_collective
+from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.termination import TerminationAgreement
+from lightning_strategies_ext.failure.watch import Watch
 from lightning_strategies_ext.peers import Peer
+
+_EXPLAINED = (RankFailedError, UnevenInputsError)
 
 
 class World:
@@ -35,7 +38,7 @@ class World:
         size: See above.
         store: See above.
         alone: What answers in place of the engine, if this rank has failed or is still to join the others.
-        reconciliation: Ends the others when this rank fails; None if they go on, or there are none.
+        watch: Learns of the others' failures and tells them of this rank's; None if they go on, or there are none.
         exchange: Of gradients, where no DDP does it.
         inputs: Keeps ranks with different numbers of batches in step, if anything has to.
         was_asked_to_stop: Whether a SIGTERM came after the last step of the stage before.
@@ -58,7 +61,7 @@ class World:
         self._name = name
         self._collectives: Collectives | None = None
         self.alone: LocalCollectives | None = None
-        self.reconciliation: Reconciliation | None = None if before is None else before.reconciliation
+        self.watch: Watch | None = None if before is None else before.watch
         self.exchange: Any = None
         self.inputs: Any = None
         self.was_asked_to_stop: bool = before is not None and before.was_asked_to_stop
@@ -81,17 +84,27 @@ class World:
 
     # --- entering ---
 
-    def end_others_on_failure(self, wake: Callable[[Sequence[Peer]], None]) -> None:
-        """Lets the other ranks of this host end when this one fails. Called by all ranks together, with a store.
+    def end_together(
+        self,
+        wake: Callable[[Sequence[Peer]], None],
+        progress: Progress,
+        patience_s: float | None,
+        exit_code_of: Callable[[int], int | None],
+    ) -> None:
+        """Lets all ranks end when one fails. Called by all ranks together, with a store.
 
         Args:
-            wake: Lets ranks fail that are blocked in a collective with this one.
+            wake: See :class:`.Watch`.
+            progress: Of this rank.
+            patience_s: See :class:`.Watch`.
+            exit_code_of: See :class:`.Watch`.
         """
         assert self.store is not None
-        if self.reconciliation is None or self.reconciliation.default_store is not self.store:
-            self.reconciliation = Reconciliation(self.store, self.rank, self.size, wake)
-        else:
-            self.reconciliation.start_stage()
+        if self.watch is None or self.watch.store is not self.store:
+            if self.watch is not None:
+                self.watch.close()
+            self.watch = Watch(self.store, self.rank, self.size, progress, wake, exit_code_of)
+        self.watch.begin_stage(patience_s)
 
     def agree_on_sigterm(
         self, confirm: Callable[[], None], release: Callable[[], None], *, is_requested: bool = False
@@ -118,11 +131,12 @@ class World:
             is_job: Whether the job ends with the process of rank 0.
         """
         assert self.store is not None
-        assert self.reconciliation is not None
+        assert self.watch is not None
         if self._departure is not None:
             self._departure.close()
-        died = self.reconciliation.died
-        self._departure = Departure(self.store, self.rank, self.size, progress, died, is_job)
+        self._departure = Departure(
+            self.store, self.rank, self.size, progress, self.watch.wake_this_rank, self.watch.died, is_job
+        )
 
     # --- between steps ---
 
@@ -168,15 +182,25 @@ class World:
     def fail(self, exception: BaseException, rank: int, world_size: int) -> None:
         """Says to the others that this rank has failed, and lets it answer alone."""
         self.alone = LocalCollectives(rank, world_size)
-        if self.reconciliation is not None and isinstance(exception, Exception):
-            self.reconciliation.announce("".join(traceback.format_exception(exception)))
+        if self.watch is not None and not isinstance(exception, KeyboardInterrupt):
+            self.watch.announce(exception)
 
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""
-        reason = None if self._departure is None else self._departure.explain(exception)
-        if reason is None or not isinstance(exception, Exception):
+        if isinstance(exception, _EXPLAINED) or not is_of_collective(exception):
             return exception
-        error = UnevenInputsError(reason)
+        error: Exception | None = None
+        was_woken = self.watch is not None and self.watch.was_woken
+        # Once a rank has failed, the store may be gone, or stopped with rank 0.
+        reason = None if was_woken or self._departure is None else self._departure.explain(exception)
+        if reason is not None:
+            error = UnevenInputsError(reason)
+        elif self.watch is not None:
+            failure = self.watch.reason()
+            if failure is not None and self.watch.was_woken:
+                error = RankFailedError(report.summary(failure))
+        if error is None:
+            return exception
         error.__cause__ = exception
         return error
 
@@ -184,8 +208,12 @@ class World:
 
     def leave(self) -> None:
         """Ends what the ranks have together, but for what the next stage takes over. A second call does no harm."""
+        if self.watch is not None and self.watch.was_woken:
+            self.abandon()
         if self._departure is not None:
             self._departure.depart() if self.alone is None else self._departure.fail()
+        if self.watch is not None:
+            self.watch.leave_stage()
         self._end_exchange()
         if self._termination is None:
             return
@@ -204,7 +232,9 @@ class World:
         """Ends this rank's part without a word to the others, some of whom may be gone."""
         if self._termination is not None:
             self._termination.abandon()
-        self._termination = None
+        if self._departure is not None:
+            self._departure.abandon()
+        self._termination = self._departure = None
         self._end_exchange()
 
     def _close(self) -> None:

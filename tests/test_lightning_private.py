@@ -14,6 +14,7 @@ import torch
 import torchmetrics
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import DataParallelStrategy as FabricDataParallelStrategy
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
@@ -228,6 +229,35 @@ def test_a_launcher_of_workers_is_one_that_the_trainer_lets_predict() -> None:
 def test_fabric_starts_processes_with_the_launcher_classes_that_we_name(name: str, launcher: type) -> None:
     for strategy in (name, f"{name}_ext"):
         assert isinstance(Fabric(strategy=strategy, accelerator="cpu", devices=2).strategy.launcher, launcher)
+
+
+def start_scripts(kind: type) -> list[str]:
+    called = []
+
+    class Launcher(kind):
+        def _call_children_scripts(self) -> None:
+            called.append("called")
+
+    launcher = Launcher(LightningEnvironment(), 1, 1)
+    launcher.launch(lambda: None)
+    _lightning.call_children_scripts(launcher)
+    return called
+
+
+@pytest.mark.parametrize("kind", [_lightning.SubprocessScriptLauncher, _lightning.FabricSubprocessScriptLauncher])
+def test_call_children_scripts_is_how_both_launchers_start_scripts(kind: type) -> None:
+    assert in_own_process(start_scripts, kind) == ["called"] * 2
+
+
+def threads_of_one_of_two() -> list[Any]:
+    os.environ.pop("OMP_NUM_THREADS", None)
+    _lightning.set_num_threads_if_needed(num_processes=2)
+    return [os.environ["OMP_NUM_THREADS"], torch.get_num_threads()]
+
+
+def test_set_num_threads_if_needed_shares_the_cores() -> None:
+    variable, num_threads = in_own_process(threads_of_one_of_two)
+    assert int(variable) == num_threads == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 class CtrlC(Callback):

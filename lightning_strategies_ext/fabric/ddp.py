@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_strategies_ext.arguments import (
+    DEFAULT_PATIENCE,
     DEFAULT_TIMEOUT,
     StartMethod,
     check_devices,
@@ -24,15 +25,18 @@ from lightning_strategies_ext.arguments import (
 )
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
-from lightning_strategies_ext.launch.launchers import FabricWorkerLauncher
+from lightning_strategies_ext.launch.launchers import FabricScriptLauncher, FabricWorkerLauncher
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
+from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 
 
-class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, FabricDDPStrategy):
+class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricDDPStrategy):
     """Multi-process data parallelism under Fabric.
 
     Args:
@@ -48,6 +52,8 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, Fabri
         ddp_comm_state: First argument of ``ddp_comm_hook``.
         ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
         ddp_comm_wrapper: Takes the hook and returns one.
+        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+            then all end, with an error that says where that one is. None leaves it to ``timeout``.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -73,6 +79,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, Fabri
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         process_group_options: Any | None = None,
+        patience: float | timedelta | None = DEFAULT_PATIENCE,
         **kwargs: Any,
     ) -> None:
         check_start_method(start_method)
@@ -100,6 +107,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, Fabri
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
+            patience=patience,
         )
         self._ddp_kwargs = kwargs
         self._process_group_options = process_group_options
@@ -110,7 +118,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, Fabri
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         check_start_method_here(self._start_method)
         if self._start_method == "popen":
-            super()._configure_launcher()
+            self._launcher = FabricScriptLauncher(self)
         else:
             self._launcher = FabricWorkerLauncher(self, self._start_method)
 
@@ -127,6 +135,8 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, Fabri
             self._process_group_options,
             self.num_processes,
         )
+        store = process_group.default_store() if self.world_size > 1 else None
+        self._end_together(self.global_rank, self.world_size, store, disconnect, DefaultGroupProgress())
 
     @override
     def setup_module(self, module: Module) -> DistributedDataParallel:

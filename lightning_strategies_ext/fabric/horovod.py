@@ -1,6 +1,7 @@
 """HorovodStrategy for Fabric: ``Fabric(strategy="horovod_ext")``, on the services the Trainer's face uses."""
 
 from contextlib import AbstractContextManager, ExitStack
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,10 +15,12 @@ from torch.nn import Module
 from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.arguments import check_devices, check_not_interactive, check_plugins
+from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_devices, check_not_interactive, check_plugins
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
+from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
 from lightning_strategies_ext.horovod.launch import Launch
@@ -26,7 +29,7 @@ from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 
 
-class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, FabricParallelStrategy):
+class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricParallelStrategy):
     """Multi-process data parallelism over Horovod, under Fabric.
 
     Args:
@@ -42,6 +45,8 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, F
         gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
             number of ranks after.
         process_set: The ranks that exchange gradients; None for all.
+        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+            then all end, with an error that says where that one is. None lets them wait for ever.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
@@ -65,6 +70,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, F
         sparse_as_dense: bool = False,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
+        patience: float | timedelta | None = DEFAULT_PATIENCE,
     ) -> None:
         if op == "adasum":
             raise ValueError(
@@ -91,6 +97,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, F
             cluster_environment=None if launch is None else environment.HorovodEnvironment(launch),
             checkpoint_io=checkpoint_io,
             precision=precision,
+            patience=patience,
         )
         self._num_nodes = 1
         self._exchanges: list[GradientExchange] = []
@@ -125,7 +132,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, F
         check_not_interactive("`strategy='horovod_ext'`")
         environment.check_num_nodes(self._num_nodes, self.cluster_environment)
         environment.configure(self.parallel_devices or [], self.cluster_environment)
-        self._launcher = FabricHorovodLauncher(self.cluster_environment, self.num_processes)
+        self._launcher = FabricHorovodLauncher(self)
 
     @override
     def setup_environment(self) -> None:
@@ -139,6 +146,8 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, F
         reset_seed()
         launch = environment.launch_of(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
+        store = runtime.store() if self.world_size > 1 else None
+        self._end_together(self.global_rank, self.world_size, store, lambda peers: runtime.shut_down(), Progress())
 
     @override
     def setup_module(self, module: Module) -> Module:

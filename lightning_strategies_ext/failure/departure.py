@@ -21,10 +21,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
-from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed import DistBackendError
+
+from lightning_strategies_ext.failure.signs import Progress
 
 log = logging.getLogger(__name__)
 
@@ -35,23 +36,11 @@ PATIENCE_S = 1.5
 #: How long the end of rank 0's process may be held up for ranks that have not ended the stage, in seconds.
 LINGER_S = 10.0
 _LINGER_POLL_S = 0.05
-#: What errors of collectives say where they are not DistBackendErrors: those of gloo, and those that came through C++.
-_OF_COLLECTIVES = re.compile("gloo|Connection (closed|reset)|DistBackendError|PeerLostError")
+#: What errors of collectives say where they are not DistBackendErrors: those of gloo and Horovod, and those that came
+#: through C++ or a barrier.
+_OF_COLLECTIVES = re.compile("gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)")
 
 _stage_numbers: Iterator[int] = count()
-
-
-class Progress(Protocol):
-    """How far this rank is among the collectives of a stage; an engine knows."""
-
-    def num_begun(self) -> int:
-        """How many collectives this rank has begun; zero where the backend does not count."""
-
-    def waiting_for(self) -> Any:
-        """The operation that this rank waits for, if it does and its backend knows."""
-
-    def cut_off(self) -> None:
-        """Lets the collective fail that this rank is in, if its backend can."""
 
 
 class Departure:
@@ -62,6 +51,7 @@ class Departure:
         rank: Global rank of this process.
         world_size: Number of ranks.
         progress: Of this rank.
+        cut_off: Lets the collective fail that this rank is in, if its backend can.
         died: The other ranks of this host whose processes have ended.
         is_job: Whether the job ends with the process of rank 0, as with scripts; workers have a main process.
 
@@ -75,6 +65,7 @@ class Departure:
         rank: int,
         world_size: int,
         progress: Progress,
+        cut_off: Callable[[], None],
         died: Callable[[], set[int]],
         is_job: bool,
     ) -> None:
@@ -83,6 +74,7 @@ class Departure:
         self._world_size = world_size
         self._interval_s = max(POLL_INTERVAL_S, world_size / 1000)
         self._progress = progress
+        self._cut_off = cut_off
         self._died = died
         self._is_job = is_job
         self.reason: str | None = None
@@ -108,10 +100,7 @@ class Departure:
 
     def explain(self, exception: BaseException) -> str | None:
         """Why a collective has failed, if it did because another rank has ended the stage and then its process."""
-        is_of_collective = isinstance(exception, DistBackendError) or (
-            isinstance(exception, RuntimeError) and _OF_COLLECTIVES.search(str(exception)) is not None
-        )
-        if self.reason is None and is_of_collective and not self._closed.is_set():
+        if self.reason is None and is_of_collective(exception) and not self._closed.is_set():
             with suppress(RuntimeError):  # the store went away with rank 0, which has ended otherwise
                 self._note_reason(self._departed())
         return self.reason
@@ -135,6 +124,10 @@ class Departure:
                     break
                 time.sleep(max(_LINGER_POLL_S, len(others) / 500))
         return sorted(failed)
+
+    def abandon(self) -> None:
+        """Ends this rank's part and waits for nobody, not for its own thread either, which may wait for the store."""
+        self._closed.set()
 
     def close(self) -> None:
         """Ends this rank's part without a word."""
@@ -161,7 +154,7 @@ class Departure:
             waiting = now
             if self._progress.num_begun() > begun or polls * self._interval_s >= PATIENCE_S:
                 self._note_reason(departed)
-                self._progress.cut_off()
+                self._cut_off()
                 return
 
     def _note_reason(self, departed: dict[int, int]) -> None:
@@ -182,6 +175,13 @@ class Departure:
     def _departed(self) -> dict[int, int]:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         return {rank: int(self._store.get(str(rank))) for rank in others if self._store.check([str(rank)])}
+
+
+def is_of_collective(exception: BaseException) -> bool:
+    """Whether an exception is a collective's, as far as one can see."""
+    return isinstance(exception, DistBackendError) or (
+        isinstance(exception, RuntimeError) and _OF_COLLECTIVES.search(str(exception)) is not None
+    )
 
 
 def _failed(rank: int) -> str:

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.horovod.launch import serve_rendezvous
-from lightning_strategies_ext.launch.launchers import ScriptLauncher
+from lightning_strategies_ext.launch.launchers import FabricScriptLauncher, ScriptLauncher
 
 
 class HorovodLauncher(ScriptLauncher):
@@ -22,11 +21,8 @@ class HorovodLauncher(ScriptLauncher):
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
-class FabricHorovodLauncher(_lightning.FabricSubprocessScriptLauncher):
+class FabricHorovodLauncher(FabricScriptLauncher):
     """The same for Fabric."""
-
-    def __init__(self, cluster_environment: Any, num_processes: int) -> None:
-        super().__init__(cluster_environment, num_processes, 1)
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Starts the ranks if they are not there yet, and runs ``function`` in this one."""

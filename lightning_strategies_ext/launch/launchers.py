@@ -7,19 +7,18 @@ is nothing to clean up.
 import logging
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
+from lightning_strategies_ext.launch import scripts
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.job import StageJob
@@ -27,9 +26,6 @@ from lightning_strategies_ext.launch.strategy import LaunchedStrategy
 from lightning_strategies_ext.launch.worker_group import Workers
 
 log = logging.getLogger(__name__)
-
-#: How long a process may take to end that has done nothing yet, in seconds.
-_END_S = 3.0
 
 
 class ScriptLauncher(_lightning.SubprocessScriptLauncher):
@@ -41,33 +37,47 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
 
     def __init__(self, strategy: LaunchedStrategy) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._check = strategy.check_before_launch
-        self._note_failure = strategy.note_failure
-        self._explained = strategy.explained
+        self._strategy = strategy
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Starts the processes if they are not there yet, and runs ``function`` in this one."""
-        self._check(trainer)
+        strategy = self._strategy
+        strategy.check_before_launch(trainer)
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            scripts.start(self, lambda: strategy.has_met)
+            return function(*args, **kwargs)
         except BaseException as exception:
             # Before the callbacks' `on_exception`, which may save a checkpoint, with a barrier, and take long.
-            explained = self._explained(exception)
-            self._note_failure(explained)
-            if not dist.is_initialized():
-                self._end_others()
+            explained = strategy.explained(exception)
+            strategy.note_failure(explained)
+            if not strategy.has_met:
+                scripts.end(self.procs)
             if explained is exception:
                 raise
             raise explained from exception
 
-    def _end_others(self) -> None:
-        """Ends the processes that wait for this one to make the process group with them, and would for long."""
-        self.kill(signal.SIGTERM)
-        for process in self.procs:
-            try:
-                process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+
+class FabricScriptLauncher(_lightning.FabricSubprocessScriptLauncher):
+    """The same for Fabric.
+
+    Args:
+        strategy: Its ``has_met`` says whether the ranks have met.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Starts the processes if they are not there yet, and runs ``function`` in this one."""
+        strategy = self._strategy
+        try:
+            scripts.start(self, lambda: strategy.has_met)
+            return function(*args, **kwargs)
+        except BaseException:
+            if not strategy.has_met:
+                scripts.end(self.procs)
+            raise
 
 
 class WorkerLauncher(_lightning.Launcher):

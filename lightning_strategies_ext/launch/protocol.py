@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump
 
@@ -81,6 +82,7 @@ class Failure:
         trace: Its trace, as text.
         time: When, on the clock that all processes of a host share.
         has_results: Whether there are results to pull.
+        is_consequence: Whether another rank's failure is why.
     """
 
     pickled: Pickled | None
@@ -88,6 +90,7 @@ class Failure:
     trace: str
     time: float
     has_results: bool
+    is_consequence: bool
 
     @classmethod
     def of(cls, exception: BaseException, has_results: bool = False) -> "Failure":
@@ -98,7 +101,8 @@ class Failure:
             pickled = dump(exception, returning=True)
         lines = str(exception).strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
-        return cls(pickled, summary, trace, time.monotonic(), has_results)
+        is_consequence = isinstance(exception, RankFailedError)
+        return cls(pickled, summary, trace, time.monotonic(), has_results, is_consequence)
 
     @property
     def exception(self) -> BaseException | None:

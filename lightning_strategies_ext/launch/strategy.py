@@ -29,6 +29,10 @@ class LaunchedStrategy(WorkersStrategy, Protocol):
     lr_scheduler_configs: list[Any]
     checkpoint_io: CheckpointIO
 
+    @property
+    def has_met(self) -> bool:
+        """Whether this process has met the other ranks."""
+
     def check_before_launch(self, trainer: Any) -> None:
         """Refuses, before processes start, a run that cannot work."""
 

@@ -33,7 +33,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT, StartMethod, check_start_method, check_start_method_here
+from lightning_strategies_ext.arguments import (
+    DEFAULT_PATIENCE,
+    DEFAULT_TIMEOUT,
+    StartMethod,
+    check_start_method,
+    check_start_method_here,
+)
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.stage.job import WorkerContext
@@ -70,6 +76,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         timeout: Of the rendezvous and of every collective.
         process_group_options: What the backend takes beside, such as ``ShmOptions(segment_num_bytes=...)``.
         start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
+        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+            then all end, with an error that says where that one is. None leaves it to ``timeout``.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless
             set otherwise.
 
@@ -100,6 +108,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
         process_group_options: Any | None = None,
+        patience: float | timedelta | None = DEFAULT_PATIENCE,
         **kwargs: Any,
     ) -> None:
         check_start_method(start_method)
@@ -114,6 +123,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
+            patience=patience,
         )
         # ParallelStrategy's constructor reaches Lightning's DDPStrategy with its defaults; these are its values.
         self._ddp_kwargs = kwargs
@@ -203,7 +213,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         store = process_group.default_store() if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
         if store is not None:
-            self._world.end_others_on_failure(disconnect)
+            self._end_together(disconnect, DefaultGroupProgress())
 
     # --- setup ---
 
@@ -240,9 +250,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         _lightning.skip_needless_moves(trainer)
         must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
-        if self._world.reconciliation is not None:
-            progress = DefaultGroupProgress(self._world.reconciliation.wake_this_rank)
-            self._world.watch_departures(progress, is_job=self._worker is None)
+        if self._world.watch is not None:
+            self._world.watch_departures(DefaultGroupProgress(), is_job=self._worker is None)
 
     @override
     def configure_ddp(self) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import Self, override
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT
+from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
 from lightning_strategies_ext.launch.launchers import WorkerLauncher
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, get_metrics, put_metrics
@@ -48,6 +48,7 @@ class DDPSpawnStrategy(DDPStrategy):
         keep_workers: Whether workers stay for the next stage. While no stage runs, a process has those of one strategy
             at most: the next one takes them over if its process group is alike and they were not forked from this
             process, and ends them otherwise.
+        patience: See :class:`.DDPStrategy`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -80,6 +81,7 @@ class DDPSpawnStrategy(DDPStrategy):
         start_method: WorkerStartMethod = "forkserver",
         process_group_options: Any | None = None,
         keep_workers: bool = True,
+        patience: float | timedelta | None = DEFAULT_PATIENCE,
         **kwargs: Any,
     ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
@@ -101,6 +103,7 @@ class DDPSpawnStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
             process_group_options=process_group_options,
+            patience=patience,
             **kwargs,
         )
         self._wants_sync_batchnorm = False

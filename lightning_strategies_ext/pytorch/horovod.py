@@ -7,6 +7,7 @@ of metrics all go through it. No collective waits for a ``join``: all ranks take
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,10 +24,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.arguments import check_not_interactive
+from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_not_interactive
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
+from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod.exchange import (
@@ -66,6 +68,8 @@ class HorovodStrategy(ParallelStrategy):
             with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
         elastic: Whether ranks may die, leave and join during ``fit``: True makes a :class:`.HorovodElasticStrategy`.
         commit_every_n_steps: See there.
+        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+            then all end, with an error that says where that one is. None lets them wait for ever. Not for elastic ones.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
@@ -96,6 +100,7 @@ class HorovodStrategy(ParallelStrategy):
         uneven_inputs: UnevenInputs = "error",
         elastic: bool = False,
         commit_every_n_steps: int | None = None,
+        patience: float | timedelta | None = DEFAULT_PATIENCE,
     ) -> None:
         self._options = ExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
@@ -123,6 +128,7 @@ class HorovodStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
+            patience=patience,
         )
         self._scale_learning_rate = scale_learning_rate
         self._uneven_inputs = uneven_inputs
@@ -252,7 +258,7 @@ class HorovodStrategy(ParallelStrategy):
         store = runtime.store() if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
         if store is not None:
-            self._world.end_others_on_failure(lambda peers: runtime.shut_down())
+            self._end_together(lambda peers: runtime.shut_down(), Progress())
 
     # --- setup ---
 

@@ -7,8 +7,9 @@ torch.distributed, and nothing else here knows which.
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,14 +24,26 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.arguments import check_devices, check_plugins, name_of_barrier
+from lightning_strategies_ext.arguments import (
+    DEFAULT_PATIENCE,
+    check_devices,
+    check_patience,
+    check_plugins,
+    name_of_barrier,
+)
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.launch.scripts import exit_code_of
+from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.world import World
 
 T = TypeVar("T")
+
+#: By these, all ranks end, and none of them has failed.
+_NO_FAILURES = (SIGTERMException, KeyboardInterrupt, _lightning.TunerExitException)
 
 
 class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy, ABC):
@@ -45,6 +58,8 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         cluster_environment: Where ranks and addresses come from; detected if None.
         checkpoint_io: How checkpoints are written.
         precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
+        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+            then all end. None lets them wait for the timeout of the backend.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -68,7 +83,9 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        patience: float | timedelta | None = DEFAULT_PATIENCE,
     ) -> None:
+        self._patience_s = check_patience(patience)
         check_plugins(accelerator, cluster_environment, checkpoint_io)
         if precision_plugin is not None and not isinstance(precision_plugin, Precision):
             raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
@@ -228,19 +245,14 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         Args:
             trace: The failure of this rank, as ``traceback.format_exc()`` gives it.
         """
-        if self._world.reconciliation is not None:
-            self._world.reconciliation.reconciliate(trace)
+        if self._world.watch is not None:
+            self._world.watch.reconciliate(trace)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Ends the other ranks if this one failed. Ctrl-C and an agreed SIGTERM end all ranks and are no failures."""
-        if self._world.reconciliation is None or not isinstance(exception, Exception):
-            return
-        first = self._world.reconciliation.first_failure()
-        if first is not None and hasattr(exception, "add_note"):  # Python 3.11 and later
-            exception.add_note(first)
-        trace = "".join(traceback.format_exception(exception))
-        self.reconciliate_processes(trace)
+        if self._world.watch is not None and not isinstance(exception, _NO_FAILURES):
+            self.reconciliate_processes("".join(traceback.format_exception(exception)))
 
     @override
     def teardown(self) -> None:
@@ -259,6 +271,11 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     # --- the world ---
 
+    @property
+    def has_met(self) -> bool:
+        """Whether this process has met the other ranks, as far as there are any."""
+        return self._world.watch is not None
+
     def _engine(self) -> Collectives:
         """The engine's collectives; engines other than torch.distributed override it."""
         return TorchCollectives(lambda: self.root_device)
@@ -271,8 +288,14 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def _fail(self, exception: BaseException) -> None:
         self._world.fail(exception, self.global_rank, self.world_size)
 
+    def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: Progress) -> None:
+        """Lets all ranks end when one fails or does not come; called by all ranks together, on entering a stage."""
+        self._world.end_together(wake, progress, self._patience_s, exit_code_of)
+
     def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
         """Lets a SIGTERM on any rank stop all before the same step; called by all ranks together."""
+        if self._world.watch is not None:
+            self._world.watch.describe(partial(_where_in, trainer), trainer.default_root_dir)
         confirm = _lightning.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
         release = partial(_lightning.release_sigterm, trainer)
         self._world.agree_on_sigterm(confirm, release, is_requested=is_requested)
@@ -301,3 +324,10 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         super().__setstate__(state)
         self._world = World(self._engine)
         self._world.was_asked_to_stop = was_asked_to_stop
+
+
+def _where_in(trainer: "pl.Trainer") -> str:
+    """What a Trainer is at, for people; asked beside the thread that trains, which it costs nothing."""
+    stage = trainer.state.stage
+    name = "the stage's setup" if stage is None else stage.value.replace("_", " ")
+    return f"{name}, epoch {trainer.current_epoch}, step {trainer.global_step}"

@@ -1,22 +1,15 @@
 """How far a rank is among the collectives of the default process group."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
 
-class DefaultGroupProgress:
-    """Says it of this process, see :class:`.failure.departure.Progress`.
-
-    Args:
-        cut_off: Lets the collective fail that this rank is in.
-    """
-
-    def __init__(self, cut_off: Callable[[], None]) -> None:
-        self.cut_off = cut_off
+class DefaultGroupProgress(Progress):
+    """Says it of this process."""
 
     def num_begun(self) -> int:
         """How many collectives of the group this rank has begun; zero where its backend does not count."""

@@ -21,6 +21,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
+from lightning_strategies_ext.failure.watch import ENDED
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.processes.process import END_S, WorkerProcess, WorkerStartMethod
@@ -273,7 +274,9 @@ class WorkerPool:
         return Outcome(interrupt, {rank for rank, answer in answers.items() if _has_results(answer)})
 
     def _error(self, answers: Answers) -> BaseException:
-        deaths = [answer for answer in answers.values() if isinstance(answer, WorkerDiedError)]
+        deaths = [
+            answer for answer in answers.values() if isinstance(answer, WorkerDiedError) and answer.exit_code != ENDED
+        ]
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if deaths:  # what the others say then is, as a rule, that they lost it
             death = deaths[0]
@@ -281,7 +284,8 @@ class WorkerPool:
             return WorkerDiedError(
                 f"{death}{others}", death.error_index, death.error_pid, death.exit_code, death.signal_name
             )
-        rank = min(failures, key=lambda rank: failures[rank].time)
+        # Who has failed because another had, or had to be ended for it, was not the first, even if it is heard first.
+        rank = min(failures, key=lambda rank: (failures[rank].is_consequence, failures[rank].time))
         failure = failures[rank]
         exception = failure.exception
         if isinstance(exception, self._passed_through):

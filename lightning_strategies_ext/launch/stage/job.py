@@ -285,7 +285,14 @@ class CallJob:
         if self.joins_group:
             self.strategy.enter_worker(WorkerContext(state.continues, None))
             self.strategy.setup_distributed()
-        value = self.function(*self.args, **self.kwargs)
+        try:
+            value = self.function(*self.args, **self.kwargs)
+        except BaseException as exception:
+            explained = self.strategy.explained(exception)
+            self.strategy.note_failure(explained)
+            if explained is exception:
+                raise
+            raise explained from exception
         if state.local_rank > 0 or not self.return_result:
             return iter(())
         return iter([value])

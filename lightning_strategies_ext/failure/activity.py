@@ -1,0 +1,123 @@
+"""Whether the thread that trains moves, and where it is, as seen from another thread of its process.
+
+It costs that thread nothing: it is looked at, some times per second.
+"""
+
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+#: A thread that computes for this part of the time moves, even if it stays in one call, and so does one that sleeps and
+#: wakes up so often per second: it reads or writes. One that looks for something now and then does not.
+_BUSY = 0.02
+_WAKES_PER_S = 20
+_MAX_FRAMES = 60
+_PACKAGE = str(Path(__file__).parents[1])
+#: Where somebody debugs, the thread waits in one of these modules.
+_DEBUGGERS = frozenset({"bdb", "pdb", "cmd", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy", "remote_pdb"})
+#: Files that are no code of the user's: of Python, of installed packages, of this one.
+_NOT_THE_USERS = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
+
+
+class Activity:
+    """Of one thread.
+
+    Args:
+        thread: It.
+
+    Attributes:
+        still_s: For how long it has been at the same place, in seconds, as counted by :meth:`sample`.
+        idle_s: For how long it has been at the same place and has computed next to nothing, in seconds.
+    """
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._ident = thread.ident or 0
+        self._status = Path(f"/proc/self/task/{thread.native_id}/status")
+        self._place: tuple[tuple[int, int], ...] = ()
+        self._cpu_s = 0.0
+        self._num_wakes = 0
+        self.still_s = 0.0
+        self.idle_s = 0.0
+
+    def sample(self, elapsed_s: float) -> None:
+        """Looks at the thread; called some times per second.
+
+        Args:
+            elapsed_s: Since the last time. More than the caller meant to wait is not counted, so that a process that
+                was stopped does not take the time for its thread's.
+        """
+        place = tuple((id(frame.f_code), frame.f_lasti) for frame in self._frames())
+        cpu_s = _cpu_seconds(self._ident)
+        is_still = place == self._place
+        num_wakes = self._count_wakes()
+        is_busy = cpu_s - self._cpu_s > _BUSY * elapsed_s or num_wakes - self._num_wakes > _WAKES_PER_S * elapsed_s
+        self.still_s = self.still_s + elapsed_s if is_still else 0.0
+        self.idle_s = self.idle_s + elapsed_s if is_still and not is_busy else 0.0
+        self._place, self._cpu_s, self._num_wakes = place, cpu_s, num_wakes
+
+    @property
+    def innermost_module(self) -> str:
+        """The module in which the thread is."""
+        frames = self._frames()
+        return str(frames[0].f_globals.get("__name__", "")) if frames else ""
+
+    @property
+    def is_debugged(self) -> bool:
+        """Whether somebody looks at the thread in a debugger of Python's."""
+        return any(frame.f_globals.get("__name__", "").split(".")[0] in _DEBUGGERS for frame in self._frames())
+
+    def stack(self) -> str:
+        """Where the thread is, as a trace, the outermost call first."""
+        frames = self._frames()
+        if not frames:
+            return ""
+        return "".join(traceback.format_stack(frames[0])[-_MAX_FRAMES:])
+
+    def user_frames(self) -> list[str]:
+        """Where the thread is in code that is none of a framework's, each as ``file:line in function``."""
+        frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
+        return described(frames[::-1])
+
+    def _count_wakes(self) -> int:
+        with suppress(OSError):  # where there is no /proc
+            for line in self._status.read_text().splitlines():
+                if line.startswith("voluntary_ctxt_switches"):
+                    return int(line.split()[1])
+        return 0
+
+    def _frames(self) -> list[FrameType]:
+        frame = sys._current_frames().get(self._ident)
+        frames: list[FrameType] = []
+        while frame is not None and len(frames) < _MAX_FRAMES:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames
+
+
+def described(frames: list[tuple[str, int | None, str]]) -> list[str]:
+    """Those of some frames that are in code of the user's, or the last if none is, as ``file:line in function``."""
+    users = [frame for frame in frames if not _is_internal(frame[0])]
+    return [f"{file}:{line} in {function}" for file, line, function in users or frames[-1:]]
+
+
+def frames_of(exception: BaseException) -> list[tuple[str, int | None, str]]:
+    """Where an exception was raised: file, line and function of each frame, the outermost first."""
+    return [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(exception.__traceback__)]
+
+
+def _is_internal(file: str) -> bool:
+    return file.startswith("<") or any(file.startswith(beginning) for beginning in _NOT_THE_USERS)
+
+
+def _cpu_seconds(ident: int) -> float:
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    except OSError:
+        return 0.0

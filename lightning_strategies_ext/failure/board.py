@@ -1,0 +1,97 @@
+"""The board of a host: what its ranks say of themselves, in memory that all of them have mapped.
+
+Writing takes no lock and asks nobody, so that a rank which is stopped, or whose interpreter is held by somebody, cannot
+keep the others from reading. What was last written stays readable when its writer has died.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+
+from lightning_strategies_ext.peers import KeyValueStore
+
+#: What one rank may say at most, in bytes.
+SLOT_NUM_BYTES = 1 << 15
+_HEADER = struct.Struct("<II")  # length and checksum of what follows
+#: A reader may come while the writer writes: it reads again, so often at most.
+_ATTEMPTS = 5
+
+
+class Board:
+    """One rank's view of it.
+
+    Args:
+        memory: Mapped by all ranks of the host.
+        own_slot: The one this rank writes to.
+        descriptor: By which others find the memory, if they find it by this rank's.
+    """
+
+    def __init__(self, memory: mmap.mmap, own_slot: int, descriptor: int | None = None) -> None:
+        self._memory = memory
+        self._own_slot = own_slot
+        self._descriptor = descriptor
+
+    @classmethod
+    def of_host(cls, store: KeyValueStore, key: str, rank: int, ranks: Sequence[int]) -> "Board | None":
+        """The board of this host; called by all its ranks together.
+
+        The memory has no name in any directory, so that nothing of it is left, however the ranks end.
+
+        Args:
+            store: Shared by the ranks.
+            key: In which they find the board, the same for the ranks of this host and for no others.
+            rank: Of this process.
+            ranks: Those of this host, this one among them.
+
+        Returns:
+            The board; None where the system has no such memory, or somebody else owns it.
+        """
+        if not hasattr(os, "memfd_create"):
+            return None
+        num_bytes = SLOT_NUM_BYTES * len(ranks)
+        if rank == min(ranks):
+            descriptor = os.memfd_create("lightning_strategies_ext_board")
+            os.ftruncate(descriptor, num_bytes)
+            # The descriptor stays open: a late rank may still come for it.
+            store.set(key, f"/proc/{os.getpid()}/fd/{descriptor}")
+            return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank), descriptor)
+        path = store.get(key).decode()
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank))
+            finally:
+                os.close(descriptor)
+        return None
+
+    def close(self) -> None:
+        """Lets go of it."""
+        self._memory.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def write(self, content: bytes) -> None:
+        """Replaces what this rank says.
+
+        Raises:
+            ValueError: If it is longer than a slot.
+        """
+        if len(content) > SLOT_NUM_BYTES - _HEADER.size:
+            raise ValueError(f"{len(content)} bytes do not fit into a slot of {SLOT_NUM_BYTES}")
+        at = self._own_slot * SLOT_NUM_BYTES
+        self._memory[at : at + _HEADER.size + len(content)] = _HEADER.pack(len(content), zlib.crc32(content)) + content
+
+    def read(self, slot: int) -> bytes | None:
+        """What the rank of a slot says; None if it has said nothing, or is at it just now."""
+        at = slot * SLOT_NUM_BYTES
+        for _ in range(_ATTEMPTS):
+            num_bytes, checksum = _HEADER.unpack_from(self._memory, at)
+            begin = at + _HEADER.size
+            content = self._memory[begin : begin + min(num_bytes, SLOT_NUM_BYTES)]
+            if content and zlib.crc32(content) == checksum:
+                return content
+        return None

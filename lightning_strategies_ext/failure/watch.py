@@ -1,0 +1,390 @@
+"""The watch: whatever happens to one rank, every rank learns of it within a second or two, and ends.
+
+Each rank has one, from when the ranks meet until its process ends. A thread looks a few times per second at the thread
+that trains, says on the host's board what it sees (:mod:`.board`, :mod:`.signs`), and reads there what the others say;
+the kernel wakes it when one of their processes ends. It never waits for anybody: not for a store, which goes with rank
+0's process, nor for a lock that the training thread holds. Between hosts, signs travel by way of :mod:`.hosts`.
+
+Once something has failed, the watch of each rank cuts the collective off that its rank may be in, so that the training
+thread gets an error and can end in good order. A rank that does not end within :data:`GRACE_S`, because it sleeps or
+computes, is ended by its own watch; one that is stopped, or whose interpreter is held, is killed by another's.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from lightning_strategies_ext.failure import report
+from lightning_strategies_ext.failure.activity import Activity
+from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
+from lightning_strategies_ext.failure.deaths import Deaths
+from lightning_strategies_ext.failure.signs import (
+    Failure,
+    Progress,
+    Sign,
+    Silence,
+    State,
+    first_failure,
+    stuck_ranks,
+    where_all_are,
+)
+from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
+
+#: How often a watch looks, in seconds.
+INTERVAL_S = 0.25
+#: How long failing ranks may take to say so before connections are closed on the others, in seconds.
+ANNOUNCE_S = 1.0
+#: How long ranks then have to end by themselves, in seconds.
+GRACE_S = 5.0
+#: How much longer others wait before they kill one whose own watch would have ended it, in seconds.
+MARGIN_S = 1.5
+#: A rank is still when it has been at one place for so long, in seconds; from then on it says where.
+STILL_S = 2.0
+#: How long a rank whose collective has failed waits to be told why, in seconds.
+REASON_S = 2.0
+#: The exit code of a process that its watch has ended.
+ENDED = 70
+_POLL_S = 0.05
+#: Modules in which a thread waits for other ranks.
+_OF_COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed", "horovod", "lightning_strategies_ext")
+#: Where one of them is no collective.
+_OF_FAILURES = "lightning_strategies_ext.failure"
+
+_numbers = count()
+
+
+class Watch:
+    """One rank's. All ranks create theirs together.
+
+    Args:
+        store: The store that all ranks share.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        progress: Of this rank.
+        wake: Lets collectives fail that this rank is in with some peers, if it can.
+        exit_code_of: Tells the exit code of a process that this one has started, by its pid; None if it does not know.
+
+    Attributes:
+        store: See above.
+        failure: What has failed first, as far as this rank knows.
+        directory: Where there is a directory of failures, or will be.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        progress: Progress,
+        wake: Callable[[Sequence[Peer]], None],
+        exit_code_of: Callable[[int], int | None] = lambda pid: None,
+    ) -> None:
+        self.store = store
+        self.failure: Failure | None = None
+        self._rank = rank
+        self._progress = progress
+        self._wake = wake
+        self._patience_s: float | None = None
+        self._exit_code_of = exit_code_of
+        self._number = next(_numbers)
+        self._peers = meet_peers(
+            dist.PrefixStore(f"lightning_strategies_ext/peers/{self._number}", store), rank, world_size
+        )
+        host = host_identity()
+        self._here = {peer.rank: peer for peer in self._peers.values() if peer.host == host}
+        self._board = self._meet_at_board(host)
+        self._activity = Activity(threading.current_thread())
+        self._silence = Silence()
+        self._last_signs: dict[int, Sign] = {}
+        self._state: State = "left"
+        self._stage = 0
+        self._beats = 0
+        self._waits_s = 0.0
+        self._waited_for: Any = None
+        self._where: Callable[[], str] = lambda: "between two stages"
+        self.directory = os.getcwd()
+        self._noticed_at: float | None = None
+        self._woke_at: float | None = None
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._pid = os.getpid()
+        self._deaths = Deaths({rank: peer for rank, peer in self._here.items() if peer.pid != os.getpid()})
+        self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext watch", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    # --- what the rank says ---
+
+    def begin_stage(self, patience_s: float | None) -> None:
+        """Says that this rank begins a stage; called by all ranks together.
+
+        Args:
+            patience_s: For how long ranks may wait in a collective for one that does not move, in seconds; None for
+                ever.
+        """
+        with self._lock:
+            self._activity = Activity(threading.current_thread())
+            self._patience_s = patience_s
+            self.failure = self._noticed_at = self._woke_at = None
+            self._stage += 1
+            self._say("running")
+
+    def describe(self, where: Callable[[], str], directory: str | None = None) -> None:
+        """Lets the watch find out, when it wants to know, what this rank is at.
+
+        Args:
+            where: Gives stage and step, for people.
+            directory: Where to write what there is to say of a failure; the working directory if None.
+        """
+        self._where, self.directory = where, directory or os.getcwd()
+
+    def leave_stage(self) -> None:
+        """Says that this rank is done with its stage."""
+        if self._state == "running":
+            self._say("left")
+        self._where = lambda: "between two stages"
+
+    def announce(self, exception: BaseException) -> None:
+        """Says that this rank has failed and will end by itself; returns at once."""
+        if self.failure is None:
+            self.failure = report.failure_of(exception, self._rank, self._where_now())
+        self._say("failed")
+        report.show_at_exit(exception, self.failure, self._rank, self.directory, is_speaker=self._is_speaker())
+
+    def reason(self, timeout_s: float = REASON_S) -> Failure | None:
+        """Why a collective of this rank has failed, if another rank has; waits a moment to be told."""
+        deadline = time.monotonic() + timeout_s
+        while self.failure is None and time.monotonic() < deadline and not self._closed.is_set():
+            time.sleep(_POLL_S)
+        return self.failure
+
+    @property
+    def was_woken(self) -> bool:
+        """Whether another rank's failure, or its own silence, is why this rank's collectives fail."""
+        return (self.failure is not None and self.failure.by != self._rank) or self._woke_at is not None
+
+    def died(self) -> set[int]:
+        """The other ranks of this host whose processes have ended."""
+        return {rank for rank, peer in self._here.items() if rank != self._rank and not peer.is_running()}
+
+    def wake_this_rank(self) -> None:
+        """Lets the collective fail that this rank is in, if its backend can."""
+        self._wake([peer for rank, peer in self._peers.items() if rank != self._rank])
+
+    def reconciliate(self, trace: str) -> None:
+        """Says that this rank has failed, and ends the ranks of this host that do not end by themselves.
+
+        Returns after at most :data:`ANNOUNCE_S` + :data:`GRACE_S` + :data:`MARGIN_S` seconds, at once when the others
+        have failed too.
+
+        Args:
+            trace: Of this rank's failure, shown if another rank has to be killed.
+        """
+        if self.failure is None:
+            self.failure = report.failure_from_trace(trace, self._rank, self._where_now())
+        self._say("failed")
+        if not self._wait_for_others(ANNOUNCE_S):
+            self._wake(self._unreconciled())
+            self._wait_for_others(GRACE_S + MARGIN_S)
+        for peer in self._unreconciled():
+            report.say(
+                f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end, it is killed. {trace}"
+            )
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(peer.pid).kill()
+
+    def close(self) -> None:
+        """Ends this rank's part without a word."""
+        atexit.unregister(self._end)
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._deaths.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._deaths.close()
+        with self._lock:
+            if self._board is not None:
+                self._board.close()
+            self._board = None
+
+    def _end(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        if self._state != "failed":
+            self._say("ended")
+        self.close()
+
+    # --- what the thread does ---
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._closed.is_set():
+            died = self._deaths.wait(INTERVAL_S)
+            now = time.monotonic()
+            # Of the time in which this process was stopped, nothing is counted.
+            self._look(min(now - before, 2 * INTERVAL_S), died)
+            before = now
+
+    def _look(self, elapsed_s: float, died: set[int]) -> None:
+        with self._lock:
+            self._look_at_this_rank(elapsed_s)
+            self._say(self._state)
+            signs = self._signs()
+            self._silence.note(signs, elapsed_s)
+            if self.failure is None:
+                # What failed in an earlier stage, and was caught on all ranks, is over.
+                now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._stage}
+                self.failure = first_failure(now) or self._death(signs, died) or self._stuck(signs)
+            failure = self.failure if self._state == "running" else None
+        if failure is not None:
+            self._end_this_rank(failure)
+
+    def _look_at_this_rank(self, elapsed_s: float) -> None:
+        self._activity.sample(elapsed_s)
+        waiting_for = self._progress.waiting_for()
+        is_same = waiting_for is not None and waiting_for is self._waited_for
+        is_in_collective = is_same or (waiting_for is None and self._is_in_collective())
+        self._waits_s = self._waits_s + elapsed_s if is_in_collective else 0.0
+        self._waited_for = waiting_for
+
+    def _end_this_rank(self, failure: Failure) -> None:
+        now = time.monotonic()
+        self._noticed_at = self._noticed_at or now
+        # One that raises may do so on all ranks at once, and the script may go on from there.
+        is_said = failure.by in failure.ranks
+        if self._woke_at is None:
+            if not is_said or now - self._noticed_at > ANNOUNCE_S:
+                self._woke_at = now
+                self.wake_this_rank()
+        elif now - self._woke_at > GRACE_S:
+            reason = f"rank {self._rank} ended because {report.cause(failure, self._rank)}"
+            path = report.write(self.directory, failure, self._rank, f"{reason}\n{self._activity.stack()}")
+            report.say(f"{reason}. It did not end by itself; where it was stands in {path}.")
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(ENDED)
+
+    def _is_speaker(self) -> bool:
+        """Whether this rank tells the user what has failed: rank 0, or the first that can where that cannot."""
+        assert self.failure is not None
+        mute = set() if self.failure.by in self.failure.ranks else set(self.failure.ranks)
+        with self._lock:
+            mute |= {rank for rank, sign in self._signs().items() if sign.state in ("left", "ended")}
+        return self._rank == min({self._rank, *self._peers} - mute)
+
+    def _death(self, signs: Mapping[int, Sign], died: set[int]) -> Failure | None:
+        stage = max(sign.stage for sign in signs.values())
+        for rank in sorted(died):
+            sign = signs.get(rank, Sign(rank))
+            if sign.stage < stage and sign.failure is not None:
+                return sign.failure
+            if sign.state == "running" or sign.stage < stage:
+                what = report.how_it_ended(self._exit_code_of(self._here[rank].pid))
+                return report.failure_seen(rank, sign, f"its process (pid {self._here[rank].pid}) {what}", self._rank)
+        return None
+
+    def _stuck(self, signs: Mapping[int, Sign]) -> Failure | None:
+        if self._patience_s is None or len(signs) < len(self._peers):
+            return None
+        ranks = stuck_ranks(signs, self._silence.seconds, self._patience_s)
+        states = {rank: self._process_state(rank) for rank in ranks if rank in self._here}
+        if not ranks or "is traced" in states.values():
+            return None
+        words = {rank: state for rank, state in states.items() if state}
+        details = where_all_are(signs, ranks, words)
+        return report.failure_stuck(ranks, signs, words, details, self._patience_s, self._rank)
+
+    def _process_state(self, rank: int) -> str:
+        peer = self._here[rank]
+        status = None
+        with suppress(psutil.NoSuchProcess):
+            status = psutil.Process(peer.pid).status()
+        if status == psutil.STATUS_TRACING_STOP:
+            return "is traced"
+        if status == psutil.STATUS_STOPPED:
+            return f"is stopped (`kill -CONT {peer.pid}` would let it go on)"
+        if self._patience_s is not None and self._silence.seconds[rank] >= self._patience_s:
+            return "does not answer: something in it holds Python's lock"
+        return ""
+
+    # --- board, processes ---
+
+    def _meet_at_board(self, host: str) -> Board | None:
+        store = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", self.store)
+        return Board.of_host(store, "path", self._rank, sorted(self._here))
+
+    def _where_now(self) -> str:
+        try:
+            return self._where()
+        except Exception:  # asked beside the training thread, while the Trainer is taken down, say
+            return ""
+
+    def _say(self, state: State) -> None:
+        with self._lock:
+            self._state = state
+            self._beats += 1
+            if self._board is not None:
+                self._board.write(self._sign().dump(SLOT_NUM_BYTES - 64))
+
+    def _sign(self) -> Sign:
+        is_still = self._activity.still_s >= STILL_S
+        waited_for = self._waited_for
+        return Sign(
+            rank=self._rank,
+            beats=self._beats,
+            state=self._state,
+            stage=self._stage,
+            where=self._where_now(),
+            num_begun=self._progress.num_begun(),
+            waits_s=self._waits_s,
+            still_s=self._activity.still_s,
+            idle_s=self._activity.idle_s,
+            is_debugged=is_still and self._activity.is_debugged,
+            collective=getattr(waited_for, "name", "") or ("a collective" if self._waits_s > 0 else ""),
+            frames=tuple(self._activity.user_frames()) if is_still else (),
+            stack=self._activity.stack() if is_still else "",
+            failure=self.failure,
+        )
+
+    def _signs(self) -> dict[int, Sign]:
+        if self._board is not None:
+            for slot, rank in enumerate(sorted(self._here)):
+                content = self._board.read(slot)
+                if content is not None:
+                    self._last_signs[rank] = Sign.load(content)
+        return dict(self._last_signs)
+
+    def _is_in_collective(self) -> bool:
+        module = self._activity.innermost_module
+        return module.startswith(_OF_COLLECTIVES) and not module.startswith(_OF_FAILURES)
+
+    def _wait_for_others(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._unreconciled():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _unreconciled(self) -> list[Peer]:
+        with self._lock:
+            signs = self._signs()
+        done = {
+            rank
+            for rank, sign in signs.items()
+            if sign.state == "ended" or sign.stage > self._stage or (sign.state, sign.stage) == ("failed", self._stage)
+        }
+        return [
+            peer for rank, peer in self._here.items() if rank != self._rank and rank not in done and peer.is_running()
+        ]

@@ -1,0 +1,149 @@
+"""Whether a thread moves, seen from another, and what is written on the board of a host."""
+
+import os
+import threading
+import time
+from multiprocessing import get_context
+
+import pytest
+
+from lightning_strategies_ext.failure.activity import Activity
+from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
+
+
+def sleep(ended: threading.Event) -> None:
+    ended.wait()
+
+
+def compute(ended: threading.Event) -> None:
+    while not ended.is_set():
+        sum(range(1000))
+
+
+def compute_in_one_call(ended: threading.Event) -> None:
+    import numpy as np
+
+    matrix = np.random.default_rng(0).random((400, 400))
+    while not ended.is_set():
+        np.linalg.svd(matrix)
+
+
+def read(ended: threading.Event) -> None:
+    # Waits at one place, where something comes in a hundred times per second.
+    receiver, sender = os.pipe()
+
+    def send() -> None:
+        while not ended.is_set():
+            os.write(sender, b".")
+            time.sleep(0.005)
+        os.close(sender)
+
+    threading.Thread(target=send).start()
+    while os.read(receiver, 1):
+        pass
+    os.close(receiver)
+
+
+def pdb_prompt(ended: threading.Event) -> None:
+    # The prompt of pdb reads a line of standard input: here one that comes when the test has ended.
+    import io
+    import pdb
+
+    class Waits(io.StringIO):
+        def readline(self, *args):
+            ended.wait()
+            return "continue\n"
+
+    pdb.Pdb(stdin=Waits(), stdout=io.StringIO(), nosigint=True).set_trace()
+
+
+@pytest.mark.parametrize(
+    ("doing", "is_still", "is_idle", "is_debugged"),
+    [
+        (sleep, True, True, False),
+        (compute, None, False, False),
+        (compute_in_one_call, None, False, False),
+        (read, None, False, False),
+        (pdb_prompt, True, True, True),
+    ],
+)
+def test_what_a_thread_does_is_seen_from_another(doing, is_still, is_idle, is_debugged):
+    ended = threading.Event()
+    thread = threading.Thread(target=doing, args=(ended,))
+    thread.start()
+    try:
+        time.sleep(0.5)
+        activity = Activity(thread)
+        idle = []
+        for _ in range(8):
+            time.sleep(0.25)
+            activity.sample(0.25)
+            idle.append(activity.idle_s)
+        assert (idle[-1] >= 1.5) == is_idle, idle
+        if is_still is not None:
+            assert (activity.still_s >= 1.5) == is_still
+        assert activity.is_debugged == is_debugged
+        assert doing.__name__ in activity.stack()
+        assert any(f"in {doing.__name__}" in frame for frame in activity.user_frames())
+    finally:
+        ended.set()
+        thread.join()
+
+
+class Store(dict):
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self[key]
+
+
+def test_what_one_writes_others_read_after_its_death_too():
+    store = Store()
+    board = Board.of_host(store, "path", 3, [3, 5])
+    assert [board.read(slot) for slot in range(2)] == [None, None]
+
+    def write() -> None:
+        Board.of_host(store, "path", 5, [3, 5]).write(b"the last word")
+        os.kill(os.getpid(), 9)
+
+    process = get_context("fork").Process(target=write)
+    process.start()
+    process.join()
+    board.write(b"mine")
+    assert [board.read(slot) for slot in range(2)] == [b"mine", b"the last word"]
+    with pytest.raises(ValueError, match="do not fit"):
+        board.write(b"." * SLOT_NUM_BYTES)
+
+
+def test_a_reader_never_sees_half_of_what_is_written():
+    store = Store()
+    reader, writer = Board.of_host(store, "path", 0, [0, 1]), Board.of_host(store, "path", 1, [0, 1])
+    ended = threading.Event()
+
+    def write() -> None:
+        while not ended.is_set():
+            for letter in (b"a", b"b"):
+                writer.write(letter * 20_000)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        seen = [reader.read(1) for _ in range(2000)]
+    finally:
+        ended.set()
+        thread.join()
+    assert {content for content in seen if content} <= {b"a" * 20_000, b"b" * 20_000}
+    assert any(seen)
+
+
+def test_a_board_of_another_users_is_none(tmp_path, monkeypatch):
+    store = Store()
+    Board.of_host(store, "path", 0, [0, 1])
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert Board.of_host(store, "path", 1, [0, 1]) is None
+
+
+def test_where_there_is_no_such_memory_there_is_no_board(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    assert Board.of_host(Store(), "path", 0, [0, 1]) is None

@@ -1,0 +1,113 @@
+"""What ranks say of themselves, and which of them are taken for lost: no process is needed to try it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightning_strategies_ext.failure.signs import Failure, Sign, Silence, first_failure, stuck_ranks
+
+PATIENCE_S = 300.0
+WAITS = Sign(0, stage=1, num_begun=7, waits_s=301, still_s=301, idle_s=301, collective="all_reduce")
+SLEEPS = Sign(1, stage=1, num_begun=6, still_s=301, idle_s=301)
+COMPUTES = replace(SLEEPS, idle_s=0)
+MOVES = replace(SLEEPS, still_s=0, idle_s=0)
+
+
+def stuck(*signs: Sign, silence: dict[int, float] | None = None) -> tuple[int, ...]:
+    by_rank = {rank: replace(sign, rank=rank) for rank, sign in enumerate(signs)}
+    return stuck_ranks(by_rank, {**dict.fromkeys(by_rank, 0.0), **(silence or {})}, PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        WAITS,
+        replace(WAITS, num_begun=0),  # of which one knows that it waits
+        replace(WAITS, waits_s=0),  # of which one knows that it is ahead, and does not move: in a backward pass, say
+    ],
+)
+def test_a_rank_that_sleeps_while_another_waits_is_stuck(waits):
+    assert stuck(waits, replace(SLEEPS, num_begun=min(SLEEPS.num_begun, waits.num_begun))) == (1,)
+    assert stuck(SLEEPS, WAITS, SLEEPS) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (WAITS, MOVES, "it moves, as in a validation on one rank alone"),
+        (WAITS, COMPUTES, "it computes, or reads, within one call"),
+        (WAITS, replace(SLEEPS, is_debugged=True), "somebody debugs it"),
+        (WAITS, replace(SLEEPS, idle_s=299), "it has not slept for long enough"),
+        (replace(WAITS, waits_s=299, still_s=299), SLEEPS, "nobody has waited for long enough"),
+        (SLEEPS, SLEEPS, "nobody waits: all read from a slow disk, say"),
+        (MOVES, SLEEPS, "nobody waits"),
+        (replace(WAITS, state="failed"), SLEEPS, "one has failed: they end for that"),
+        (replace(WAITS, state="ended"), SLEEPS, "one is gone: the watch sees it in another way"),
+        (replace(MOVES, state="left"), MOVES, "it is still at its stage, and moves"),
+        (replace(SLEEPS, state="left"), replace(SLEEPS, state="left"), "both have ended the stage"),
+    ],
+)
+def test_no_rank_is_taken_for_stuck_where(first, second, why):
+    assert stuck(first, second) == (), why
+    assert stuck(second, first) == (), why
+
+
+def test_one_that_moves_lets_others_that_do_not_come_wait():
+    assert stuck(WAITS, SLEEPS, MOVES) == ()
+
+
+def test_one_that_is_silent_is_stuck_whatever_it_has_said_last():
+    assert stuck(WAITS, MOVES, silence={1: 301}) == (1,)
+    assert stuck(WAITS, MOVES, silence={1: 299}) == ()
+    assert stuck(replace(WAITS, waits_s=400), MOVES, silence={0: 301}) == ()  # then nobody is there who waits
+
+
+def test_all_that_wait_for_each_other_are_stuck():
+    assert stuck(WAITS, replace(WAITS, collective="broadcast")) == (0, 1)
+
+
+def test_one_that_sleeps_in_a_stage_that_others_have_ended_is_stuck():
+    assert stuck(replace(MOVES, state="left"), SLEEPS) == (1,)
+
+
+def test_one_that_sleeps_between_stages_is_stuck_once_another_waits_in_the_next():
+    left = replace(SLEEPS, state="left")
+    assert stuck(replace(WAITS, stage=2), left) == (1,)
+    assert stuck(replace(WAITS, stage=2), replace(left, idle_s=0)) == ()
+
+
+def test_silence_is_counted_by_the_time_that_this_process_ran():
+    silence = Silence()
+    silence.note({0: Sign(0, beats=1), 1: Sign(1, beats=1)}, 0.25)
+    silence.note({0: Sign(0, beats=2), 1: Sign(1, beats=1)}, 0.25)
+    silence.note({0: Sign(0, beats=3), 1: Sign(1, beats=1)}, 0.5)
+    assert silence.seconds == {0: 0.0, 1: 0.75}
+
+
+def test_the_first_failure_is_the_earliest_that_anybody_knows_of():
+    early = Failure((2,), "host", 10.0, "train", "ValueError: no")
+    late = replace(early, ranks=(0,), time=11.0)
+    assert first_failure({0: Sign(0, failure=late), 1: Sign(1, failure=early), 2: Sign(2)}) == early
+    assert first_failure({0: Sign(0)}) is None
+
+
+@pytest.mark.parametrize("num_lines", [1, 100, 100_000])
+def test_what_is_said_fits_and_comes_back(num_lines):
+    failure = Failure((1,), "host", 1.5, "train", "ValueError: \N{SNOWMAN}", ("a:1 in f",), "trace\n" * num_lines, 1)
+    sign = Sign(3, 4, "failed", frames=("a:1 in f",), stack="line\n" * num_lines, failure=failure)
+    content = sign.dump(32_000)
+    assert len(content) <= 32_000
+    back = Sign.load(content)
+    assert (back.rank, back.state, back.failure.headline, back.failure.ranks) == (3, "failed", failure.headline, (1,))
+    if num_lines <= 100:
+        assert back == sign
+
+
+def test_no_story_of_ranks_that_move_now_and_then_ends_in_an_alarm():
+    generator = random.Random(5)
+    for _ in range(2000):
+        kinds = [WAITS, MOVES, COMPUTES, replace(MOVES, state="left")]
+        signs = generator.choices(kinds, k=generator.randint(2, 5))
+        if any(sign in (MOVES, COMPUTES) for sign in signs):
+            assert stuck(*signs) == ()
