@@ -5,10 +5,13 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Protocol
 
 import psutil
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 class KeyValueStore(Protocol):
@@ -23,17 +26,34 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank runs. The start time tells a process from a later one with the same pid."""
+    """Where a rank runs.
+
+    Attributes:
+        rank: Global rank.
+        host: Identity of its host, see :func:`host_identity`.
+        pid: Process id there.
+        start_time: Tells the process from a later one with the same number.
+        host_name: What people call the host.
+        addresses: Of the host's network interfaces, but for the loopback.
+    """
 
     rank: int
     host: str
     pid: int
     start_time: float
+    host_name: str = ""
+    addresses: tuple[str, ...] = ()
 
     @classmethod
     def this_process(cls, rank: int) -> "Peer":
         """Describes the calling process."""
-        return cls(rank, host_identity(), os.getpid(), psutil.Process().create_time())
+        interfaces = psutil.net_if_addrs().values()
+        addresses = {entry.address for entries in interfaces for entry in entries if entry.family in _INTERNET}
+        others = tuple(
+            sorted(address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback)
+        )
+        start_time = psutil.Process().create_time()
+        return cls(rank, host_identity(), os.getpid(), start_time, socket.gethostname(), tuple(others))
 
     def is_running(self) -> bool:
         """Whether the process is alive; only meaningful on its own host."""

@@ -4,6 +4,7 @@ A strategy holds one. It gets a new one when it enters a stage (in elastic train
 what an earlier stage has left in it is gone then: a failure, an interrupt, who reads which keys of the store.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.failure.watch import Watch
 from lightning_strategies_ext.peers import Peer
 
+#: How long a rank whose collective has lost a peer waits to be told why, in seconds.
+REASON_S = 2.0
+_LOST = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
 _EXPLAINED = (RankFailedError, UnevenInputsError)
 
 
@@ -132,10 +136,11 @@ class World:
         """
         assert self.store is not None
         assert self.watch is not None
+        watch = self.watch
         if self._departure is not None:
             self._departure.close()
         self._departure = Departure(
-            self.store, self.rank, self.size, progress, self.watch.wake_this_rank, self.watch.died, is_job
+            self.store, self.rank, self.size, progress, watch.wake_this_rank, watch.died, lambda: watch.failure, is_job
         )
 
     # --- between steps ---
@@ -196,9 +201,9 @@ class World:
         if reason is not None:
             error = UnevenInputsError(reason)
         elif self.watch is not None:
-            failure = self.watch.reason()
+            failure = self.watch.reason(REASON_S if _LOST.search(str(exception)) else 0.0)
             if failure is not None and self.watch.was_woken:
-                error = RankFailedError(report.summary(failure))
+                error = RankFailedError(report.message(failure))
         if error is None:
             return exception
         error.__cause__ = exception

@@ -238,7 +238,10 @@ def start_scripts(kind: type) -> list[str]:
         def _call_children_scripts(self) -> None:
             called.append("called")
 
-    launcher = Launcher(LightningEnvironment(), 1, 1)
+    class StartsOthers(LightningEnvironment):
+        creates_processes_externally = False
+
+    launcher = Launcher(StartsOthers(), 1, 1)
     launcher.launch(lambda: None)
     _lightning.call_children_scripts(launcher)
     return called

@@ -25,7 +25,8 @@ from itertools import count
 import torch.distributed as dist
 from torch.distributed import DistBackendError
 
-from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure import report
+from lightning_strategies_ext.failure.signs import Failure, Progress
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ POLL_INTERVAL_S = 0.5
 PATIENCE_S = 1.5
 #: How long the end of rank 0's process may be held up for ranks that have not ended the stage, in seconds.
 LINGER_S = 10.0
+#: How long the end of a process may be held up for a thread that waits for the store, in seconds.
+ABANDONED_S = 2.0
 _LINGER_POLL_S = 0.05
 #: What errors of collectives say where they are not DistBackendErrors: those of gloo and Horovod, and those that came
 #: through C++ or a barrier.
@@ -53,6 +56,7 @@ class Departure:
         progress: Of this rank.
         cut_off: Lets the collective fail that this rank is in, if its backend can.
         died: The other ranks of this host whose processes have ended.
+        why: What has failed first, as far as this rank knows.
         is_job: Whether the job ends with the process of rank 0, as with scripts; workers have a main process.
 
     Attributes:
@@ -67,6 +71,7 @@ class Departure:
         progress: Progress,
         cut_off: Callable[[], None],
         died: Callable[[], set[int]],
+        why: Callable[[], Failure | None],
         is_job: bool,
     ) -> None:
         self._store = dist.PrefixStore(f"lightning_strategies_ext/departure/{next(_stage_numbers)}", store)
@@ -76,6 +81,7 @@ class Departure:
         self._progress = progress
         self._cut_off = cut_off
         self._died = died
+        self.why = why
         self._is_job = is_job
         self.reason: str | None = None
         self._closed = threading.Event()
@@ -128,6 +134,7 @@ class Departure:
     def abandon(self) -> None:
         """Ends this rank's part and waits for nobody, not for its own thread either, which may wait for the store."""
         self._closed.set()
+        atexit.register(self._thread.join, ABANDONED_S)
 
     def close(self) -> None:
         """Ends this rank's part without a word."""
@@ -204,8 +211,10 @@ def _linger() -> None:
     failed = [] if _last is None else _last.linger()
     if failed:
         ranks = ", ".join(map(str, failed))
-        text = f"rank {ranks} failed after this one had ended its stage; the exit code is 1."
-        print(f"lightning-strategies-ext: {text}", file=sys.stderr)  # noqa: T201
+        failure = None if _last is None else _last.why()
+        if failure is not None:
+            report.show_block(failure)
+        report.say(f"rank {ranks} failed after this one had ended its stage; the exit code is 1.")
         _must_fail = True
 
 

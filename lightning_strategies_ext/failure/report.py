@@ -18,6 +18,7 @@ from lightning_strategies_ext.failure.signs import Failure, Sign
 DIRECTORY = "failures"
 _MAX_DETAILS = 12_000
 _MAX_FRAMES = 8
+_LINE = "-" * 80
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -48,24 +49,31 @@ def failure_seen(rank: int, sign: Sign, headline: str, by: int) -> Failure:
     return Failure((rank,), socket.gethostname(), time.time(), sign.where, headline, sign.frames, sign.stack, by)
 
 
+def failure_lost(ranks: Sequence[int], host: str, sign: Sign, by: int) -> Failure:
+    """Describes a host that has fallen silent, with all its ranks."""
+    verb = "is lost" if len(ranks) == 1 else "are lost"
+    headline = "the host answers nothing any more: it is down, or the network between is"
+    return Failure(tuple(ranks), host, time.time(), sign.where, headline, (), "", by, verb)
+
+
 def failure_stuck(
     ranks: Sequence[int], signs: Mapping[int, Sign], states: Mapping[int, str], details: str, patience_s: float, by: int
 ) -> Failure:
     """Describes ranks that others wait for in vain."""
     first = signs[ranks[0]]
     waiting = [rank for rank in sorted(signs) if rank not in ranks]
-    names = " and ".join(f"rank {rank}" for rank in ranks)
-    what = "; ".join(f"rank {rank} {state}" for rank, state in states.items())
     if waiting:
-        where = signs[waiting[0]]
-        who = ", ".join(map(str, waiting))
-        at = f", at {where.frames[-1]}" if where.frames else ""
-        what = what or "it has not moved in that time"
-        headline = f"rank {who} has waited {patience_s:g} s in {where.collective or 'a collective'}{at}: {what}"
+        who = " and ".join(f"rank {rank}" for rank in waiting)
+        has = "has" if len(waiting) == 1 else "have"
+        it = "it" if len(ranks) == 1 else "them"
+        what = "; ".join(f"rank {rank} {state}" for rank, state in states.items()) or "no move was seen in that time"
+        where = signs[waiting[0]].collective or "a collective"
+        headline = f"{who} {has} waited {patience_s:g} s for {it} in {where}; {what}"
     else:
-        headline = f"all have waited {patience_s:g} s, each in a collective that another is not in"
-    headline = f"{names} did not come: {headline}" if waiting else headline
-    return Failure(tuple(ranks), socket.gethostname(), time.time(), first.where, headline, first.frames, details, by)
+        headline = f"they have waited {patience_s:g} s for each other, in collectives that are not the same"
+    verb = "is stuck" if len(ranks) == 1 else "are stuck"
+    host, now = socket.gethostname(), time.time()
+    return Failure(tuple(ranks), host, now, first.where, headline, first.frames, details, by, verb)
 
 
 def how_it_ended(exit_code: int | None) -> str:
@@ -79,20 +87,24 @@ def how_it_ended(exit_code: int | None) -> str:
     return f"was killed by signal {-exit_code}"
 
 
-def cause(failure: Failure, rank: int) -> str:
-    """Why a rank ends, in a line."""
-    verb = "does not come" if len(failure.ranks) == 1 else "do not come"
-    if "did not come:" in failure.headline:
-        return f"{failure.named_ranks} {verb}" if rank not in failure.ranks else failure.headline.splitlines()[0]
-    return f"{failure.named_ranks} failed: {failure.headline.splitlines()[0]}"
+def cause(failure: Failure) -> str:
+    """Why ranks end, in a line."""
+    return f"{failure.named_ranks} {failure.verb}: {failure.headline.splitlines()[0]}"
 
 
 def summary(failure: Failure) -> str:
     """What failed first, in a few lines."""
+    first = " first" if failure.verb == "failed" else ""
     where = f", in {failure.where}" if failure.where else ""
-    lines = [f"{failure.named_ranks} on {failure.host} failed first{where}:"]
+    lines = [f"{failure.named_ranks} on {failure.host} {failure.verb}{first}{where}:"]
     lines += [f"  {frame}" for frame in failure.frames]
     return "\n".join([*lines, failure.headline])
+
+
+def message(failure: Failure) -> str:
+    """What failed first; if nobody has raised an exception that says more, with what others have seen."""
+    is_said = failure.by in failure.ranks or not failure.details
+    return summary(failure) if is_said else f"{summary(failure)}\n\n{failure.details}"
 
 
 def write(directory: str, failure: Failure, rank: int, text: str) -> Path | None:
@@ -138,21 +150,19 @@ def show_at_exit(exception: BaseException, failure: Failure, rank: int, director
         if path is None:
             usual(kind, value, trace)
         if is_speaker:
-            _show_block(failure, rank, path)
+            ended = "" if rank in failure.ranks else f"Rank {rank} ended because {failure.named_ranks} {failure.verb}."
+            files = "" if path is None else f"What each rank says: {path.parent}{os.sep}rank-*.txt"
+            show_block(failure, ended, files)
         elif rank not in failure.ranks:
-            say(f"rank {rank} ended because {cause(failure, rank)}")
+            say(f"rank {rank} ended because {cause(failure)}")
 
     sys.excepthook = show
 
 
-def _show_block(failure: Failure, rank: int, path: Path | None) -> None:
-    line = "-" * 80
-    text = [line, "lightning-strategies-ext: " + summary(failure)]
-    if rank not in failure.ranks:
-        text.append(f"Rank {rank} ended because {failure.named_ranks} did.")
-    if path is not None:
-        text.append(f"What each rank says: {path.parent}{os.sep}rank-*.txt")
-    print("\n".join([*text, line]), file=sys.stderr, flush=True)  # noqa: T201
+def show_block(failure: Failure, *more: str) -> None:
+    """Shows what failed first, between two lines, and a few words more."""
+    text = [_LINE, f"lightning-strategies-ext: {summary(failure)}", *(words for words in more if words), _LINE]
+    print("\n".join(text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def say(message: str) -> None:

@@ -37,6 +37,7 @@ class Failure:
         frames: Of the user's code, where it happened, the outermost first.
         details: The whole trace, or the stacks of all ranks.
         by: The rank that says it.
+        verb: What the ranks did, or are.
     """
 
     ranks: tuple[int, ...]
@@ -47,6 +48,7 @@ class Failure:
     frames: tuple[str, ...] = ()
     details: str = ""
     by: int = 0
+    verb: str = "failed"
 
     @property
     def named_ranks(self) -> str:
@@ -111,7 +113,11 @@ class Sign:
     @classmethod
     def load(cls, content: bytes) -> "Sign":
         """Makes one of what :meth:`dump` gives."""
-        values = json.loads(content)
+        return cls.of(json.loads(content))
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Sign":
+        """Makes one of what :func:`dataclasses.asdict` gives."""
         failure = values["failure"] and Failure.load(values["failure"])
         return cls(**{**values, "frames": tuple(values["frames"]), "failure": failure})
 

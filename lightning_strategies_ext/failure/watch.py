@@ -27,6 +27,7 @@ from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from lightning_strategies_ext.failure.deaths import Deaths
+from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import (
     Failure,
     Progress,
@@ -47,10 +48,12 @@ ANNOUNCE_S = 1.0
 GRACE_S = 5.0
 #: How much longer others wait before they kill one whose own watch would have ended it, in seconds.
 MARGIN_S = 1.5
+#: One that has said nothing for so long, in seconds, is stopped, or held where it cannot end by itself.
+SILENT_S = 2.5
+#: One that did not look for so long, in seconds, was stopped.
+STOPPED_S = 3.0
 #: A rank is still when it has been at one place for so long, in seconds; from then on it says where.
 STILL_S = 2.0
-#: How long a rank whose collective has failed waits to be told why, in seconds.
-REASON_S = 2.0
 #: The exit code of a process that its watch has ended.
 ENDED = 70
 _POLL_S = 0.05
@@ -102,6 +105,7 @@ class Watch:
         host = host_identity()
         self._here = {peer.rank: peer for peer in self._peers.values() if peer.host == host}
         self._board = self._meet_at_board(host)
+        self._hosts = self._meet_hosts()
         self._activity = Activity(threading.current_thread())
         self._silence = Silence()
         self._last_signs: dict[int, Sign] = {}
@@ -136,6 +140,8 @@ class Watch:
             self._patience_s = patience_s
             self.failure = self._noticed_at = self._woke_at = None
             self._stage += 1
+            if self._hosts is not None:
+                self._hosts.forget()
             self._say("running")
 
     def describe(self, where: Callable[[], str], directory: str | None = None) -> None:
@@ -160,8 +166,8 @@ class Watch:
         self._say("failed")
         report.show_at_exit(exception, self.failure, self._rank, self.directory, is_speaker=self._is_speaker())
 
-    def reason(self, timeout_s: float = REASON_S) -> Failure | None:
-        """Why a collective of this rank has failed, if another rank has; waits a moment to be told."""
+    def reason(self, timeout_s: float) -> Failure | None:
+        """What has failed first; waits so long at most to be told of something."""
         deadline = time.monotonic() + timeout_s
         while self.failure is None and time.monotonic() < deadline and not self._closed.is_set():
             time.sleep(_POLL_S)
@@ -194,13 +200,9 @@ class Watch:
         self._say("failed")
         if not self._wait_for_others(ANNOUNCE_S):
             self._wake(self._unreconciled())
+            self._kill([peer for peer in self._unreconciled() if self._silence.seconds.get(peer.rank, 0) >= SILENT_S])
             self._wait_for_others(GRACE_S + MARGIN_S)
-        for peer in self._unreconciled():
-            report.say(
-                f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end, it is killed. {trace}"
-            )
-            with suppress(psutil.NoSuchProcess):
-                psutil.Process(peer.pid).kill()
+        self._kill(self._unreconciled())
 
     def close(self) -> None:
         """Ends this rank's part without a word."""
@@ -212,6 +214,8 @@ class Watch:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._deaths.close()
+        if self._hosts is not None:
+            self._hosts.close()
         with self._lock:
             if self._board is not None:
                 self._board.close()
@@ -232,6 +236,8 @@ class Watch:
             died = self._deaths.wait(INTERVAL_S)
             now = time.monotonic()
             # Of the time in which this process was stopped, nothing is counted.
+            if now - before > STOPPED_S and self._hosts is not None:
+                self._hosts.forget()
             self._look(min(now - before, 2 * INTERVAL_S), died)
             before = now
 
@@ -244,7 +250,9 @@ class Watch:
             if self.failure is None:
                 # What failed in an earlier stage, and was caught on all ranks, is over.
                 now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._stage}
-                self.failure = first_failure(now) or self._death(signs, died) or self._stuck(signs)
+                self.failure = first_failure(now) or self._death(signs, died) or self._lost(signs) or self._stuck(signs)
+            if self._hosts is not None:
+                self._hosts.tell({rank: signs[rank] for rank in self._here if rank in signs}, self.failure)
             failure = self.failure if self._state == "running" else None
         if failure is not None:
             self._end_this_rank(failure)
@@ -267,7 +275,7 @@ class Watch:
                 self._woke_at = now
                 self.wake_this_rank()
         elif now - self._woke_at > GRACE_S:
-            reason = f"rank {self._rank} ended because {report.cause(failure, self._rank)}"
+            reason = f"rank {self._rank} ended because {report.cause(failure)}"
             path = report.write(self.directory, failure, self._rank, f"{reason}\n{self._activity.stack()}")
             report.say(f"{reason}. It did not end by itself; where it was stands in {path}.")
             for stream in (sys.stdout, sys.stderr):
@@ -293,6 +301,15 @@ class Watch:
                 what = report.how_it_ended(self._exit_code_of(self._here[rank].pid))
                 return report.failure_seen(rank, sign, f"its process (pid {self._here[rank].pid}) {what}", self._rank)
         return None
+
+    def _lost(self, signs: Mapping[int, Sign]) -> Failure | None:
+        if self._hosts is None or self._hosts.failure is not None:
+            return None if self._hosts is None else self._hosts.failure
+        ranks = self._hosts.lost()
+        if not ranks or all(signs.get(rank, Sign(rank)).state == "ended" for rank in ranks):
+            return None
+        first = signs.get(ranks[0], Sign(ranks[0]))
+        return report.failure_lost(ranks, self._peers[ranks[0]].host_name, first, self._rank)
 
     def _stuck(self, signs: Mapping[int, Sign]) -> Failure | None:
         if self._patience_s is None or len(signs) < len(self._peers):
@@ -323,6 +340,12 @@ class Watch:
     def _meet_at_board(self, host: str) -> Board | None:
         store = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", self.store)
         return Board.of_host(store, "path", self._rank, sorted(self._here))
+
+    def _meet_hosts(self) -> Hosts | None:
+        by_host: dict[str, list[int]] = {}
+        for rank, peer in sorted(self._peers.items()):
+            by_host.setdefault(peer.host, []).append(rank)
+        return Hosts(self.store, list(by_host.values()), self._rank, self._number) if len(by_host) > 1 else None
 
     def _where_now(self) -> str:
         try:
@@ -363,11 +386,17 @@ class Watch:
                 content = self._board.read(slot)
                 if content is not None:
                     self._last_signs[rank] = Sign.load(content)
-        return dict(self._last_signs)
+        return {**(self._hosts.signs if self._hosts is not None else {}), **self._last_signs}
 
     def _is_in_collective(self) -> bool:
         module = self._activity.innermost_module
         return module.startswith(_OF_COLLECTIVES) and not module.startswith(_OF_FAILURES)
+
+    def _kill(self, peers: Sequence[Peer]) -> None:
+        for peer in peers:
+            report.say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end: it is killed.")
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(peer.pid).kill()
 
     def _wait_for_others(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

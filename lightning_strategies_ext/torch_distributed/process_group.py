@@ -8,6 +8,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -212,6 +213,18 @@ def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.S
     store, numbers = _stores[place]
     store.set_timeout(timeout or default_pg_timeout)
     return dist.PrefixStore(f"lightning_strategies_ext/groups/{next(numbers)}", store)
+
+
+def abort() -> None:
+    """Lets what the default group waits for on GPUs fail, if its backend can: NCCL's can (``ProcessGroup.abort``).
+
+    torch 2.5 has it on the backend only. Its watchdog would do it too, at the timeout.
+    """
+    if is_initialized():
+        group: Any = dist.group.WORLD
+        with suppress(AttributeError, RuntimeError):
+            backend = group if hasattr(group, "abort") else group._get_backend(torch.device("cuda"))
+            backend.abort()
 
 
 def stop() -> None:

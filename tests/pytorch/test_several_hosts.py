@@ -6,6 +6,7 @@ own, and one torchrun agent in each. That needs root; where it cannot be had, th
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -47,7 +48,8 @@ def write(name, number):
     Path(sys.argv[1], name + ".new").rename(Path(sys.argv[1], name))
 
 
-models.fit("ddp_ext", devices=1, num_nodes=2, max_epochs=-1, callbacks=[Report()])
+devices = int(os.environ["LOCAL_WORLD_SIZE"])
+models.fit("ddp_ext", devices=devices, num_nodes=2, max_epochs=-1, callbacks=[Report()])
 """
 
 
@@ -174,6 +176,7 @@ class Job:
     """
 
     def __init__(self, hosts: list[Host], ranks: int, rendezvous: str, directory: Path, *script: str | Path) -> None:
+        self.hosts = hosts
         self.logs = [directory / f"host{index}.log" for index in range(len(hosts))]
         self.agents = []
         for index, (host, log) in enumerate(zip(hosts, self.logs, strict=True)):
@@ -253,6 +256,34 @@ def test_a_rank_killed_on_one_host_ends_the_other_host(start_job: StartJob, tmp_
     kill_tree(pids[killed])
     exit_codes = job.exit_codes(timeout_s=30)
     assert all(code != 0 for code in exit_codes), job.output()
+
+
+def test_where_the_cable_is_pulled_the_ranks_of_both_hosts_end(start_job: StartJob, tmp_path: Path, hosts: list[Host]):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN_WITHOUT_END)
+    job = start_job(script, tmp_path, ranks=2)
+    numbers_in([tmp_path / f"started{rank}" for rank in range(4)], job)
+    run(*f"ip -n {hosts[0].name} link set eth0 down".split())
+    try:
+        numbers_in([tmp_path / f"ended{rank}" for rank in range(4)], job, timeout_s=30)
+    finally:
+        run(*f"ip -n {hosts[0].name} link set eth0 up".split())
+    deadline = time.monotonic() + 20
+    for this, other in ((0, 1), (1, 0)):
+        while f"on {hosts[other].name} are lost" not in job.logs[this].read_text():  # said when all have ended
+            assert time.monotonic() < deadline, job.output()
+            time.sleep(0.1)
+
+
+def test_a_rank_that_is_killed_is_named_on_the_other_host(start_job: StartJob, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN_WITHOUT_END)
+    job = start_job(script, tmp_path, ranks=2)
+    pids = numbers_in([tmp_path / f"started{rank}" for rank in range(4)], job)
+    os.kill(pids[3], signal.SIGKILL)
+    numbers_in([tmp_path / f"ended{rank}" for rank in range(3)], job, timeout_s=30)
+    assert all(code != 0 for code in job.exit_codes(timeout_s=60)), job.output()
+    assert f"rank 3 on {job.hosts[1].name} failed first" in job.logs[0].read_text(), job.output()
 
 
 def test_a_sigterm_on_one_host_ends_both_before_the_same_step(start_job: StartJob, tmp_path: Path):

@@ -1,0 +1,37 @@
+"""A part of the cases; ``make faults`` tries all of them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cases import KINDS, Case, Result, all_cases, try_case
+
+CASES = [
+    Case("sigkill", "predict", 1, "ddp_ext", 2),
+    Case("sigstop", "forward", 0, "ddp_ext", 2),
+    Case("sleep", "end of epoch", 2, "ddp_ext", 3),
+    Case("hold_gil", "validation", 1, "ddp_spawn_ext", 2),
+    Case("base_exception", "backward", 0, "ddp_spawn_ext", 2),
+    Case("sigsegv", "optimizer step", 1, "horovod_ext", 2),
+    Case("os_exit", "forward", 1, "fabric", 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_end_soon_and_say_why(case: Case, tmp_path: Path):
+    result = try_case(case, tmp_path)
+    assert result.problems == [], result.output
+
+
+def test_there_is_a_case_of_each_kind_at_each_moment():
+    cases = list(all_cases())
+    assert len(cases) > 1000
+    assert {case.kind for case in cases} == set(KINDS)
+    assert set(CASES) <= set(cases)
+
+
+def test_a_result_that_is_not_as_it_should_be_says_so():
+    case = Case("exception", "forward", 1, "ddp_ext", 2)
+    assert Result(case, 3.0, 1, "ValueError: the first cause").problems == []
+    assert len(Result(case, None, 0, "", ["a file is left"]).problems) == 4
+    assert Result(case, 10.5, 1, "ValueError: the first cause").problems != []
