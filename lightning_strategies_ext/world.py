@@ -20,7 +20,9 @@ from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.failure.watch import Watch
 from lightning_strategies_ext.peers import Peer
 
-#: How long a rank whose collective has lost a peer waits to be told why, in seconds.
+#: How long a rank whose collective has lost a peer waits to be told why, in seconds: by the ranks of its host, by those
+#: of others.
+SOON_S = 0.75
 REASON_S = 2.0
 _LOST = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
 _EXPLAINED = (RankFailedError, UnevenInputsError)
@@ -104,11 +106,9 @@ class World:
             exit_code_of: See :class:`.Watch`.
         """
         assert self.store is not None
-        if self.watch is None or self.watch.store is not self.store:
-            if self.watch is not None:
-                self.watch.close()
-            self.watch = Watch(self.store, self.rank, self.size, progress, wake, exit_code_of)
+        self.watch = Watch.of_process(self.store, self.rank, self.size, progress, wake, exit_code_of)
         self.watch.begin_stage(patience_s)
+        self.watch.on_failure = self.stop_talking
 
     def agree_on_sigterm(
         self, confirm: Callable[[], None], release: Callable[[], None], *, is_requested: bool = False
@@ -195,13 +195,14 @@ class World:
         if isinstance(exception, _EXPLAINED) or not is_of_collective(exception):
             return exception
         error: Exception | None = None
-        was_woken = self.watch is not None and self.watch.was_woken
-        # Once a rank has failed, the store may be gone, or stopped with rank 0.
-        reason = None if was_woken or self._departure is None else self._departure.explain(exception)
+        has_lost_a_peer = _LOST.search(str(exception)) is not None
+        failure = None if self.watch is None else self.watch.reason(SOON_S if has_lost_a_peer else 0.0)
+        # The store may be gone with rank 0: it takes long to say so, and Python's lock meanwhile.
+        reason = None if failure is not None or self._departure is None else self._departure.explain(exception)
         if reason is not None:
             error = UnevenInputsError(reason)
         elif self.watch is not None:
-            failure = self.watch.reason(REASON_S if _LOST.search(str(exception)) else 0.0)
+            failure = failure or self.watch.reason(REASON_S if has_lost_a_peer else 0.0)
             if failure is not None and self.watch.was_woken:
                 error = RankFailedError(report.message(failure))
         if error is None:
@@ -232,6 +233,12 @@ class World:
         if self._release_sigterm is not None:
             self._release_sigterm()
         self._confirm_sigterm = self._release_sigterm = None
+
+    def stop_talking(self) -> None:
+        """Ends the talk with the others by way of the store, which may be gone; for the watch's thread."""
+        for part in (self._departure, self._termination):
+            if part is not None:
+                part.abandon()
 
     def abandon(self) -> None:
         """Ends this rank's part without a word to the others, some of whom may be gone."""

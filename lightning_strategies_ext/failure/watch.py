@@ -79,6 +79,7 @@ class Watch:
     Attributes:
         store: See above.
         failure: What has failed first, as far as this rank knows.
+        on_failure: Called by the watch's thread once it knows that another rank has failed.
         directory: Where there is a directory of failures, or will be.
     """
 
@@ -93,6 +94,7 @@ class Watch:
     ) -> None:
         self.store = store
         self.failure: Failure | None = None
+        self.on_failure: Callable[[], None] = _do_nothing
         self._rank = rank
         self._progress = progress
         self._wake = wake
@@ -126,6 +128,21 @@ class Watch:
         self._thread.start()
         atexit.register(self._end)
 
+    @classmethod
+    def of_process(cls, store: dist.Store, *args: Any) -> "Watch":
+        """The watch of this process: the one that it has, unless the ranks have met anew; called by all together.
+
+        Args:
+            store: The store that all ranks share.
+            *args: The other arguments of a watch.
+        """
+        global _of_process
+        if _of_process is None or _of_process.store is not store or _of_process._pid != os.getpid():
+            if _of_process is not None:
+                _of_process.close()
+            _of_process = cls(store, *args)
+        return _of_process
+
     # --- what the rank says ---
 
     def begin_stage(self, patience_s: float | None) -> None:
@@ -140,6 +157,7 @@ class Watch:
             self._patience_s = patience_s
             self.failure = self._noticed_at = self._woke_at = None
             self._stage += 1
+            self.on_failure = _do_nothing
             if self._hosts is not None:
                 self._hosts.forget()
             self._say("running")
@@ -158,6 +176,7 @@ class Watch:
         if self._state == "running":
             self._say("left")
         self._where = lambda: "between two stages"
+        self.on_failure = _do_nothing
 
     def announce(self, exception: BaseException) -> None:
         """Says that this rank has failed and will end by itself; returns at once."""
@@ -207,6 +226,8 @@ class Watch:
     def close(self) -> None:
         """Ends this rank's part without a word."""
         atexit.unregister(self._end)
+        if os.getpid() != self._pid:  # a forked process has neither the thread nor a say
+            return
         if self._closed.is_set():
             return
         self._closed.set()
@@ -267,7 +288,9 @@ class Watch:
 
     def _end_this_rank(self, failure: Failure) -> None:
         now = time.monotonic()
-        self._noticed_at = self._noticed_at or now
+        if self._noticed_at is None:
+            self._noticed_at = now
+            self.on_failure()
         # One that raises may do so on all ranks at once, and the script may go on from there.
         is_said = failure.by in failure.ranks
         if self._woke_at is None:
@@ -417,3 +440,10 @@ class Watch:
         return [
             peer for rank, peer in self._here.items() if rank != self._rank and rank not in done and peer.is_running()
         ]
+
+
+_of_process: Watch | None = None
+
+
+def _do_nothing() -> None:
+    """The call that nobody wants."""
