@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.elastic.policy import WorldSizePolicy as WorldSizePolicy
     from lightning_strategies_ext.elastic.policy import scale_learning_rates as scale_learning_rates
     from lightning_strategies_ext.exceptions import DifferentModelsError as DifferentModelsError
+    from lightning_strategies_ext.exceptions import RankFailedError as RankFailedError
     from lightning_strategies_ext.exceptions import ResultsError as ResultsError
     from lightning_strategies_ext.exceptions import UnevenInputsError as UnevenInputsError
     from lightning_strategies_ext.exceptions import WorkerDiedError as WorkerDiedError
@@ -47,6 +48,7 @@ _EXPORTS = {
     "HorovodStrategy": "lightning_strategies_ext.pytorch.horovod",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "DifferentModelsError": "lightning_strategies_ext.exceptions",
+    "RankFailedError": "lightning_strategies_ext.exceptions",
     "ResultsError": "lightning_strategies_ext.exceptions",
     "ScaleLearningRate": "lightning_strategies_ext.elastic.policy",
     "ShmOptions": "lightning_strategies_ext.shm.options",

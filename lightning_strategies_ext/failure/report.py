@@ -1,18 +1,16 @@
 """What the user reads of a failure: one block, last, with what failed first; everything else is in a file per rank."""
 
 import os
-import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from lightning_strategies_ext.failure.activity import described, frames_of
-from lightning_strategies_ext.failure.signs import Failure, Sign
+from lightning_strategies_ext.failure.signs import Failure
 
 #: Where the files go, below the directory that the Trainer or the user works in.
 DIRECTORY = "failures"
@@ -42,49 +40,6 @@ def failure_from_trace(trace: str, rank: int, where: str) -> Failure:
     """Describes a failure of this rank's of which there is a trace."""
     lines = trace.strip().splitlines() or ["it failed"]
     return Failure((rank,), socket.gethostname(), time.time(), where, lines[-1], (), trace[-_MAX_DETAILS:], rank)
-
-
-def failure_seen(rank: int, sign: Sign, headline: str, by: int) -> Failure:
-    """Describes what another rank of this host sees of one that cannot say it."""
-    return Failure((rank,), socket.gethostname(), time.time(), sign.where, headline, sign.frames, sign.stack, by)
-
-
-def failure_lost(ranks: Sequence[int], host: str, sign: Sign, by: int) -> Failure:
-    """Describes a host that has fallen silent, with all its ranks."""
-    verb = "is lost" if len(ranks) == 1 else "are lost"
-    headline = "the host answers nothing any more: it is down, or the network between is"
-    return Failure(tuple(ranks), host, time.time(), sign.where, headline, (), "", by, verb)
-
-
-def failure_stuck(
-    ranks: Sequence[int], signs: Mapping[int, Sign], states: Mapping[int, str], details: str, patience_s: float, by: int
-) -> Failure:
-    """Describes ranks that others wait for in vain."""
-    first = signs[ranks[0]]
-    waiting = [rank for rank in sorted(signs) if rank not in ranks]
-    if waiting:
-        who = " and ".join(f"rank {rank}" for rank in waiting)
-        has = "has" if len(waiting) == 1 else "have"
-        it = "it" if len(ranks) == 1 else "them"
-        what = "; ".join(f"rank {rank} {state}" for rank, state in states.items()) or "no move was seen in that time"
-        where = signs[waiting[0]].collective or "a collective"
-        headline = f"{who} {has} waited {patience_s:g} s for {it} in {where}; {what}"
-    else:
-        headline = f"they have waited {patience_s:g} s for each other, in collectives that are not the same"
-    verb = "is stuck" if len(ranks) == 1 else "are stuck"
-    host, now = socket.gethostname(), time.time()
-    return Failure(tuple(ranks), host, now, first.where, headline, first.frames, details, by, verb)
-
-
-def how_it_ended(exit_code: int | None) -> str:
-    """In words, how a process has ended; None where that is not known."""
-    if exit_code is None:
-        return "is gone: it was killed, crashed, or ended by itself"
-    if exit_code >= 0:
-        return f"ended in the middle of its work, with exit code {exit_code}"
-    with suppress(ValueError):
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"was killed by signal {-exit_code}"
 
 
 def cause(failure: Failure) -> str:

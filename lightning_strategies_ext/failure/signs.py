@@ -199,8 +199,8 @@ def where_all_are(signs: Mapping[int, Sign], stuck: Sequence[int], states: Mappi
     parts = []
     for rank in [*stuck, *(rank for rank in sorted(signs) if rank not in stuck)]:
         sign = signs[rank]
-        what = states.get(rank) or (f"waits in {sign.collective}" if sign.collective else sign.state)
+        what = states.get(rank) or ("is" if rank in stuck else f"waits in {sign.collective or 'a collective'}")
         parts.append(
-            f"Rank {rank} ({sign.where or sign.state}) {what}:\n{sign.stack or '  (its stack is not known)'}\n"
+            f"Rank {rank} ({sign.where or sign.state}) {what} at:\n{sign.stack or '  (its stack is not known)'}\n"
         )
     return "\n".join(parts)

@@ -12,7 +12,6 @@ computes, is ended by its own watch; one that is stopped, or whose interpreter i
 
 import atexit
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,11 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from lightning_strategies_ext.failure import report
+from lightning_strategies_ext.failure import detection, report
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from lightning_strategies_ext.failure.deaths import Deaths
+from lightning_strategies_ext.failure.ending import end_process
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import (
     Failure,
@@ -35,8 +35,6 @@ from lightning_strategies_ext.failure.signs import (
     Silence,
     State,
     first_failure,
-    stuck_ranks,
-    where_all_are,
 )
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
 
@@ -46,6 +44,8 @@ INTERVAL_S = 0.25
 ANNOUNCE_S = 1.0
 #: How long ranks then have to end by themselves, in seconds.
 GRACE_S = 5.0
+#: The same for one that is ended because it does not move.
+SHORT_GRACE_S = 1.0
 #: How much longer others wait before they kill one whose own watch would have ended it, in seconds.
 MARGIN_S = 1.5
 #: One that has said nothing for so long, in seconds, is stopped, or held where it cannot end by itself.
@@ -54,8 +54,6 @@ SILENT_S = 2.5
 STOPPED_S = 3.0
 #: A rank is still when it has been at one place for so long, in seconds; from then on it says where.
 STILL_S = 2.0
-#: The exit code of a process that its watch has ended.
-ENDED = 70
 _POLL_S = 0.05
 #: Modules in which a thread waits for other ranks.
 _OF_COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed", "horovod", "lightning_strategies_ext")
@@ -271,12 +269,21 @@ class Watch:
             if self.failure is None:
                 # What failed in an earlier stage, and was caught on all ranks, is over.
                 now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._stage}
-                self.failure = first_failure(now) or self._death(signs, died) or self._lost(signs) or self._stuck(signs)
+                self.failure = first_failure(now) or self._failure_seen(signs, died)
             if self._hosts is not None:
                 self._hosts.tell({rank: signs[rank] for rank in self._here if rank in signs}, self.failure)
             failure = self.failure if self._state == "running" else None
         if failure is not None:
             self._end_this_rank(failure)
+
+    def _failure_seen(self, signs: Mapping[int, Sign], died: set[int]) -> Failure | None:
+        """What this rank sees of others that cannot say it themselves."""
+        failure = detection.death(signs, [self._here[rank] for rank in sorted(died)], self._exit_code_of, self._rank)
+        if failure is None and self._hosts is not None:
+            failure = self._hosts.failure or detection.loss(self._hosts.lost(), signs, self._peers, self._rank)
+        if failure is None and self._patience_s is not None and len(signs) == len(self._peers):
+            failure = detection.stuck(signs, self._silence.seconds, self._patience_s, self._here, self._rank)
+        return failure
 
     def _look_at_this_rank(self, elapsed_s: float) -> None:
         self._activity.sample(elapsed_s)
@@ -297,14 +304,11 @@ class Watch:
             if not is_said or now - self._noticed_at > ANNOUNCE_S:
                 self._woke_at = now
                 self.wake_this_rank()
-        elif now - self._woke_at > GRACE_S:
+        elif now - self._woke_at > (SHORT_GRACE_S if self._rank in failure.ranks else GRACE_S):
             reason = f"rank {self._rank} ended because {report.cause(failure)}"
             path = report.write(self.directory, failure, self._rank, f"{reason}\n{self._activity.stack()}")
             report.say(f"{reason}. It did not end by itself; where it was stands in {path}.")
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(ENDED)
+            end_process()
 
     def _is_speaker(self) -> bool:
         """Whether this rank tells the user what has failed: rank 0, or the first that can where that cannot."""
@@ -313,50 +317,6 @@ class Watch:
         with self._lock:
             mute |= {rank for rank, sign in self._signs().items() if sign.state in ("left", "ended")}
         return self._rank == min({self._rank, *self._peers} - mute)
-
-    def _death(self, signs: Mapping[int, Sign], died: set[int]) -> Failure | None:
-        stage = max(sign.stage for sign in signs.values())
-        for rank in sorted(died):
-            sign = signs.get(rank, Sign(rank))
-            if sign.stage < stage and sign.failure is not None:
-                return sign.failure
-            if sign.state == "running" or sign.stage < stage:
-                what = report.how_it_ended(self._exit_code_of(self._here[rank].pid))
-                return report.failure_seen(rank, sign, f"its process (pid {self._here[rank].pid}) {what}", self._rank)
-        return None
-
-    def _lost(self, signs: Mapping[int, Sign]) -> Failure | None:
-        if self._hosts is None or self._hosts.failure is not None:
-            return None if self._hosts is None else self._hosts.failure
-        ranks = self._hosts.lost()
-        if not ranks or all(signs.get(rank, Sign(rank)).state == "ended" for rank in ranks):
-            return None
-        first = signs.get(ranks[0], Sign(ranks[0]))
-        return report.failure_lost(ranks, self._peers[ranks[0]].host_name, first, self._rank)
-
-    def _stuck(self, signs: Mapping[int, Sign]) -> Failure | None:
-        if self._patience_s is None or len(signs) < len(self._peers):
-            return None
-        ranks = stuck_ranks(signs, self._silence.seconds, self._patience_s)
-        states = {rank: self._process_state(rank) for rank in ranks if rank in self._here}
-        if not ranks or "is traced" in states.values():
-            return None
-        words = {rank: state for rank, state in states.items() if state}
-        details = where_all_are(signs, ranks, words)
-        return report.failure_stuck(ranks, signs, words, details, self._patience_s, self._rank)
-
-    def _process_state(self, rank: int) -> str:
-        peer = self._here[rank]
-        status = None
-        with suppress(psutil.NoSuchProcess):
-            status = psutil.Process(peer.pid).status()
-        if status == psutil.STATUS_TRACING_STOP:
-            return "is traced"
-        if status == psutil.STATUS_STOPPED:
-            return f"is stopped (`kill -CONT {peer.pid}` would let it go on)"
-        if self._patience_s is not None and self._silence.seconds[rank] >= self._patience_s:
-            return "does not answer: something in it holds Python's lock"
-        return ""
 
     # --- board, processes ---
 

@@ -5,17 +5,16 @@ wait for it until the timeout. From then on each rank's watch does (:mod:`lightn
 Lightning has an observer for the same, which kills all ranks at once, whatever they still have to save or to say.
 """
 
-import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.failure.report import how_it_ended, say
+from lightning_strategies_ext.failure.detection import how_it_ended
+from lightning_strategies_ext.failure.ending import end_process
+from lightning_strategies_ext.failure.report import say
 
 #: How often a process is asked whether it has ended, in seconds.
 _POLL_S = 0.1
@@ -68,10 +67,7 @@ def _wait_until_they_have_met(processes: "list[subprocess.Popen[Any]]", have_met
             if exit_code is not None and not have_met():
                 say(f"rank {rank} (pid {process.pid}) {how_it_ended(exit_code)}, before the ranks had met; all end.")
                 end([other for other in processes if other is not process])
-                for stream in (sys.stdout, sys.stderr):
-                    with suppress(OSError, ValueError):
-                        stream.flush()
-                os._exit(1)
+                end_process(1)
         if all(process.poll() is not None for process in processes):
             return
         time.sleep(_POLL_S)

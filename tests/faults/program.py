@@ -221,5 +221,6 @@ def loop(case: dict[str, Any], directory: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background has taken away
     case = json.loads(sys.argv[1])
     (loop if case["strategy"] == "fabric" else train)(case, sys.argv[2])

@@ -21,7 +21,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
-from lightning_strategies_ext.failure.watch import ENDED
+from lightning_strategies_ext.failure.ending import ENDED
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.processes.process import END_S, WorkerProcess, WorkerStartMethod

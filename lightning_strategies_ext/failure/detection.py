@@ -1,0 +1,119 @@
+"""What a rank sees of others that cannot say it themselves: that they are dead, out of reach, or stuck."""
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import psutil
+
+from lightning_strategies_ext.failure.signs import Failure, Sign, stuck_ranks, where_all_are
+from lightning_strategies_ext.peers import Peer
+
+_IS_TRACED = "is traced"
+
+
+def death(
+    signs: Mapping[int, Sign], died: Sequence[Peer], exit_code_of: Callable[[int], int | None], by: int
+) -> Failure | None:
+    """The failure of a rank of this host whose process has ended in a stage, or before one that others have begun.
+
+    Args:
+        signs: Of all ranks.
+        died: The ranks whose processes have ended.
+        exit_code_of: Tells the exit code of a process that this one has started, by its pid; None if it does not know.
+        by: This rank.
+    """
+    stage = max(sign.stage for sign in signs.values())
+    for peer in died:
+        sign = signs.get(peer.rank, Sign(peer.rank))
+        if sign.stage < stage and sign.failure is not None:
+            return sign.failure
+        if sign.state == "running" or sign.stage < stage:
+            headline = f"its process (pid {peer.pid}) {how_it_ended(exit_code_of(peer.pid))}"
+            return _seen((peer.rank,), sign, headline, by, sign.stack)
+    return None
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """In words, how a process has ended; None where that is not known."""
+    if exit_code is None:
+        return "is gone: it was killed, crashed, or ended by itself"
+    if exit_code >= 0:
+        return f"ended in the middle of its work, with exit code {exit_code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"was killed by signal {-exit_code}"
+
+
+def loss(ranks: Sequence[int], signs: Mapping[int, Sign], peers: Mapping[int, Peer], by: int) -> Failure | None:
+    """The failure of a host that has fallen silent, with all its ranks.
+
+    Args:
+        ranks: Those of such a host; none if there is none.
+        signs: Of all ranks that are known of.
+        peers: All ranks.
+        by: This rank.
+    """
+    if all(signs.get(rank, Sign(rank)).state == "ended" for rank in ranks):
+        return None
+    verb = "is lost" if len(ranks) == 1 else "are lost"
+    headline = "the host answers nothing any more: it is down, or the network between is"
+    first = signs.get(ranks[0], Sign(ranks[0]))
+    return _seen(tuple(ranks), first, headline, by, host=peers[ranks[0]].host_name, verb=verb)
+
+
+def stuck(
+    signs: Mapping[int, Sign], silence: Mapping[int, float], patience_s: float, here: Mapping[int, Peer], by: int
+) -> Failure | None:
+    """The failure of ranks that others wait for in vain, see :func:`.stuck_ranks`.
+
+    Args:
+        signs: Of all ranks.
+        silence: For how long each has said nothing, in seconds.
+        patience_s: For how long they may stay away, in seconds.
+        here: The ranks of this host.
+        by: This rank.
+    """
+    ranks = stuck_ranks(signs, silence, patience_s)
+    states = {rank: _state(here[rank], silence[rank] >= patience_s) for rank in ranks if rank in here}
+    if not ranks or _IS_TRACED in states.values():
+        return None
+    states = {rank: state for rank, state in states.items() if state}
+    waiting = [rank for rank in sorted(signs) if rank not in ranks]
+    if waiting:
+        who = " and ".join(f"rank {rank}" for rank in waiting)
+        has = "has" if len(waiting) == 1 else "have"
+        it = "it" if len(ranks) == 1 else "them"
+        what = "; ".join(f"rank {rank} {state}" for rank, state in states.items()) or "no move was seen in that time"
+        where = signs[waiting[0]].collective or "a collective"
+        headline = f"{who} {has} waited {patience_s:g} s for {it} in {where}; {what}"
+    else:
+        headline = f"they have waited {patience_s:g} s for each other, in collectives that are not the same"
+    verb = "is stuck" if len(ranks) == 1 else "are stuck"
+    return _seen(ranks, signs[ranks[0]], headline, by, where_all_are(signs, ranks, states), verb=verb)
+
+
+def _state(peer: Peer, is_silent: bool) -> str:
+    status = None
+    with suppress(psutil.NoSuchProcess):
+        status = psutil.Process(peer.pid).status()
+    if status == psutil.STATUS_TRACING_STOP:
+        return _IS_TRACED
+    if status == psutil.STATUS_STOPPED:
+        return f"is stopped (`kill -CONT {peer.pid}` would let it go on)"
+    return "does not answer: something in it holds Python's lock" if is_silent else ""
+
+
+def _seen(
+    ranks: tuple[int, ...],
+    sign: Sign,
+    headline: str,
+    by: int,
+    details: str = "",
+    host: str | None = None,
+    verb: str = "failed",
+) -> Failure:
+    host = socket.gethostname() if host is None else host
+    return Failure(ranks, host, time.time(), sign.where, headline, sign.frames, details, by, verb)

@@ -1,0 +1,129 @@
+"""A rank that does not come ends all after a while, with an error that says where it is; a slow one does not."""
+
+import io
+import os
+import pdb
+import time
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, RankFailedError, WorkerRaisedError
+from lightning_strategies_ext import fabric as ours
+from tests.support.ddp_spawn_trainers import spawn_trainer
+from tests.support.models import MLP, loader, make_trainer
+from tests.support.ranks import run_ranks
+
+PATIENCE_S = 2.0
+LONGER_S = 5.0
+
+
+class Delays(Callback):
+    """Does something on rank 1 at batch 3, while rank 0 waits for its gradients."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 3:
+            globals()[self.how](pl_module)
+
+
+def validate_alone(model: MLP) -> None:
+    end = time.monotonic() + LONGER_S
+    while time.monotonic() < end:
+        with torch.no_grad():
+            model.net(torch.randn(512, 8))
+
+
+def debug(model: MLP) -> None:
+    class Waits(io.StringIO):
+        def readline(self, *args: Any) -> str:
+            time.sleep(LONGER_S)
+            return "continue\n"
+
+    pdb.Pdb(stdin=Waits(), stdout=io.StringIO(), nosigint=True).set_trace()
+
+
+def sleep(model: MLP) -> None:
+    time.sleep(LONGER_S)
+
+
+def sleep_a_little(model: MLP) -> None:
+    time.sleep(PATIENCE_S / 2)
+
+
+def sleep_for_ever(model: MLP) -> None:
+    time.sleep(3600)
+
+
+def stop_all(model: MLP) -> None:
+    """Stops both ranks, as somebody does who wants the cores for a while; a child lets them go on."""
+    ranks = [psutil.Process(pid) for pid in (os.getpid(), *pids_of_other_ranks(model))]
+    if os.fork() == 0:
+        for rank in ranks:
+            rank.suspend()
+        time.sleep(LONGER_S)
+        for rank in ranks:
+            rank.resume()
+        os._exit(0)
+    time.sleep(0.5)
+
+
+def pids_of_other_ranks(model: MLP) -> list[int]:
+    peers = model.trainer.strategy._world.watch._peers.values()
+    return [peer.pid for peer in peers if peer.pid != os.getpid()]
+
+
+def train(how: str, backend: str, patience: Any) -> int:
+    trainer = make_trainer(
+        DDPStrategy(patience=patience, process_group_backend=backend), max_epochs=1, callbacks=[Delays(how)]
+    )
+    trainer.fit(MLP(), loader(80))
+    return trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("how", "backend", "patience"),
+    [
+        ("validate_alone", "shm", PATIENCE_S),
+        ("debug", "gloo", PATIENCE_S),
+        ("sleep_a_little", "shm", timedelta(seconds=PATIENCE_S)),
+        ("sleep", "gloo", None),
+        ("stop_all", "shm", PATIENCE_S),
+    ],
+)
+def test_one_that_takes_long_is_waited_for(how, backend, patience):
+    assert run_ranks(train, how, backend, patience) == [10, 10]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_one_that_sleeps_ends_all_and_the_error_has_the_stacks_of_all(backend):
+    trainer = spawn_trainer(
+        DDPSpawnStrategy(patience=PATIENCE_S, process_group_backend=backend),
+        max_epochs=1,
+        callbacks=[Delays("sleep_for_ever")],
+    )
+    begin = time.monotonic()
+    with pytest.raises(WorkerRaisedError, match=r"rank 1 on .* is stuck, in train, epoch 0, step 3") as caught:
+        trainer.fit(MLP(), loader(80))
+    assert time.monotonic() - begin < 90  # of which most is the start of workers on a busy machine
+    assert isinstance(caught.value.__cause__, RankFailedError)
+    text = str(caught.value)
+    assert "rank 0 has waited 2 s for it in" in text
+    assert "in sleep_for_ever\n    time.sleep(3600)" in text
+    assert "Rank 0 (train, epoch 0, step 3) waits in" in text
+    assert "in training_step" in text or "in backward" in text
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy, ours.DDPStrategy])
+@pytest.mark.parametrize(
+    ("patience", "error"), [(0, ValueError), (-1.0, ValueError), ("5", TypeError), (True, TypeError)]
+)
+def test_what_is_no_time_to_wait_for_is_refused(kind, patience, error):
+    with pytest.raises(error, match="`patience` must be"):
+        kind(patience=patience)
