@@ -15,7 +15,6 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -128,9 +127,9 @@ def sigterm(strategy: str) -> None:
 
 
 def stuck(strategy: str) -> None:
-    """A rank sleeps; where strategies have a timeout, it is ten seconds."""
-    kinds = {"ddp_ext": ext.DDPStrategy, "ddp_spawn_ext": ext.DDPSpawnStrategy}
-    fit(kinds[strategy](timeout=timedelta(seconds=10)) if strategy in kinds else strategy, Net(_sleep))
+    """A rank sleeps, and the others have ten seconds of patience."""
+    kinds = {"ddp_ext": ext.DDPStrategy, "ddp_spawn_ext": ext.DDPSpawnStrategy, "horovod_ext": ext.HorovodStrategy}
+    fit(kinds[strategy](patience=10), Net(_sleep))
 
 
 def uneven(strategy: str) -> None:

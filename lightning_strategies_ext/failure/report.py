@@ -50,7 +50,8 @@ def cause(failure: Failure) -> str:
 def summary(failure: Failure) -> str:
     """What failed first, in a few lines."""
     first = " first" if failure.verb == "failed" else ""
-    where = f", in {failure.where}" if failure.where else ""
+    seen = "in" if failure.by in failure.ranks else "last seen in"
+    where = f", {seen} {failure.where}" if failure.where else ""
     lines = [f"{failure.named_ranks} on {failure.host} {failure.verb}{first}{where}:"]
     lines += [f"  {frame}" for frame in failure.frames]
     return "\n".join([*lines, failure.headline])

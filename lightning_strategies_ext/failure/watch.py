@@ -156,6 +156,7 @@ class Watch:
             self.failure = self._noticed_at = self._woke_at = None
             self._stage += 1
             self.on_failure = _do_nothing
+            self._where = lambda: "the setup of a stage"
             if self._hosts is not None:
                 self._hosts.forget()
             self._say("running")
@@ -168,6 +169,7 @@ class Watch:
             directory: Where to write what there is to say of a failure; the working directory if None.
         """
         self._where, self.directory = where, directory or os.getcwd()
+        self._say(self._state)
 
     def leave_stage(self) -> None:
         """Says that this rank is done with its stage."""

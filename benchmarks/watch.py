@@ -1,0 +1,110 @@
+"""What the watch over ranks costs: a look of one rank at itself and its host, and the talk between hosts.
+
+    python -m benchmarks.watch
+    python -m benchmarks.watch --hosts 2 64 1024 --seconds 20
+
+A look happens four times per second, in a thread that holds Python's lock meanwhile. The talk is measured at the
+process that serves the store: hosts are threads of this process, with a rank each, and train nothing.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import psutil
+import torch.distributed as dist
+
+from benchmarks.report import print_table
+from lightning_strategies_ext.failure.activity import Activity
+from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
+from lightning_strategies_ext.failure.hosts import Hosts
+from lightning_strategies_ext.failure.signs import Sign, Silence, first_failure, stuck_ranks
+from lightning_strategies_ext.failure.watch import INTERVAL_S
+
+
+class _Keys(dict[str, str]):
+    """Stands for a store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a value."""
+        self[key] = value
+
+    def get(self, key: str, default: object = None) -> bytes:  # type: ignore[override]
+        """Gets one."""
+        return self[key].encode()
+
+
+def time_of_a_look(num_ranks: int, rounds: int = 200) -> float:
+    """Seconds that a watch takes to look once, with so many ranks on the host."""
+    keys = _Keys()
+    boards = [Board.of_host(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
+    boards = [board for board in boards if board is not None]
+    for rank, board in enumerate(boards):
+        board.write(Sign(rank, where="train, epoch 0, step 100").dump(SLOT_NUM_BYTES - 64))
+    activity, silence = Activity(threading.main_thread()), Silence()
+    seconds = []
+    for beats in range(rounds):
+        begin = time.perf_counter()
+        activity.sample(INTERVAL_S)
+        boards[0].write(Sign(0, beats, where="train, epoch 0, step 100").dump(SLOT_NUM_BYTES - 64))
+        read = [boards[0].read(slot) for slot in range(num_ranks)]
+        signs = {rank: Sign.load(content) for rank, content in enumerate(read) if content is not None}
+        silence.note(signs, INTERVAL_S)
+        first_failure(signs)
+        stuck_ranks(signs, silence.seconds, 300.0)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def load_of_store(num_hosts: int, seconds: float) -> float:
+    """The part of a core that the process which serves the store needs for so many hosts."""
+    here, there = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(there,))
+    server.start()
+    port = here.recv()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    hosts = [Hosts(store, [[rank] for rank in range(num_hosts)], rank, 0) for rank in range(num_hosts)]
+    for rank, host in enumerate(hosts):
+        host.tell({rank: Sign(rank, where="train, epoch 0, step 100")}, None)
+    time.sleep(3)
+    process = psutil.Process(server.pid)
+    before, begin = sum(process.cpu_times()[:2]), time.monotonic()
+    time.sleep(seconds)
+    used = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - begin)
+    for host in hosts:
+        host.close()
+    here.send("end")
+    server.join()
+    return used
+
+
+def _serve(connection: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
+    os._exit(0)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 64, 256])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    options = parser.parse_args()
+    looks = [(str(num), time_of_a_look(num)) for num in options.ranks]
+    rows = [[num, f"{1e6 * seconds:.0f} us", f"{100 * seconds / INTERVAL_S:.2f} %"] for num, seconds in looks]
+    print_table("One look of a watch", ["ranks of the host", "time", "of a core"], rows)
+    loads = [(str(num), load_of_store(num, options.seconds)) for num in options.hosts]
+    print_table(
+        "The store, between hosts", ["hosts", "of a core"], [[num, f"{100 * load:.2f} %"] for num, load in loads]
+    )
+
+
+if __name__ == "__main__":
+    main()
