@@ -102,6 +102,7 @@ class Result:
         exit_code: Of the process that the user started.
         output: What it wrote.
         left: What is left behind, or does not load.
+        limit_s: What processes were allowed to take to end, in seconds; that of the case if None.
     """
 
     case: Case
@@ -109,16 +110,18 @@ class Result:
     exit_code: int | None
     output: str
     left: list[str] = field(default_factory=list)
+    limit_s: float | None = None
 
     @property
     def problems(self) -> list[str]:
         """What is not as it should be."""
         problems = list(self.left)
-        if self.seconds is None or self.seconds > self.case.limit_s:
+        limit_s = self.limit_s or self.case.limit_s
+        if self.seconds is None or self.seconds > limit_s:
             took = (
                 "some processes did not end" if self.seconds is None else f"the last process took {self.seconds:.1f} s"
             )
-            problems.append(f"{took}, and {self.case.limit_s:g} s were allowed")
+            problems.append(f"{took}, and {limit_s:g} s were allowed")
         expected = KINDS[self.case.kind]
         if expected is None:
             return problems
@@ -161,8 +164,14 @@ def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
     return True
 
 
-def try_case(case: Case, directory: Path) -> Result:
-    """Runs the script of a case, and waits until all its processes have ended."""
+def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Result:
+    """Runs the script of a case, and waits until all its processes have ended.
+
+    Args:
+        case: The case.
+        directory: An empty one.
+        limit_s: What processes are allowed to take to end, in seconds; that of the case if None.
+    """
     before = _shared_memory()
     script = Path(__file__).parent / "program.py"
     process = subprocess.Popen(
@@ -178,7 +187,7 @@ def try_case(case: Case, directory: Path) -> Result:
         time.sleep(0.02)
     seconds = None
     begin = time.monotonic()
-    while time.monotonic() < begin + case.limit_s + 10:
+    while time.monotonic() < begin + (limit_s or case.limit_s) + 10:
         process.poll()
         if process.returncode is not None and not _processes_of(directory):
             seconds = max(0.0, time.time() - json.loads(happened.read_text())[0]) if happened.exists() else None
@@ -197,7 +206,7 @@ def try_case(case: Case, directory: Path) -> Result:
             torch.load(checkpoint, weights_only=False)
         except Exception as error:
             left.append(f"{checkpoint.name} does not load: {error}")
-    return Result(case, seconds, process.returncode, (directory / "output").read_text(), left)
+    return Result(case, seconds, process.returncode, (directory / "output").read_text(), left, limit_s)
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
