@@ -22,7 +22,7 @@ RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test check names lint pytest conformance faults bench docs docs-look matrix dist clean
+.PHONY: demo test check names lint pytest conformance faults soak bench docs docs-look matrix dist clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -47,6 +47,10 @@ pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 # What goes wrong, everywhere that it can: hours. Some of it: make faults FAULTS="--strategies ddp_ext --every 10"
 faults: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 	$(VENV)/bin/python -m tests.faults $(FAULTS)
+
+# The same at random, for so many minutes: make soak MINUTES=60
+soak: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+	$(VENV)/bin/python -m tests.faults --strategies ddp_ext ddp_spawn_ext horovod_ext fabric --minutes $(or $(MINUTES),60) $(FAULTS)
 
 # torch's own tests and programs of ours, over gloo and over shm; see docs/conformance.md, which it writes.
 conformance: $(VENV)/.installed-dev

@@ -12,10 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 #: A thread that computes for this part of the time moves, even if it stays in one call, and so does one that sleeps and
 #: wakes up so often per second: it reads or writes. One that looks for something now and then does not.
 _BUSY = 0.02
 _WAKES_PER_S = 20
+#: And one whose process reads or writes so many bytes per second: one call may write a whole checkpoint to a slow disk.
+_BYTES_PER_S = 100_000
 _MAX_FRAMES = 60
 _PACKAGE = str(Path(__file__).parents[1])
 #: Where somebody debugs, the thread waits in one of these modules.
@@ -41,6 +45,7 @@ class Activity:
         self._place: tuple[tuple[int, int], ...] = ()
         self._cpu_s = 0.0
         self._num_wakes = 0
+        self._num_bytes = 0
         self.still_s = 0.0
         self.idle_s = 0.0
 
@@ -55,10 +60,15 @@ class Activity:
         cpu_s = _cpu_seconds(self._ident)
         is_still = place == self._place
         num_wakes = self._count_wakes()
-        is_busy = cpu_s - self._cpu_s > _BUSY * elapsed_s or num_wakes - self._num_wakes > _WAKES_PER_S * elapsed_s
+        num_bytes = _count_bytes()
+        is_busy = (
+            cpu_s - self._cpu_s > _BUSY * elapsed_s
+            or num_wakes - self._num_wakes > _WAKES_PER_S * elapsed_s
+            or num_bytes - self._num_bytes > _BYTES_PER_S * elapsed_s
+        )
         self.still_s = self.still_s + elapsed_s if is_still else 0.0
         self.idle_s = self.idle_s + elapsed_s if is_still and not is_busy else 0.0
-        self._place, self._cpu_s, self._num_wakes = place, cpu_s, num_wakes
+        self._place, self._cpu_s, self._num_wakes, self._num_bytes = place, cpu_s, num_wakes, num_bytes
 
     @property
     def innermost_module(self) -> str:
@@ -112,6 +122,15 @@ def frames_of(exception: BaseException) -> list[tuple[str, int | None, str]]:
 
 def _is_internal(file: str) -> bool:
     return file.startswith("<") or any(file.startswith(beginning) for beginning in _NOT_THE_USERS)
+
+
+def _count_bytes() -> int:
+    """What this process has read from disks and written to them."""
+    counters = None
+    if hasattr(psutil.Process, "io_counters"):  # not on macOS
+        with suppress(psutil.Error, OSError):
+            counters = psutil.Process().io_counters()
+    return 0 if counters is None else int(counters.read_bytes + counters.write_bytes)
 
 
 def _cpu_seconds(ident: int) -> float:

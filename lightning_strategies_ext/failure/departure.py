@@ -13,9 +13,7 @@ between hosts.
 
 import atexit
 import logging
-import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import DistBackendError
 
 from lightning_strategies_ext.failure import report
+from lightning_strategies_ext.failure.ending import fail_at_exit
 from lightning_strategies_ext.failure.signs import Failure, Progress
 
 log = logging.getLogger(__name__)
@@ -196,7 +195,6 @@ def _failed(rank: int) -> str:
 
 
 _last: Departure | None = None
-_must_fail = False
 
 
 def _linger_at_exit(departure: Departure) -> None:
@@ -207,7 +205,6 @@ def _linger_at_exit(departure: Departure) -> None:
 
 
 def _linger() -> None:
-    global _must_fail
     failed = [] if _last is None else _last.linger()
     if failed:
         ranks = ", ".join(map(str, failed))
@@ -215,14 +212,4 @@ def _linger() -> None:
         if failure is not None:
             report.show_block(failure)
         report.say(f"rank {ranks} failed after this one had ended its stage; the exit code is 1.")
-        _must_fail = True
-
-
-@atexit.register  # early, and so it is called late
-def _fail_if_others_have() -> None:
-    if _must_fail:
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
+        fail_at_exit()

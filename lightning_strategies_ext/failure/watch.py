@@ -11,6 +11,7 @@ computes, is ended by its own watch; one that is stopped, or whose interpreter i
 """
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -28,15 +29,10 @@ from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from lightning_strategies_ext.failure.deaths import Deaths
 from lightning_strategies_ext.failure.ending import end_process
 from lightning_strategies_ext.failure.hosts import Hosts
-from lightning_strategies_ext.failure.signs import (
-    Failure,
-    Progress,
-    Sign,
-    Silence,
-    State,
-    first_failure,
-)
+from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
+
+log = logging.getLogger(__name__)
 
 #: How often a watch looks, in seconds.
 INTERVAL_S = 0.25
@@ -259,7 +255,10 @@ class Watch:
             # Of the time in which this process was stopped, nothing is counted.
             if now - before > STOPPED_S and self._hosts is not None:
                 self._hosts.forget()
-            self._look(min(now - before, 2 * INTERVAL_S), died)
+            try:
+                self._look(min(now - before, 2 * INTERVAL_S), died)
+            except Exception:  # nobody would notice that this thread has ended
+                log.exception("the watch of rank %d could not look, and goes on", self._rank)
             before = now
 
     def _look(self, elapsed_s: float, died: set[int]) -> None:

@@ -5,6 +5,7 @@ wait for it until the timeout. From then on each rank's watch does (:mod:`lightn
 Lightning has an observer for the same, which kills all ranks at once, whatever they still have to save or to say.
 """
 
+import atexit
 import subprocess
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.failure.detection import how_it_ended
-from lightning_strategies_ext.failure.ending import end_process
+from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
 from lightning_strategies_ext.failure.report import say
 
 #: How often a process is asked whether it has ended, in seconds.
@@ -35,6 +36,8 @@ def start(launcher: Any, have_met: Callable[[], bool]) -> None:
     environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
     if not environment.creates_processes_externally:
         _lightning.call_children_scripts(launcher)
+        if not _started:
+            atexit.register(_fail_if_one_has)
         _started.extend(launcher.procs)
         arguments = (list(launcher.procs), have_met)
         threading.Thread(target=_wait_until_they_have_met, args=arguments, daemon=True, name="script watch").start()
@@ -58,6 +61,16 @@ def exit_code_of(pid: int) -> int | None:
         if process.pid == pid:
             return process.poll()
     return None
+
+
+def _fail_if_one_has() -> None:
+    """At the end of this process, which is the one that the user has started: says which others have failed."""
+    for rank, process in enumerate(_started, 1):
+        if process.poll():
+            say(
+                f"rank {rank} (pid {process.pid}) has ended with exit code {process.returncode}; that of this one is 1."
+            )
+            fail_at_exit()
 
 
 def _wait_until_they_have_met(processes: "list[subprocess.Popen[Any]]", have_met: Callable[[], bool]) -> None:

@@ -473,6 +473,27 @@ def test_an_exception_before_the_first_step_ends_all_and_tears_down(hook, failin
     assert all("KeyError: 'no data'" in outcomes[rank].error for rank in failing)
 
 
+def fit_and_then_fail_on_rank_1(directory: Path) -> None:
+    trainer, _ = fit("ddp_ext")
+    if trainer.global_rank == 1:
+        (directory / "fails").touch()
+        raise KeyError("no such file")
+    while not (directory / "go on").exists():
+        time.sleep(0.05)
+
+
+def test_a_rank_whose_script_fails_after_the_last_stage_is_not_forgotten(start, tmp_path):
+    run = start(fit_and_then_fail_on_rank_1)
+    deadline = time.monotonic() + 180
+    while not (tmp_path / "fails").exists() or len(run.processes()) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (tmp_path / "go on").touch()
+    exit_code, output = run.end(timeout_s=60)
+    assert exit_code == 1, output
+    assert "has ended with exit code 1; that of this one is 1." in output
+
+
 def test_a_second_teardown_is_harmless_and_a_run_ends_without_a_word_on_process_groups(start):
     exit_code, output = start(fit_test_and_tear_down_twice).end(timeout_s=180)
     assert exit_code == 0, output

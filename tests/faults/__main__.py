@@ -1,12 +1,18 @@
-"""Tries cases and prints a table: ``python -m tests.faults [--strategies ...] [--every N]``, see ``make faults``."""
+"""Tries cases and prints a table: ``python -m tests.faults [--strategies ...] [--every N]``, see ``make faults``.
+
+With ``--minutes``, cases are drawn at random until the time is over, see ``make soak``.
+"""
 
 import argparse
+import random
 import sys
 import tempfile
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.cases import KINDS, OURS, Result, all_cases, try_case
+from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
 
 
 def main() -> int:
@@ -17,6 +23,8 @@ def main() -> int:
     parser.add_argument("--moments", nargs="+")
     parser.add_argument("--every", type=int, default=1, help="try each Nth case only")
     parser.add_argument("--offset", type=int, default=0, help="the first of them")
+    parser.add_argument("--minutes", type=float, help="for how long to try cases at random")
+    parser.add_argument("--seed", type=int, default=0, help="of these")
     options = parser.parse_args()
     cases = [
         case
@@ -24,7 +32,7 @@ def main() -> int:
         if case.kind in options.kinds and (options.moments is None or case.moment in options.moments)
     ]
     results = []
-    for case in cases[options.offset :: options.every]:
+    for case in cases[options.offset :: options.every] if options.minutes is None else drawn(cases, options):
         with tempfile.TemporaryDirectory() as directory:
             result = try_case(case, Path(directory))
         results.append(result)
@@ -32,6 +40,13 @@ def main() -> int:
         print(f"{case}: {took}, exit code {result.exit_code}", *result.problems, sep="\n    ", flush=True)
     print(table(results))
     return int(any(result.problems for result in results if result.case.strategy != "ddp"))
+
+
+def drawn(cases: list[Case], options: argparse.Namespace) -> Iterator[Case]:
+    """Cases at random, until the time is over."""
+    generator, deadline = random.Random(options.seed), time.monotonic() + 60 * options.minutes
+    while time.monotonic() < deadline:
+        yield generator.choice(cases)
 
 
 def table(results: list[Result]) -> str:
