@@ -140,7 +140,7 @@ class World:
         if self._departure is not None:
             self._departure.close()
         self._departure = Departure(
-            self.store, self.rank, self.size, progress, watch.wake_this_rank, watch.died, lambda: watch.failure, is_job
+            self.store, self.rank, self.size, progress, watch.wake_this_rank, watch.died, watch.reason, is_job
         )
 
     # --- between steps ---

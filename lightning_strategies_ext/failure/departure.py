@@ -37,6 +37,8 @@ PATIENCE_S = 1.5
 LINGER_S = 10.0
 #: How long the end of a process may be held up for a thread that waits for the store, in seconds.
 ABANDONED_S = 2.0
+#: How much longer to hear why, in seconds.
+WHY_S = 1.0
 _LINGER_POLL_S = 0.05
 #: What errors of collectives say where they are not DistBackendErrors: those of gloo and Horovod, and those that came
 #: through C++ or a barrier.
@@ -55,7 +57,7 @@ class Departure:
         progress: Of this rank.
         cut_off: Lets the collective fail that this rank is in, if its backend can.
         died: The other ranks of this host whose processes have ended.
-        why: What has failed first, as far as this rank knows.
+        why: Waits for some seconds at most to be told what has failed first.
         is_job: Whether the job ends with the process of rank 0, as with scripts; workers have a main process.
 
     Attributes:
@@ -70,7 +72,7 @@ class Departure:
         progress: Progress,
         cut_off: Callable[[], None],
         died: Callable[[], set[int]],
-        why: Callable[[], Failure | None],
+        why: Callable[[float], Failure | None],
         is_job: bool,
     ) -> None:
         self._store = dist.PrefixStore(f"lightning_strategies_ext/departure/{next(_stage_numbers)}", store)
@@ -208,7 +210,7 @@ def _linger() -> None:
     failed = [] if _last is None else _last.linger()
     if failed:
         ranks = ", ".join(map(str, failed))
-        failure = None if _last is None else _last.why()
+        failure = None if _last is None else _last.why(WHY_S)
         if failure is not None:
             report.show_block(failure)
         report.say(f"rank {ranks} failed after this one had ended its stage; the exit code is 1.")
