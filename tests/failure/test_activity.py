@@ -129,6 +129,8 @@ def test_a_reader_never_sees_half_of_what_is_written():
     thread = threading.Thread(target=write)
     thread.start()
     try:
+        while reader.read(1) is None:
+            time.sleep(0.01)
         seen = [reader.read(1) for _ in range(2000)]
     finally:
         ended.set()
