@@ -4,7 +4,6 @@ A strategy holds one. It gets a new one when it enters a stage (in elastic train
 what an earlier stage has left in it is gone then: a failure, an interrupt, who reads which keys of the store.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch.distributed import Store
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
 from lightning_strategies_ext.failure import report
-from lightning_strategies_ext.failure.departure import Departure, is_of_collective
+from lightning_strategies_ext.failure.departure import Departure
+from lightning_strategies_ext.failure.errors import has_lost_a_peer, is_of_collective
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.failure.watch import Watch
@@ -24,7 +24,6 @@ from lightning_strategies_ext.peers import Peer
 #: of others.
 SOON_S = 0.75
 REASON_S = 2.0
-_LOST = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
 _EXPLAINED = (RankFailedError, UnevenInputsError)
 
 
@@ -195,14 +194,14 @@ class World:
         if isinstance(exception, _EXPLAINED) or not is_of_collective(exception):
             return exception
         error: Exception | None = None
-        has_lost_a_peer = _LOST.search(str(exception)) is not None
-        failure = None if self.watch is None else self.watch.reason(SOON_S if has_lost_a_peer else 0.0)
+        is_lost = has_lost_a_peer(exception)
+        failure = None if self.watch is None else self.watch.reason(SOON_S if is_lost else 0.0)
         # The store may be gone with rank 0: it takes long to say so, and Python's lock meanwhile.
-        reason = None if failure is not None or self._departure is None else self._departure.explain(exception)
+        reason = None if failure is not None or self._departure is None else self._departure.explain()
         if reason is not None:
             error = UnevenInputsError(reason)
         elif self.watch is not None:
-            failure = failure or self.watch.reason(REASON_S if has_lost_a_peer else 0.0)
+            failure = failure or self.watch.reason(REASON_S if is_lost else 0.0)
             if failure is not None and self.watch.was_woken:
                 error = RankFailedError(report.message(failure))
         if error is None:
@@ -235,17 +234,14 @@ class World:
         self._confirm_sigterm = self._release_sigterm = None
 
     def stop_talking(self) -> None:
-        """Ends the talk with the others by way of the store, which may be gone; for the watch's thread."""
+        """Ends the talk with the others by way of the store, which may be gone; from any thread."""
         for part in (self._departure, self._termination):
             if part is not None:
                 part.abandon()
 
     def abandon(self) -> None:
         """Ends this rank's part without a word to the others, some of whom may be gone."""
-        if self._termination is not None:
-            self._termination.abandon()
-        if self._departure is not None:
-            self._departure.abandon()
+        self.stop_talking()
         self._termination = self._departure = None
         self._end_exchange()
 

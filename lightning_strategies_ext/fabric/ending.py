@@ -46,10 +46,10 @@ class EndsTogether:
 
         Ctrl-C is no failure: it reaches all.
         """
-        watch = self._world.watch
-        if watch is not None and not isinstance(exception, KeyboardInterrupt):
-            watch.announce(exception)
-            watch.reconciliate("".join(traceback.format_exception(exception)))
+        world = self._world
+        world.fail(exception, world.rank, world.size)
+        if world.watch is not None and not isinstance(exception, KeyboardInterrupt):
+            world.watch.reconciliate("".join(traceback.format_exception(exception)))
 
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""

@@ -37,6 +37,7 @@ class Activity:
     Attributes:
         still_s: For how long it has been at the same place, in seconds, as counted by :meth:`sample`.
         idle_s: For how long it has been at the same place and has computed next to nothing, in seconds.
+        module: The one that it is in, or was when it was looked at.
     """
 
     def __init__(self, thread: threading.Thread) -> None:
@@ -46,8 +47,10 @@ class Activity:
         self._cpu_s = 0.0
         self._num_wakes = 0
         self._num_bytes = 0
+        self._process = psutil.Process()
         self.still_s = 0.0
         self.idle_s = 0.0
+        self.module = ""
 
     def sample(self, elapsed_s: float) -> None:
         """Looks at the thread; called some times per second.
@@ -56,11 +59,13 @@ class Activity:
             elapsed_s: Since the last time. More than the caller meant to wait is not counted, so that a process that
                 was stopped does not take the time for its thread's.
         """
-        place = tuple((id(frame.f_code), frame.f_lasti) for frame in self._frames())
+        frames = self._frames()
+        self.module = str(frames[0].f_globals.get("__name__", "")) if frames else ""
+        place = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         cpu_s = _cpu_seconds(self._ident)
         is_still = place == self._place
         num_wakes = self._count_wakes()
-        num_bytes = _count_bytes()
+        num_bytes = self._count_bytes()
         is_busy = (
             cpu_s - self._cpu_s > _BUSY * elapsed_s
             or num_wakes - self._num_wakes > _WAKES_PER_S * elapsed_s
@@ -69,12 +74,6 @@ class Activity:
         self.still_s = self.still_s + elapsed_s if is_still else 0.0
         self.idle_s = self.idle_s + elapsed_s if is_still and not is_busy else 0.0
         self._place, self._cpu_s, self._num_wakes, self._num_bytes = place, cpu_s, num_wakes, num_bytes
-
-    @property
-    def innermost_module(self) -> str:
-        """The module in which the thread is."""
-        frames = self._frames()
-        return str(frames[0].f_globals.get("__name__", "")) if frames else ""
 
     @property
     def is_debugged(self) -> bool:
@@ -100,6 +99,13 @@ class Activity:
                     return int(line.split()[1])
         return 0
 
+    def _count_bytes(self) -> int:
+        if hasattr(psutil.Process, "io_counters"):  # not on macOS
+            with suppress(psutil.Error, OSError):
+                counters = self._process.io_counters()
+                return int(counters.read_bytes + counters.write_bytes)
+        return 0
+
     def _frames(self) -> list[FrameType]:
         frame = sys._current_frames().get(self._ident)
         frames: list[FrameType] = []
@@ -122,15 +128,6 @@ def frames_of(exception: BaseException) -> list[tuple[str, int | None, str]]:
 
 def _is_internal(file: str) -> bool:
     return file.startswith("<") or any(file.startswith(beginning) for beginning in _NOT_THE_USERS)
-
-
-def _count_bytes() -> int:
-    """What this process has read from disks and written to them."""
-    counters = None
-    if hasattr(psutil.Process, "io_counters"):  # not on macOS
-        with suppress(psutil.Error, OSError):
-            counters = psutil.Process().io_counters()
-    return 0 if counters is None else int(counters.read_bytes + counters.write_bytes)
 
 
 def _cpu_seconds(ident: int) -> float:

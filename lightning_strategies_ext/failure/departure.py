@@ -13,7 +13,6 @@ between hosts.
 
 import atexit
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,10 +20,9 @@ from contextlib import suppress
 from itertools import count
 
 import torch.distributed as dist
-from torch.distributed import DistBackendError
 
 from lightning_strategies_ext.failure import report
-from lightning_strategies_ext.failure.ending import fail_at_exit
+from lightning_strategies_ext.failure.ending import fail_at_exit, leave_thread
 from lightning_strategies_ext.failure.signs import Failure, Progress
 
 log = logging.getLogger(__name__)
@@ -35,14 +33,9 @@ POLL_INTERVAL_S = 0.5
 PATIENCE_S = 1.5
 #: How long the end of rank 0's process may be held up for ranks that have not ended the stage, in seconds.
 LINGER_S = 10.0
-#: How long the end of a process may be held up for a thread that waits for the store, in seconds.
-ABANDONED_S = 2.0
 #: How much longer to hear why, in seconds.
 WHY_S = 1.0
 _LINGER_POLL_S = 0.05
-#: What errors of collectives say where they are not DistBackendErrors: those of gloo and Horovod, and those that came
-#: through C++ or a barrier.
-_OF_COLLECTIVES = re.compile("gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)")
 
 _stage_numbers: Iterator[int] = count()
 
@@ -105,9 +98,9 @@ class Departure:
             self.close()
             self._say(_failed(self._rank))
 
-    def explain(self, exception: BaseException) -> str | None:
+    def explain(self) -> str | None:
         """Why a collective has failed, if it did because another rank has ended the stage and then its process."""
-        if self.reason is None and is_of_collective(exception) and not self._closed.is_set():
+        if self.reason is None and not self._closed.is_set():
             with suppress(RuntimeError):  # the store went away with rank 0, which has ended otherwise
                 self._note_reason(self._departed())
         return self.reason
@@ -135,7 +128,7 @@ class Departure:
     def abandon(self) -> None:
         """Ends this rank's part and waits for nobody, not for its own thread either, which may wait for the store."""
         self._closed.set()
-        atexit.register(self._thread.join, ABANDONED_S)
+        leave_thread(self._thread)
 
     def close(self) -> None:
         """Ends this rank's part without a word."""
@@ -183,13 +176,6 @@ class Departure:
     def _departed(self) -> dict[int, int]:
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         return {rank: int(self._store.get(str(rank))) for rank in others if self._store.check([str(rank)])}
-
-
-def is_of_collective(exception: BaseException) -> bool:
-    """Whether an exception is a collective's, as far as one can see."""
-    return isinstance(exception, DistBackendError) or (
-        isinstance(exception, RuntimeError) and _OF_COLLECTIVES.search(str(exception)) is not None
-    )
 
 
 def _failed(rank: int) -> str:

@@ -5,13 +5,19 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
+import weakref
 from contextlib import suppress
 from typing import NoReturn
 
 #: The exit code of a process that its watch has ended.
 ENDED = 70
 
+#: How long the end of a process may be held up for a thread that waits for a store, in seconds.
+LEFT_S = 2.0
+
 _must_fail = False
+_left: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def end_process(exit_code: int = ENDED) -> NoReturn:
@@ -24,6 +30,17 @@ def end_process(exit_code: int = ENDED) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(exit_code)
+
+
+def leave_thread(thread: threading.Thread) -> None:
+    """Leaves a thread to itself that may wait for a store which is gone; this process's end waits a moment for it.
+
+    Args:
+        thread: It; a second call for the same does nothing.
+    """
+    if thread not in _left:
+        _left.add(thread)
+        atexit.register(thread.join, LEFT_S)
 
 
 def fail_at_exit() -> None:

@@ -121,7 +121,7 @@ class Hosts:
         self._came_back_at = time.monotonic()
         if self._hears_all:
             for index in range(len(self._ranks)):
-                if index != self._own and store.check([f"host/{index}"]):
+                if index != self._own and (index in self._beats or store.check([f"host/{index}"])):
                     self._hear(index, json.loads(store.get(f"host/{index}")))
 
     def _hear(self, index: int, content: list[dict[str, Any]]) -> None:

@@ -14,7 +14,6 @@ What it does not promise: that a rank whose peer has died stops at a common step
 :data:`DECISION_TIMEOUT_S`.
 """
 
-import atexit
 import logging
 import threading
 import time
@@ -23,6 +22,8 @@ from contextlib import suppress
 from itertools import count
 
 from torch.distributed import PrefixStore, Store
+
+from lightning_strategies_ext.failure.ending import leave_thread
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,6 @@ DECISION_TIMEOUT_S = 30.0
 #: How long rank 0 waits, once the run has to end, for the others to read which step is the last, in seconds.
 READ_TIMEOUT_S = 5.0
 _READ_POLL_INTERVAL_S = 0.02
-
-#: How long the end of a process may be held up for a thread that waits for the store, in seconds.
-ABANDONED_S = 2.0
 
 _REQUESTED = "requested"
 _run_numbers: Iterator[int] = count()
@@ -127,7 +125,7 @@ class TerminationAgreement:
         self._closed.set()
         self._decided.set()
         if self._thread is not None:
-            atexit.register(self._thread.join, ABANDONED_S)
+            leave_thread(self._thread)
 
     def _must_stop_before(self, step: Step) -> bool:
         self._has_stopped = self._is_after_last(step)

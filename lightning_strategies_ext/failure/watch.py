@@ -84,7 +84,7 @@ class Watch:
         world_size: int,
         progress: Progress,
         wake: Callable[[Sequence[Peer]], None],
-        exit_code_of: Callable[[int], int | None] = lambda pid: None,
+        exit_code_of: Callable[[int], int | None],
     ) -> None:
         self.store = store
         self.failure: Failure | None = None
@@ -176,9 +176,8 @@ class Watch:
 
     def announce(self, exception: BaseException) -> None:
         """Says that this rank has failed and will end by itself; returns at once."""
-        if self.failure is None:
-            self.failure = report.failure_of(exception, self._rank, self._where_now())
-        self._say("failed")
+        self._fail(lambda: report.failure_of(exception, self._rank, self._where_now()))
+        assert self.failure is not None
         report.show_at_exit(exception, self.failure, self._rank, self.directory, is_speaker=self._is_speaker())
 
     def reason(self, timeout_s: float) -> Failure | None:
@@ -191,7 +190,8 @@ class Watch:
     @property
     def was_woken(self) -> bool:
         """Whether another rank's failure, or its own silence, is why this rank's collectives fail."""
-        return (self.failure is not None and self.failure.by != self._rank) or self._woke_at is not None
+        failure = self.failure
+        return failure is not None and not (failure.by == self._rank and self._rank in failure.ranks)
 
     def died(self) -> set[int]:
         """The other ranks of this host whose processes have ended."""
@@ -208,23 +208,25 @@ class Watch:
         have failed too.
 
         Args:
-            trace: Of this rank's failure, shown if another rank has to be killed.
+            trace: Of this rank's failure.
         """
-        if self.failure is None:
-            self.failure = report.failure_from_trace(trace, self._rank, self._where_now())
-        self._say("failed")
+        self._fail(lambda: report.failure_from_trace(trace, self._rank, self._where_now()))
         if not self._wait_for_others(ANNOUNCE_S):
             self._wake(self._unreconciled())
             self._kill([peer for peer in self._unreconciled() if self._silence.seconds.get(peer.rank, 0) >= SILENT_S])
             self._wait_for_others(GRACE_S + MARGIN_S)
         self._kill(self._unreconciled())
 
+    def _fail(self, described: Callable[[], Failure]) -> None:
+        with self._lock:  # so that its own thread does not take the failure for another rank's
+            self.failure = self.failure or described()
+            self._say("failed")
+
     def close(self) -> None:
         """Ends this rank's part without a word."""
         atexit.unregister(self._end)
-        if os.getpid() != self._pid:  # a forked process has neither the thread nor a say
-            return
-        if self._closed.is_set():
+        # A forked process has neither the thread nor a say.
+        if os.getpid() != self._pid or self._closed.is_set():
             return
         self._closed.set()
         self._deaths.wake()
@@ -308,7 +310,7 @@ class Watch:
         elif now - self._woke_at > (SHORT_GRACE_S if self._rank in failure.ranks else GRACE_S):
             reason = f"rank {self._rank} ended because {report.cause(failure)}"
             path = report.write(self.directory, failure, self._rank, f"{reason}\n{self._activity.stack()}")
-            report.say(f"{reason}. It did not end by itself; where it was stands in {path}.")
+            report.say(f"{reason}. It did not end by itself" + (f"; where it was stands in {path}." if path else "."))
             end_process()
 
     def _is_speaker(self) -> bool:
@@ -373,7 +375,7 @@ class Watch:
         return {**(self._hosts.signs if self._hosts is not None else {}), **self._last_signs}
 
     def _is_in_collective(self) -> bool:
-        module = self._activity.innermost_module
+        module = self._activity.module
         return module.startswith(_OF_COLLECTIVES) and not module.startswith(_OF_FAILURES)
 
     def _kill(self, peers: Sequence[Peer]) -> None:

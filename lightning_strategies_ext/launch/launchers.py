@@ -22,7 +22,7 @@ from lightning_strategies_ext.launch import scripts
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.job import StageJob
-from lightning_strategies_ext.launch.strategy import LaunchedStrategy
+from lightning_strategies_ext.launch.strategy import LaunchedStrategy, telling_the_others
 from lightning_strategies_ext.launch.worker_group import Workers
 
 log = logging.getLogger(__name__)
@@ -43,18 +43,8 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
         """Starts the processes if they are not there yet, and runs ``function`` in this one."""
         strategy = self._strategy
         strategy.check_before_launch(trainer)
-        try:
-            scripts.start(self, lambda: strategy.has_met)
+        with scripts.started(self, lambda: strategy.has_met), telling_the_others(strategy):
             return function(*args, **kwargs)
-        except BaseException as exception:
-            # Before the callbacks' `on_exception`, which may save a checkpoint, with a barrier, and take long.
-            explained = strategy.explained(exception)
-            strategy.note_failure(explained)
-            if not strategy.has_met:
-                scripts.end(self.procs)
-            if explained is exception:
-                raise
-            raise explained from exception
 
 
 class FabricScriptLauncher(_lightning.FabricSubprocessScriptLauncher):
@@ -71,13 +61,8 @@ class FabricScriptLauncher(_lightning.FabricSubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Starts the processes if they are not there yet, and runs ``function`` in this one."""
         strategy = self._strategy
-        try:
-            scripts.start(self, lambda: strategy.has_met)
+        with scripts.started(self, lambda: strategy.has_met):
             return function(*args, **kwargs)
-        except BaseException:
-            if not strategy.has_met:
-                scripts.end(self.procs)
-            raise
 
 
 class WorkerLauncher(_lightning.Launcher):

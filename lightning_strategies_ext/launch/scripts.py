@@ -9,7 +9,8 @@ import atexit
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_strategies_ext import _lightning
@@ -25,8 +26,11 @@ _END_S = 3.0
 _started: list["subprocess.Popen[Any]"] = []
 
 
-def start(launcher: Any, have_met: Callable[[], bool]) -> None:
+@contextmanager
+def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None, None]:
     """Starts the processes of a launcher of Lightning's, unless they are there already.
+
+    They end with what is done in it, if that fails before the ranks have met.
 
     Args:
         launcher: The launcher.
@@ -34,18 +38,25 @@ def start(launcher: Any, have_met: Callable[[], bool]) -> None:
     """
     environment = launcher.cluster_environment
     environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
-    if not environment.creates_processes_externally:
-        _lightning.call_children_scripts(launcher)
-        if not _started:
+    try:
+        if not environment.creates_processes_externally:
+            _lightning.call_children_scripts(launcher)
+            atexit.unregister(_fail_if_one_has)
             atexit.register(_fail_if_one_has)
-        _started.extend(launcher.procs)
-        arguments = (list(launcher.procs), have_met)
-        threading.Thread(target=_wait_until_they_have_met, args=arguments, daemon=True, name="script watch").start()
-    _lightning.set_num_threads_if_needed(num_processes=launcher.num_processes)
+            _started.extend(launcher.procs)
+            arguments = (list(launcher.procs), have_met)
+            threading.Thread(target=_wait_until_they_have_met, args=arguments, daemon=True, name="script watch").start()
+        _lightning.set_num_threads_if_needed(num_processes=launcher.num_processes)
+        yield
+    except BaseException:
+        if not have_met():
+            _end(launcher.procs)
+        raise
 
 
-def end(processes: "Sequence[subprocess.Popen[Any]]") -> None:
-    """Ends processes that wait for this one to meet them, and would for long."""
+def _end(processes: "Sequence[subprocess.Popen[Any]]") -> None:
+    """Ends processes that wait for this one to meet them, and would for long; nobody need look after them any more."""
+    _started[:] = [process for process in _started if process not in processes]
     for process in processes:
         process.terminate()
     for process in processes:
@@ -74,13 +85,11 @@ def _fail_if_one_has() -> None:
 
 
 def _wait_until_they_have_met(processes: "list[subprocess.Popen[Any]]", have_met: Callable[[], bool]) -> None:
-    while not have_met():
+    while not have_met() and all(process in _started for process in processes):
         for rank, process in enumerate(processes, 1):
             exit_code = process.poll()
-            if exit_code is not None and not have_met():
+            if exit_code is not None and not have_met() and process in _started:
                 say(f"rank {rank} (pid {process.pid}) {how_it_ended(exit_code)}, before the ranks had met; all end.")
-                end([other for other in processes if other is not process])
+                _end(processes)
                 end_process(1)
-        if all(process.poll() is not None for process in processes):
-            return
         time.sleep(_POLL_S)

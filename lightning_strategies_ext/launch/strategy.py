@@ -1,11 +1,31 @@
 """What launchers and workers ask of a strategy, the Trainer's or Fabric's."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.fabric.plugins import CheckpointIO
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.launch.stage.job import WorkerContext
+
+
+@contextmanager
+def telling_the_others(strategy: Any) -> Generator[None, None, None]:
+    """Says to the other ranks if what is done in it fails, and raises what the user should see.
+
+    Args:
+        strategy: Its ``explained`` and ``note_failure`` do both.
+    """
+    try:
+        yield
+    except BaseException as exception:
+        # Before the callbacks' `on_exception`, which may save a checkpoint, with a barrier, and take long.
+        explained = strategy.explained(exception)
+        strategy.note_failure(explained)
+        if explained is exception:
+            raise
+        raise explained from exception
 
 
 class WorkersStrategy(Protocol):

@@ -48,6 +48,11 @@ class HorovodElasticStrategy(HorovodStrategy):
         self, *args: Any, elastic: bool = True, commit_every_n_steps: int | None = None, **kwargs: Any
     ) -> None:
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
+        if "patience" in kwargs:
+            raise TypeError(
+                f"`patience={kwargs['patience']!r}`: ranks of an elastic run are not watched. Leave it out; of what"
+                " Horovod's driver does when a rank is gone, `horovodrun --elastic-timeout` says how long it may take."
+            )
         kwargs.update(elastic=elastic, commit_every_n_steps=commit_every_n_steps)
         super().__init__(*args, **kwargs)
         if self._uneven_inputs == "error":

@@ -20,6 +20,8 @@ from tests.support.ranks import run_ranks
 
 PATIENCE_S = 2.0
 LONGER_S = 5.0
+#: Of all ranks; known in each of them.
+pids: list[int] = []
 
 
 class Delays(Callback):
@@ -27,6 +29,9 @@ class Delays(Callback):
 
     def __init__(self, how: str) -> None:
         self.how = how
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pids[:] = trainer.strategy.all_gather(torch.tensor(os.getpid())).tolist()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 1 and batch_idx == 3:
@@ -63,7 +68,7 @@ def sleep_for_ever(model: MLP) -> None:
 
 def stop_all(model: MLP) -> None:
     """Stops both ranks, as somebody does who wants the cores for a while; a child lets them go on."""
-    ranks = [psutil.Process(pid) for pid in (os.getpid(), *pids_of_other_ranks(model))]
+    ranks = [psutil.Process(pid) for pid in pids]
     if os.fork() == 0:
         for rank in ranks:
             rank.suspend()
@@ -72,11 +77,6 @@ def stop_all(model: MLP) -> None:
             rank.resume()
         os._exit(0)
     time.sleep(0.5)
-
-
-def pids_of_other_ranks(model: MLP) -> list[int]:
-    peers = model.trainer.strategy._world.watch._peers.values()
-    return [peer.pid for peer in peers if peer.pid != os.getpid()]
 
 
 def train(how: str, backend: str, patience: Any) -> int:

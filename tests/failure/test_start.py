@@ -24,6 +24,36 @@ if __name__ == "__main__":
         os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
     make_trainer("ddp_ext", devices=3).fit(MLP(), loader())
 """
+LAST_LINE = PORT_IS_TAKEN.splitlines()[-1]
+
+THEN_GOES_ON = """
+if __name__ == "__main__":
+    import time
+
+    try:
+        make_trainer("ddp_ext", devices=3).fit(MLP(), loader())
+    except Exception as error:
+        assert "LOCAL_RANK" in os.environ
+        time.sleep(2)
+        print("goes on after", type(error).__name__)
+"""
+
+
+def test_a_script_that_catches_the_failure_goes_on_without_the_others(tmp_path):
+    script, pids = tmp_path / "script.py", tmp_path / "pids"
+    script.write_text(PORT_IS_TAKEN.replace(LAST_LINE, "") + THEN_GOES_ON)
+    pids.mkdir()
+    process = start_script(script, pids)
+    try:
+        output, _ = process.communicate(timeout=180)
+    finally:
+        left = [pid for pid in map(int, os.listdir(pids)) if runs(pid, script)]
+        for pid in left:
+            kill_tree(pid)
+    assert left == []
+    assert process.returncode == 0, output
+    assert "goes on after DistNetworkError" in output
+    assert "before the ranks had met" not in output
 
 
 def test_where_the_port_of_the_rendezvous_is_taken_all_processes_end(tmp_path):

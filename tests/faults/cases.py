@@ -27,7 +27,7 @@ KINDS = {
     "sigsegv": r"process \(pid \d+\) (was killed by SIGSEGV|is gone)|SIGSEGV",
     "sigstop": "is stopped",
     "os_exit": r"process \(pid \d+\) (ended|is gone)|exit code 0",
-    "sleep": r"have? (been )?waited|has waited",
+    "sleep": "(has|have) waited",
     "hold_gil": "does not answer",
     "collective": "collective",
 }

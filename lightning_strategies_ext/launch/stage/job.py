@@ -25,7 +25,7 @@ from lightning_strategies_ext.launch.stage.changes import with_identity
 from lightning_strategies_ext.launch.stage.culprit import culprit
 from lightning_strategies_ext.launch.stage.predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
-from lightning_strategies_ext.launch.strategy import WorkerStrategy
+from lightning_strategies_ext.launch.strategy import WorkerStrategy, telling_the_others
 from lightning_strategies_ext.launch.transport.channel import Envelope
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump, walk
 from lightning_strategies_ext.launch.transport.segments import Received
@@ -285,14 +285,8 @@ class CallJob:
         if self.joins_group:
             self.strategy.enter_worker(WorkerContext(state.continues, None))
             self.strategy.setup_distributed()
-        try:
+        with telling_the_others(self.strategy):
             value = self.function(*self.args, **self.kwargs)
-        except BaseException as exception:
-            explained = self.strategy.explained(exception)
-            self.strategy.note_failure(explained)
-            if explained is exception:
-                raise
-            raise explained from exception
         if state.local_rank > 0 or not self.return_result:
             return iter(())
         return iter([value])

@@ -1,0 +1,22 @@
+"""Which exceptions are a collective's, as far as one can see: engines have no class of their own for them."""
+
+import re
+
+from torch.distributed import DistBackendError
+
+#: What they say where they are not DistBackendErrors: those of gloo and Horovod, and those that came through C++ or a
+#: barrier.
+_OF_COLLECTIVES = re.compile("gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)")
+_LOST = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
+
+
+def is_of_collective(exception: BaseException) -> bool:
+    """Whether an exception is a collective's."""
+    return isinstance(exception, DistBackendError) or (
+        isinstance(exception, RuntimeError) and _OF_COLLECTIVES.search(str(exception)) is not None
+    )
+
+
+def has_lost_a_peer(exception: BaseException) -> bool:
+    """Whether a collective's exception says that another rank is gone, so that there may be a reason to hear of."""
+    return _LOST.search(str(exception)) is not None
