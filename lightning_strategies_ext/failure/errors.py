@@ -4,17 +4,17 @@ import re
 
 from torch.distributed import DistBackendError
 
-#: What they say where they are not DistBackendErrors: those of gloo and Horovod, and those that came through C++ or a
-#: barrier.
+#: What they say where they are not DistBackendErrors: those of gloo and Horovod, and those that came through C++.
 _OF_COLLECTIVES = re.compile("gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)")
 _LOST = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
 
 
 def is_of_collective(exception: BaseException) -> bool:
-    """Whether an exception is a collective's."""
-    return isinstance(exception, DistBackendError) or (
-        isinstance(exception, RuntimeError) and _OF_COLLECTIVES.search(str(exception)) is not None
-    )
+    """Whether an exception is a collective's, or a barrier's for one."""
+    if not isinstance(exception, RuntimeError):
+        return False
+    is_by_class = isinstance(exception, DistBackendError) or isinstance(exception.__cause__, DistBackendError)
+    return is_by_class or _OF_COLLECTIVES.search(str(exception)) is not None
 
 
 def has_lost_a_peer(exception: BaseException) -> bool:

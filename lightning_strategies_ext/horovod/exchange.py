@@ -108,8 +108,8 @@ class GradientExchange:
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._names = {parameter: f"gradient.{name}" for name, parameter in module.named_parameters()}
         self._groups = _groups(list(self._names), options.num_groups)
-        #: How many ranks have computed gradients that count; None for all.
-        self.num_contributors: int | None = None
+        #: The ranks that have computed gradients that count; None for all.
+        self.contributors: Sequence[int] | None = None
         self.is_held_back = False
         self._kept: dict[Parameter, Tensor | None] | None = None
         self._ready: set[Parameter] = set()
@@ -161,6 +161,9 @@ class GradientExchange:
         self._pending_sparse.clear()
         self._ready.clear()
         self._hook_in()  # parameters that were frozen before
+
+    def share_buffers(self) -> None:
+        """Does nothing: each rank has buffers of its own."""
 
     def close(self) -> None:
         """Lets go of the parameters."""
@@ -241,10 +244,9 @@ class GradientExchange:
         """Horovod's reduction, and what is to be divided by besides."""
         if self._options.op == "sum":
             return self._hvd.Sum, 1
-        if self.num_contributors in (None, self._process_set.size()):
+        if self.contributors is None or len(self.contributors) == self._process_set.size():
             return self._hvd.Average, 1
-        assert self.num_contributors is not None
-        return self._hvd.Sum, self.num_contributors
+        return self._hvd.Sum, len(self.contributors)
 
 
 class DeltaExchange:

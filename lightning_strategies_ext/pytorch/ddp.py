@@ -46,6 +46,7 @@ from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,
     ModelAveraging,
@@ -55,6 +56,7 @@ from lightning_strategies_ext.torch_distributed.gradient_sync import (
     wrap_in_ddp,
 )
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
+from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl, check_way
 from lightning_strategies_ext.world import World
 
 
@@ -78,6 +80,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
         patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end, with an error that says where that one is. None leaves it to ``timeout``.
+        uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
+            with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless
             set otherwise.
 
@@ -109,14 +113,22 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         start_method: StartMethod = "popen",
         process_group_options: Any | None = None,
         patience: float | timedelta | None = DEFAULT_PATIENCE,
+        uneven_inputs: UnevenInputs = "error",
         **kwargs: Any,
     ) -> None:
+        check_way(uneven_inputs)
         check_start_method(start_method)
         process_group.check_backend(process_group_backend)
         process_group.check_options(process_group_options, process_group_backend)
         process_group.check_timeout(timeout)
         check_ddp_kwargs(kwargs)
         self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
+        if uneven_inputs == "join" and model_averaging_period is not None:
+            raise ValueError(
+                "`uneven_inputs='join'` averages gradients over the ranks that have data, and"
+                f" `model_averaging_period={model_averaging_period}` averages the models of all ranks, with those that"
+                " have had none for a while. Leave one of them out, or use `uneven_inputs='stop'`."
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -131,6 +143,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._process_group_options = process_group_options
         self._timeout = timeout
         self._start_method = start_method
+        self._uneven_inputs = uneven_inputs
         self._averaging: ModelAveraging | None = None
         self._worker: WorkerContext | None = None
 
@@ -146,6 +159,11 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         """The device of this rank."""
         if not self.parallel_devices:
             raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
+        if self.local_rank >= len(self.parallel_devices):
+            raise RuntimeError(
+                f"This process is local rank {self.local_rank}, as its environment says, and `devices` gives this host"
+                f" {len(self.parallel_devices)}. Give the Trainer as many `devices` as processes were started per host."
+            )
         return self.parallel_devices[self.local_rank]
 
     # --- environment, launch ---
@@ -252,6 +270,16 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         self._agree_on_sigterm(trainer, is_requested=must_stop)
         if self._world.watch is not None:
             self._world.watch_departures(DefaultGroupProgress(), is_job=self._worker is None)
+        if is_fitting and self._world.size > 1:
+            self._world.inputs = UnevenInputsControl(
+                self._uneven_inputs,
+                trainer,
+                self._world.collectives,
+                self._world.exchange,
+                self._world.rank,
+                self._world.size,
+                self.root_device,
+            )
 
     @override
     def configure_ddp(self) -> None:
@@ -264,7 +292,9 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
-        self._gradient_sync.register_hook(ddp_model)
+        share = Share()
+        self._gradient_sync.register_hook(ddp_model, None if self._uneven_inputs == "error" else share)
+        self._world.exchange = DDPExchange(ddp_model, share)
         return ddp_model
 
     @override
@@ -285,9 +315,25 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Under manual optimization, tells DDP that a backward pass begins; automatic optimization needs no telling."""
+        """Under manual optimization, tells DDP that a backward pass begins; automatic optimization needs no telling.
+
+        Raises:
+            UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.
+        """
+        if self._world.inputs is not None:
+            self._world.inputs.before_backward()
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
             prepare_for_backward(self.model, closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Hears which ranks have another batch, where that cannot be counted.
+
+        Raises:
+            UnevenInputsError: As :meth:`pre_backward`.
+        """
+        if self._world.inputs is not None:
+            self._world.inputs.after_backward()
 
     @override
     def optimizer_step(

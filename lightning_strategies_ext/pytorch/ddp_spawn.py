@@ -24,6 +24,7 @@ from lightning_strategies_ext.launch.launchers import WorkerLauncher
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, get_metrics, put_metrics
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
+from lightning_strategies_ext.uneven.control import UnevenInputs
 
 
 class DDPSpawnStrategy(DDPStrategy):
@@ -49,6 +50,7 @@ class DDPSpawnStrategy(DDPStrategy):
             at most: the next one takes them over if its process group is alike and they were not forked from this
             process, and ends them otherwise.
         patience: See :class:`.DDPStrategy`.
+        uneven_inputs: See :class:`.DDPStrategy`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -82,6 +84,7 @@ class DDPSpawnStrategy(DDPStrategy):
         process_group_options: Any | None = None,
         keep_workers: bool = True,
         patience: float | timedelta | None = DEFAULT_PATIENCE,
+        uneven_inputs: UnevenInputs = "error",
         **kwargs: Any,
     ) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
@@ -104,6 +107,7 @@ class DDPSpawnStrategy(DDPStrategy):
             start_method=start_method,
             process_group_options=process_group_options,
             patience=patience,
+            uneven_inputs=uneven_inputs,
             **kwargs,
         )
         self._wants_sync_batchnorm = False

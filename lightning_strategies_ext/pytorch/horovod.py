@@ -43,7 +43,7 @@ from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
-from lightning_strategies_ext.uneven.control import WAYS, UnevenInputs, UnevenInputsControl
+from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl, check_way
 from lightning_strategies_ext.world import World
 
 
@@ -108,8 +108,7 @@ class HorovodStrategy(ParallelStrategy):
         self._check_elastic(elastic, commit_every_n_steps)
         if not isinstance(scale_learning_rate, bool):
             raise TypeError(f"`scale_learning_rate` must be True or False, got {scale_learning_rate!r}.")
-        if uneven_inputs not in WAYS:
-            raise ValueError(f"`uneven_inputs={uneven_inputs!r}` is unknown. Use one of {', '.join(WAYS)}.")
+        check_way(uneven_inputs)
         if uneven_inputs == "join" and (op == "adasum" or process_set is not None):
             reason = "`op='adasum'`" if op == "adasum" else "a `process_set`"
             raise ValueError(
@@ -197,12 +196,6 @@ class HorovodStrategy(ParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which part of the data is this rank's."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def is_shadowing(self) -> bool:
-        """Whether this rank has run out of batches and goes through the last one again, which counts for nothing."""
-        inputs = self._world.inputs
-        return inputs is not None and inputs.is_shadowing
 
     @property
     @override
@@ -316,15 +309,6 @@ class HorovodStrategy(ParallelStrategy):
             yield
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one training step."""
-        inputs = self._world.inputs
-        if inputs is None:
-            return super().training_step(*args, **kwargs)
-        with inputs.around_training_step():
-            return super().training_step(*args, **kwargs)
-
-    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the exchange of gradients."""
         if self._world.inputs is not None:
@@ -362,17 +346,6 @@ class HorovodStrategy(ParallelStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # --- collectives ---
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over ranks, see :meth:`.ParallelStrategy.reduce`.
-
-        In a training step, ranks that have run out of batches count for nothing (``uneven_inputs="join"``).
-        """
-        inputs = self._world.inputs
-        if inputs is not None and self._world.alone is None and inputs.does_reduce(tensor, group):
-            return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
-        return super().reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, result: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

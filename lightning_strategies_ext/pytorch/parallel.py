@@ -120,6 +120,12 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """Whether this is the process with rank zero among all hosts."""
         return bool(self.global_rank == 0)
 
+    @property
+    def is_shadowing(self) -> bool:
+        """Whether this rank has run out of batches and goes through the last one again, which counts for nothing."""
+        inputs = self._world.inputs
+        return inputs is not None and inputs.is_shadowing
+
     # --- steps ---
 
     @contextmanager
@@ -131,6 +137,15 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """
         with super().block_backward_sync():
             yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one training step."""
+        inputs = self._world.inputs
+        if inputs is None or not inputs.is_needed:
+            return super().training_step(*args, **kwargs)
+        with inputs.around_training_step():
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +171,8 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over ranks in one round trip, see :meth:`.Collectives.reduce`.
 
+        In a training step, ranks that have run out of batches count for nothing (``uneven_inputs="join"``).
+
         Args:
             tensor: Any shape and dtype, the same on all ranks; what is not a tensor is returned unchanged.
             group: Ranks that take part, default all.
@@ -167,6 +184,9 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         Raises:
             ValueError: If ``reduce_op`` is unknown.
         """
+        inputs = self._world.inputs
+        if inputs is not None and self._world.alone is None and inputs.does_reduce(tensor, group):
+            return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
         return self._answering.reduce(tensor, group, reduce_op)
 
     @override

@@ -19,6 +19,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_strategies_ext.torch_distributed.exchange import Share
+
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
 _DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _DECIDED_HERE
@@ -50,13 +52,21 @@ class GradientSync:
         self._check_hook()
         self._check_averaging()
 
-    def register_hook(self, model: DistributedDataParallel) -> None:
-        """Has ``model`` exchange its gradients through the communication hook, if there is one."""
-        if self.comm_hook is not None:
-            hook = self.comm_hook if self.comm_wrapper is None else self.comm_wrapper(self.comm_hook)
-            model.register_comm_hook(
-                state=self.comm_state, hook=hook if model.device.type == "cuda" else _renamed(hook)
-            )
+    def register_hook(self, model: DistributedDataParallel, share: Share | None = None) -> None:
+        """Has ``model`` exchange its gradients through the communication hook, if there is one.
+
+        Args:
+            model: Without a hook so far.
+            share: What this rank contributes, if that may be nothing.
+        """
+        hook = self.comm_hook
+        if hook is not None:
+            hook = hook if self.comm_wrapper is None else self.comm_wrapper(hook)
+            hook = hook if model.device.type == "cuda" else _renamed(hook)
+        if share is not None:
+            hook = share.hook(hook)
+        if hook is not None:
+            model.register_comm_hook(state=self.comm_state, hook=hook)
 
     def create_averaging(self, optimizers: Iterable[Optimizer], num_local_ranks: int) -> "ModelAveraging | None":
         """Returns what averages the models of post-local SGD, or None if that was not asked for.

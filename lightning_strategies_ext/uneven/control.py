@@ -12,13 +12,13 @@ for ever. There are three ways out:
 
 Where all ranks know how many batches they have, they tell each other once, when the loaders are made. Where one does
 not (an ``IterableDataset``), each rank draws one batch ahead, and a few bytes travel beside the gradients of each
-optimizer step: whether there is another batch. They are started before the gradients are waited for, so they cost no
-round trip of their own. With "stop" and "join" the end of an epoch is then known at an optimizer step only: a rank that
+optimizer step: whether there is another batch. They are started before the gradients are, so they cost no round trip of
+their own. With "stop" and "join" the end of an epoch is then known at an optimizer step only: a rank that
 runs out within a window of accumulation shadows to its end. With "error" the bytes travel after each batch, and are
 waited for when the next one begins.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Any, Literal, Protocol
@@ -37,17 +37,18 @@ from lightning_strategies_ext.uneven.step_state import StepState
 
 UnevenInputs = Literal["error", "stop", "join"]
 WAYS = ("error", "stop", "join")
+_CPU = torch.device("cpu")
 
 
 class Exchange(Protocol):
     """An exchange of gradients to which ranks may contribute nothing.
 
     Attributes:
-        num_contributors: How many ranks have gradients of their own in the next exchange; None for all.
+        contributors: The ranks that have gradients of their own in the next exchange, in order; None for all.
         is_held_back: Whether the backward passes of now exchange nothing, since gradients still add up locally.
     """
 
-    num_contributors: int | None
+    contributors: Sequence[int] | None
 
     @property
     def is_held_back(self) -> bool: ...  # noqa: D102
@@ -57,6 +58,9 @@ class Exchange(Protocol):
 
     def finish(self) -> None:
         """Waits until the gradients are those of all ranks."""
+
+    def share_buffers(self) -> None:
+        """Where all ranks have rank 0's buffers, and it contributes nothing, gives all a contributor's."""
 
 
 class UnevenInputsControl:
@@ -69,6 +73,10 @@ class UnevenInputsControl:
         exchange: Of gradients; None with Adasum.
         rank: Of this process.
         world_size: Number of ranks.
+        device: Of the few numbers that ranks tell each other.
+
+    Raises:
+        UnevenInputsError: By any method, if ranks run out at different batches, and nobody said what to do then.
     """
 
     def __init__(
@@ -79,6 +87,7 @@ class UnevenInputsControl:
         exchange: Exchange | None,
         rank: int,
         world_size: int,
+        device: torch.device = _CPU,
     ) -> None:
         self._way = way
         self._trainer = trainer
@@ -86,6 +95,8 @@ class UnevenInputsControl:
         self._exchange = exchange
         self._rank = rank
         self._world_size = world_size
+        self._device = device
+        self._with_next: list[int] | None = None  # the ranks that had another batch, when last heard; None for all
         self._lengths: list[float] = []
         self._fetcher: EvenFetcher | None = None
         self._arranged: Any = None  # the fetcher that was looked at last, or what took its place
@@ -98,7 +109,12 @@ class UnevenInputsControl:
         """Leaves the Trainer as it was."""
         self._undo()
         if self._exchange is not None:
-            self._exchange.num_contributors = None
+            self._exchange.contributors = None
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether this epoch has anything to look after in its steps; not if all ranks have as many batches."""
+        return self._fetcher is not None
 
     @property
     def is_shadowing(self) -> bool:
@@ -118,29 +134,30 @@ class UnevenInputsControl:
             self._is_in_step = False
             if before is not None:
                 before.restore()
+        if self._exchange is not None and not self._exchange.is_held_back:
+            self._exchange.share_buffers()
 
     def before_backward(self) -> None:
-        """Lets the backward pass of a shadowing rank add nothing to its gradients."""
-        if self._batch.is_shadow and self._exchange is not None:
+        """Begins to tell whether this rank has another batch, and lets a shadowing rank's backward pass add nothing."""
+        batch = self._batch
+        if batch.has_next is not None and (self._is_exchanged or self._way == "error"):
+            self._hear_others = self._start_telling(batch)
+            if self._way == "error" and not batch.has_next:
+                self._hear()  # others, who go on, may not exchange gradients now
+            batch.has_next = None  # said once, however many losses the batch has
+        if batch.is_shadow and self._exchange is not None:
             self._exchange.keep_gradients()
 
     def after_backward(self) -> None:
-        """Waits for the gradients of all ranks; where batches are not counted, for who has another one, too.
-
-        Raises:
-            UnevenInputsError: If ranks run out at different batches, and nobody said what to do then.
-        """
-        exchange, batch = self._exchange, self._batch
-        is_exchanged = exchange is None or not exchange.is_held_back
-        if batch.has_next is not None and (is_exchanged or self._way == "error"):
-            self._hear_others = self._start_telling(batch)
-            if self._way == "error" and not batch.has_next:
-                self._hear()  # others, who go on, do not exchange gradients now
-            batch.has_next = None  # said once, however many losses the batch has
-        if exchange is not None:
-            exchange.finish()
-        if is_exchanged:
+        """Waits for the gradients of all ranks; where batches are not counted, for who has another one, too."""
+        if self._exchange is not None:
+            self._exchange.finish()
+        if self._is_exchanged:
             self._hear()
+
+    @property
+    def _is_exchanged(self) -> bool:
+        return self._exchange is None or not self._exchange.is_held_back
 
     def does_reduce(self, tensor: Any, group: Any) -> bool:
         """Whether a reduction is one of a training step in which some ranks may be shadowing; the same on all ranks."""
@@ -149,58 +166,63 @@ class UnevenInputsControl:
         return inf in self._lengths or self._batch.number > min(self._lengths, default=inf)
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """Reduces a tensor over the ranks that do not shadow.
+        """Reduces a tensor over the ranks that do not shadow; over all if all do, to the end of a window.
 
         Args:
             tensor: Any shape and dtype, the same on all ranks.
             op: "mean", "sum", "min", "max" or "product".
         """
-        is_shadow = self._batch.is_shadow
         tensor = tensor.detach()
-        if op != "mean":
-            part = torch.full_like(tensor, _neutral(op, tensor.dtype)) if is_shadow else tensor.clone()
+        if op in ("sum", "product"):
+            part = torch.full_like(tensor, int(op == "product")) if self._batch.is_shadow else tensor.clone()
             reduced: Tensor = self._collectives.reduce(part, None, op)
             return reduced
-        values = tensor.to(tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype())
-        weight = values.new_ones(1)
-        parts = torch.cat([values.reshape(-1), weight])
-        total: Tensor = self._collectives.reduce(torch.zeros_like(parts) if is_shadow else parts, None, "sum")
-        return (total[:-1] / total[-1]).view(tensor.shape)
+        values = tensor.reshape(-1)
+        if op == "mean" and not tensor.is_floating_point():
+            values = values.to(torch.get_default_dtype())
+        counted = torch.full_like(values, _neutral(op, values.dtype)) if self._batch.is_shadow else values
+        # Whether any rank counts; for a mean, how many do.
+        mark = values.new_full((1,), int(self._batch.is_shadow == (op == "min")))
+        parts: Tensor = self._collectives.reduce(
+            torch.cat([counted, values, mark]), None, "sum" if op == "mean" else op
+        )
+        counted, of_all, mark = parts.split([len(values), len(values), 1])
+        if op == "mean":
+            counted, of_all = counted / mark, of_all / self._world_size
+        does_any_count = mark == 0 if op == "min" else mark > 0
+        return torch.where(does_any_count, counted, of_all).view(tensor.shape)
 
     # --- how many batches there are ---
 
     def begin(self, batch: Batch) -> None:
-        """Called by the fetcher when this rank gets a batch.
-
-        Raises:
-            UnevenInputsError: As :meth:`after_backward`.
-        """
+        """Called by the fetcher when this rank gets a batch."""
         self._hear()
         self._batch = batch
+        if batch.number == 1:
+            self._with_next = None
         if self._exchange is None:
             return
         if batch.has_next is not None:
-            if batch.number == 1:
-                self._exchange.num_contributors = None
+            self._exchange.contributors = self._with_next
         else:
             window = self._trainer.accumulate_grad_batches
             first = (batch.number - 1) // window * window
-            self._exchange.num_contributors = sum(length > first for length in self._lengths)
+            self._exchange.contributors = [rank for rank, length in enumerate(self._lengths) if length > first]
 
     def _arrange(self) -> None:
         fetcher = _lightning.data_fetcher_of(self._trainer)
         if fetcher is None or fetcher is self._arranged:
             return  # it was made for an earlier epoch
-        self._arranged = fetcher
-        self._batch = Batch()
+        self._arranged, self._fetcher = fetcher, None
+        self._batch, self._with_next = Batch(), None
         if self._exchange is not None:
-            self._exchange.num_contributors = None
+            self._exchange.contributors = None
         fit_loop = self._trainer.fit_loop
         loaders = fetcher.combined_loader.flattened
         is_counted = fit_loop.max_batches < inf and not any(
             isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders
         )
-        own = torch.tensor([fit_loop.max_batches, float(is_counted)], dtype=torch.float64)
+        own = torch.tensor([fit_loop.max_batches, float(is_counted)], dtype=torch.float64, device=self._device)
         told = self._collectives.all_gather(own).view(self._world_size, 2)
         self._lengths = told[:, 0].tolist()
         if told[:, 1].all():
@@ -212,6 +234,8 @@ class UnevenInputsControl:
 
     def _even_out(self, fetcher: Any) -> None:
         if self._way == "error":
+            if self._ends_before(min(self._lengths)):
+                return
             raise UnevenInputsError(f"Ranks have different numbers of training batches: {self._listed()}. {ADVICE}")
         self._check_batches_are_drawn_for_the_step(fetcher)
         if self._way == "join" and not min(self._lengths):
@@ -228,8 +252,8 @@ class UnevenInputsControl:
 
     def _look_ahead(self, fetcher: Any, lengths: Tensor) -> None:
         if self._way == "error":
-            if not _draws_for_the_step(fetcher):
-                return  # ranks that run out would hang; that they do cannot be seen from here
+            if not _draws_for_the_step(fetcher) or self._device.type != "cpu":
+                return  # ranks that run out are not heard of: from here, or without waiting for the GPU in each step
             agreed = self._trainer.fit_loop.max_batches
         else:
             self._check_batches_are_drawn_for_the_step(fetcher)
@@ -247,14 +271,21 @@ class UnevenInputsControl:
         self._fetcher = self._arranged = fetcher
         _lightning.set_data_fetcher(self._trainer, fetcher, agreed)
 
+    def _ends_before(self, num_batches: float) -> bool:
+        """Whether ``max_steps`` ends the training before an epoch has had so many batches."""
+        trainer = self._trainer
+        num_steps = inf if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
+        return trainer.fit_loop.batch_idx + num_steps * trainer.accumulate_grad_batches < num_batches
+
     def _listed(self) -> str:
         return ", ".join(f"rank {rank}: {length:.0f}" for rank, length in enumerate(self._lengths))
 
     # --- telling each other ---
 
     def _start_telling(self, batch: Batch) -> Callable[[], Tensor]:
-        words = torch.zeros(self._world_size, 2, dtype=torch.int64)
-        words[self._rank, 0], words[self._rank, 1] = batch.number, int(bool(batch.has_next))
+        told = torch.zeros(self._world_size, 2, dtype=torch.int64)
+        told[self._rank, 0], told[self._rank, 1] = batch.number, int(bool(batch.has_next))
+        words = told.to(self._device)
         finish = self._collectives.begin_sum(words, "uneven_inputs")
 
         def hear() -> Tensor:
@@ -283,8 +314,7 @@ class UnevenInputsControl:
             self._fetcher.end()
             self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
             self._say_who_was_short(numbers[0])
-        elif self._exchange is not None:
-            self._exchange.num_contributors = self._world_size - len(short)
+        self._with_next = [rank for rank in range(self._world_size) if has_next[rank]]
 
     def _say_who_was_short(self, number: int) -> None:
         assert self._fetcher is not None
@@ -303,6 +333,16 @@ class UnevenInputsControl:
             )
 
 
+def check_way(uneven_inputs: Any) -> None:
+    """Refuses what is none of :data:`WAYS`.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if uneven_inputs not in WAYS:
+        raise ValueError(f"`uneven_inputs={uneven_inputs!r}` is unknown. Use one of {', '.join(WAYS)}.")
+
+
 def _draws_for_the_step(fetcher: Any) -> bool:
     """Whether it is a fetcher that gives batches, and not an iterator over them (``dataloader_iter``)."""
     return hasattr(fetcher, "batches")
@@ -310,8 +350,8 @@ def _draws_for_the_step(fetcher: Any) -> bool:
 
 def _neutral(op: str, dtype: torch.dtype) -> Any:
     """What changes nothing in a reduction."""
-    if op in ("sum", "product"):
-        return int(op == "product")
+    if op == "mean":
+        return 0
     if dtype.is_floating_point:
         return inf if op == "min" else -inf
     if dtype == torch.bool:

@@ -13,10 +13,15 @@ from tests.support.ranks import outcomes_of_ranks, run_script
 
 
 class Uneven(MLP):
-    """Rank 0 has half as many batches."""
+    """Ranks meet in each batch of the last validation, of which one has half as many."""
 
-    def train_dataloader(self):
-        return loader(num_samples=16 if self.trainer.global_rank == 0 else 32)
+    short = 0
+
+    def val_dataloader(self):
+        return loader(num_samples=16 if self.trainer.global_rank == self.short else 32)
+
+    def validation_step(self, batch, batch_idx):
+        self.trainer.strategy.barrier()
 
 
 EXPECTED = r"rank 1 waits in a collective for rank 0, which has ended its stage already"
@@ -30,7 +35,7 @@ def test_a_worker_that_has_more_batches_is_told_of(backend):
     )
     start = time.monotonic()
     with pytest.raises(WorkerRaisedError, match=EXPECTED) as caught:
-        trainer.fit(model)
+        trainer.fit(model, loader(num_samples=16))
     assert time.monotonic() - start < 60  # of which most is the start of workers on a busy machine
     assert isinstance(caught.value.__cause__, UnevenInputsError)
     assert caught.value.error_index == 1
@@ -44,7 +49,7 @@ def test_a_worker_that_has_more_batches_is_told_of(backend):
 def fit_unevenly(backend: Any) -> str:
     trainer = make_trainer(DDPStrategy(process_group_backend=backend), max_epochs=1, use_distributed_sampler=False)
     try:
-        trainer.fit(Uneven())
+        trainer.fit(Uneven(), loader(num_samples=16))
     except UnevenInputsError as error:
         return str(error)
     time.sleep(15)  # the script goes on
@@ -80,17 +85,14 @@ UNEVEN_SCRIPT = """
 import sys
 
 from lightning_strategies_ext import DDPStrategy
-from tests.support.models import MLP, loader, make_trainer
-
-
-class Uneven(MLP):
-    def train_dataloader(self):
-        return loader(num_samples=16 if self.trainer.global_rank == int(sys.argv[1]) else 32)
-
+from tests.failure.test_departure import Uneven
+from tests.support.models import loader, make_trainer
 
 if __name__ == "__main__":
     strategy = DDPStrategy(process_group_backend=sys.argv[2])
-    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(Uneven())
+    model = Uneven()
+    model.short = int(sys.argv[1])
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(model, loader(num_samples=16))
 """
 
 
