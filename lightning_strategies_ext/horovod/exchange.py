@@ -112,6 +112,7 @@ class GradientExchange:
         self.contributors: Sequence[int] | None = None
         self.is_held_back = False
         self._kept: dict[Parameter, Tensor | None] | None = None
+        self._has_own = False  # gradients that have not been exchanged, from before this backward pass
         self._ready: set[Parameter] = set()
         self._pending: dict[Parameter, Pending] = {}
         self._pending_sparse: dict[Parameter, Callable[[], Tensor]] = {}
@@ -128,10 +129,13 @@ class GradientExchange:
             self.is_held_back = before
 
     def keep_gradients(self) -> None:
-        """Lets the next backward pass, up to :meth:`finish`, add nothing to the gradients of this rank."""
-        self._kept = {
-            parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in self._names
-        }
+        """Lets the next backward pass, up to :meth:`finish`, add nothing to what this rank contributes."""
+        self._kept = {}
+        # What has been exchanged is on the contributors too, and theirs is enough.
+        if self.is_held_back or self._has_own:
+            self._kept = {
+                parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in self._names
+            }
 
     def finish(self) -> None:
         """Waits until all gradients of the backward pass that has ended are those of all ranks.
@@ -139,14 +143,18 @@ class GradientExchange:
         Raises:
             RuntimeError: If another rank has failed or shut Horovod down.
         """
-        self._kept = None
+        kept, self._kept = self._kept, None
         if self.is_held_back or not self._process_set.included():
+            self._has_own = self._has_own or kept is None
             return
+        self._has_own = False
         zeros: dict[Parameter, Tensor] = {}
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._ready:
                 if parameter.grad is None:
                     zeros[parameter] = parameter.grad = torch.zeros_like(parameter)
+                elif kept is not None:
+                    self._restore(parameter, kept.get(parameter))
                 self._start(parameter)
         for handle in {id(pending.handle): pending.handle for pending in self._pending.values()}.values():
             self._hvd.synchronize(handle)
@@ -179,7 +187,7 @@ class GradientExchange:
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter)
         if self._kept is not None:
-            self._restore(parameter, self._kept[parameter])
+            self._restore(parameter, self._kept.get(parameter))
         if not self.is_held_back and self._process_set.included():
             self._start(parameter)
 

@@ -97,6 +97,7 @@ class UnevenInputsControl:
         self._world_size = world_size
         self._device = device
         self._with_next: list[int] | None = None  # the ranks that had another batch, when last heard; None for all
+        self._last_exchanged = 0  # the number of the batch
         self._lengths: list[float] = []
         self._fetcher: EvenFetcher | None = None
         self._arranged: Any = None  # the fetcher that was looked at last, or what took its place
@@ -154,6 +155,7 @@ class UnevenInputsControl:
             self._exchange.finish()
         if self._is_exchanged:
             self._hear()
+            self._last_exchanged = self._batch.number
 
     @property
     def _is_exchanged(self) -> bool:
@@ -199,15 +201,14 @@ class UnevenInputsControl:
         self._hear()
         self._batch = batch
         if batch.number == 1:
-            self._with_next = None
+            self._with_next, self._last_exchanged = None, 0
         if self._exchange is None:
             return
         if batch.has_next is not None:
             self._exchange.contributors = self._with_next
         else:
-            window = self._trainer.accumulate_grad_batches
-            first = (batch.number - 1) // window * window
-            self._exchange.contributors = [rank for rank, length in enumerate(self._lengths) if length > first]
+            last = self._last_exchanged
+            self._exchange.contributors = [rank for rank, length in enumerate(self._lengths) if length > last]
 
     def _arrange(self) -> None:
         fetcher = _lightning.data_fetcher_of(self._trainer)

@@ -1,6 +1,7 @@
 """Training on ranks that have different numbers of batches, and the same in one process."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -25,6 +26,12 @@ def sample(rank: int, index: int) -> tuple[Tensor, int]:
     generator = torch.Generator().manual_seed(1000 * rank + index)
     features = torch.randn(6, generator=generator)
     return features, int(features[:3].argmax())
+
+
+def batch_of(rank: int, index: int) -> tuple[Tensor, Tensor]:
+    """Features of shape ``(BATCH_SIZE, 6)``, and labels of shape ``(BATCH_SIZE,)``."""
+    samples = [sample(rank, index * BATCH_SIZE + place) for place in range(BATCH_SIZE)]
+    return torch.stack([features for features, _ in samples]), torch.tensor([label for _, label in samples])
 
 
 class Counted(Dataset):
@@ -120,6 +127,25 @@ class Manual(Model):
         self.lr_schedulers().step()
 
 
+class AddsUp(Model):
+    """Steps after three batches, of which the gradients of the first travel with those of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = functional.cross_entropy(self.net(batch[0]), batch[1])
+        with self.trainer.strategy.block_backward_sync() if batch_idx % 3 == 0 else nullcontext():
+            self.manual_backward(loss)
+        if batch_idx % 3 == 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
 class Normalized(Model):
     """Its backward pass wants the buffers of the forward pass."""
 
@@ -208,6 +234,8 @@ def train_all(engine: str, directory: str) -> dict[Any, Any]:
         results["checkpoints", kind] = trained("join", (6, 3), kind, Model, options)
     for kind in KINDS:
         results["batch norm", kind] = trained("join", (3, 5), kind, Normalized)
+    for length in (4, 5):
+        results["adds up", length] = trained("join", (length, 6), "counted", AddsUp, {"max_epochs": 1})
     results["later even"] = trained("join", (5, 3), "counted", LaterEven, {"reload_dataloaders_every_n_epochs": 1})
     results["half epochs"] = trained("join", (6, 3), "counted", Model, {"val_check_interval": 0.5, "max_epochs": 1})
     results["not reached"] = trained("error", (5, 7), "counted", Model, {"max_steps": 4})
@@ -241,8 +269,7 @@ def reference(
                 replica.zero_grad()
                 indices = range(start, min(start + accumulate, num_batches, length))
                 for index in indices:
-                    batch = [sample(rank, index * BATCH_SIZE + place) for place in range(BATCH_SIZE)]
-                    features, labels = torch.stack([f for f, _ in batch]), torch.tensor([label for _, label in batch])
+                    features, labels = batch_of(rank, index)
                     (functional.cross_entropy(replica(features), labels) / accumulate).backward()
                 if indices:
                     gradients.append([parameter.grad for parameter in replica.parameters()])

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from lightning_strategies_ext import DDPSpawnStrategy
 from tests.support.ranks import run_ranks
-from tests.support.uneven_training import BATCH_SIZE, KINDS, Model, reference, sample, strategy_of, train
+from tests.support.uneven_training import BATCH_SIZE, KINDS, Model, batch_of, reference, strategy_of, train
 
 LENGTHS = (3, 6)
+EPOCH = {"max_epochs": 1}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "unused parameters are found": {"find_unused_parameters": True},
     "gradients are kept twice": {"gradient_as_bucket_view": False},
@@ -72,7 +73,7 @@ def train_all() -> dict[Any, Any]:
     results["PowerSGD"] = train(strategy, LENGTHS, "counted", Model)["weights"]
     model = Branches()
     strategy = strategy_of("shm", "join", find_unused_parameters=True)
-    train(strategy, LENGTHS, "counted", lambda: model, {"max_epochs": 1})
+    train(strategy, LENGTHS, "counted", lambda: model, EPOCH)
     results["branches"] = model.branch_weights
     mixed = {"precision": "bf16-mixed", "gradient_clip_val": 0.5}
     results["bf16-mixed"] = train(strategy_of("shm", "join"), LENGTHS, "counted", Model, mixed)["weights"]
@@ -120,9 +121,7 @@ def test_what_only_ranks_without_data_use_is_left_alone(ranks):
         optimizer.zero_grad()
         present = [rank for rank, length in enumerate(LENGTHS) if index < length]
         for rank in present:
-            samples = [sample(rank, index * BATCH_SIZE + place) for place in range(BATCH_SIZE)]
-            batch = torch.stack([features for features, _ in samples]), torch.tensor([label for _, label in samples])
-            (model.loss(batch, rank == 0 and index == LENGTHS[0] - 1) / len(present)).backward()
+            (model.loss(batch_of(rank, index), rank == 0 and index == LENGTHS[0] - 1) / len(present)).backward()
         optimizer.step()
     for rank in ranks:
         torch.testing.assert_close(rank["branches"], model.branch.weight.detach())

@@ -23,7 +23,9 @@ from tests.support.uneven_training import (
     KINDS,
     LENGTHS,
     NUM_EPOCHS,
+    AddsUp,
     Model,
+    batch_of,
     reference,
     sample,
     strategy_of,
@@ -113,6 +115,29 @@ def test_an_epoch_in_which_ranks_are_even_again(engine, ranks):
 def test_manual_optimization_joins(ranks, kind):
     for rank in ranks:
         assert_equal(rank["manual", kind]["weights"], reference("join", (5, 3), kind, num_steps=2))
+
+
+@pytest.mark.parametrize("length", [4, 5])
+def test_what_has_been_exchanged_already_counts_once(ranks, length):
+    """Rank 0 runs out after the first or after the second batch of the last three."""
+    model = AddsUp()
+    (optimizer,), _ = model.configure_optimizers()
+
+    def gradients(rank: int, index: int) -> list[Tensor]:
+        has_data = index < (length, 6)[rank]
+        features, labels = batch_of(rank, index)
+        loss = functional.cross_entropy(model.net(features), labels) * float(has_data)
+        return list(torch.autograd.grad(loss, list(model.net.parameters())))
+
+    for first in (0, 3):
+        parts = [gradients(rank, index) for rank in (0, 1) for index in range(first, first + 3)]
+        for number, parameter in enumerate(model.net.parameters()):
+            a0, a1, a2, b0, b1, b2 = (part[number] for part in parts)
+            parameter.grad = (a0 + a1 + b0 + b1) / 2 + (a2 + b2) / (2 if length > first + 2 else 1)
+        optimizer.step()
+    for rank in ranks:
+        for name, value in model.net.state_dict().items():
+            torch.testing.assert_close(rank["adds up", length]["weights"][name], value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
