@@ -164,6 +164,16 @@ class Batches:
         return self.length.total
 
 
+class Stream:
+    """Batches that have no number."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
 def train_with_lightning(
     strategy: str | Callable[[], Strategy],
     case: Case,
@@ -171,6 +181,7 @@ def train_with_lightning(
     *,
     accelerator: str = "cpu",
     devices: int | None = None,
+    is_streamed: bool = False,
 ) -> tuple[float, Tensor]:
     """Trains with a Trainer.
 
@@ -180,6 +191,7 @@ def train_with_lightning(
         length: How long.
         accelerator: As ``Trainer(accelerator=...)`` takes it.
         devices: As ``Trainer(devices=...)`` takes it; as many as there are ranks if None.
+        is_streamed: Whether the Trainer cannot know how many batches there are.
 
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
@@ -201,7 +213,7 @@ def train_with_lightning(
         use_distributed_sampler=False,
         log_every_n_steps=10**9,
     )
-    trainer.fit(module, batches)
+    trainer.fit(module, Stream(batches) if is_streamed else batches)
     return timer.ms_per_step, parameters_to_vector(module.parameters()).detach().cpu()
 
 

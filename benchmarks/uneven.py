@@ -1,0 +1,97 @@
+"""What ``uneven_inputs`` costs while all ranks have data: milliseconds per training step, beside stock.
+
+    python -m benchmarks.uneven
+    python -m benchmarks.uneven --hidden 32 --rounds 21
+
+The ranks, the net and the way of measuring are those of :mod:`benchmarks.step_time`. Contenders: stock ``ddp`` and
+``ddp_ext`` with a loader that has a length, with and without ``uneven_inputs="join"``; and the same with a stream, of
+which nobody knows how many batches it has, so that ranks tell each other in each step.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contenders import (
+    Case,
+    Length,
+    silence_lightning,
+    train_in_turn,
+    train_over,
+    train_with_lightning,
+)
+from benchmarks.ranks import run_ranks
+from benchmarks.report import Spread, of_slowest_rank, paired_ratio, print_table, rotated
+from lightning_strategies_ext import DDPStrategy
+
+PLAIN, PLAIN_STREAM = "ddp_ext", "ddp_ext, stream"
+PAIRS = (
+    ("ddp", PLAIN),
+    ("ddp, stream", PLAIN_STREAM),
+    (PLAIN_STREAM, PLAIN),
+    ("join", PLAIN),
+    ("join, stream", PLAIN_STREAM),
+)
+
+
+def contenders() -> dict[str, Callable[[Case, Length], tuple[float, Tensor]]]:
+    """What takes part: name → a training."""
+    join = partial(DDPStrategy, uneven_inputs="join")
+    return {
+        "ddp": partial(train_over, "gloo", partial(train_with_lightning, "ddp")),
+        "ddp, stream": partial(train_over, "gloo", partial(train_with_lightning, "ddp", is_streamed=True)),
+        PLAIN: partial(train_over, "shm", partial(train_with_lightning, "ddp_ext")),
+        PLAIN_STREAM: partial(train_over, "shm", partial(train_with_lightning, "ddp_ext", is_streamed=True)),
+        "join": partial(train_over, "shm", partial(train_with_lightning, join)),
+        "join, stream": partial(train_over, "shm", partial(train_with_lightning, join, is_streamed=True)),
+    }
+
+
+def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, list[float]]]:
+    """Runs on every rank: all contenders, round by round, case by case; milliseconds by name."""
+    silence_lightning()
+    results = []
+    for case in cases:
+        ms: dict[str, list[float]] = {name: [] for name in contenders()}
+        for round_index in range(rounds):
+            in_order = {name: contenders()[name] for name in rotated(list(contenders()), round_index)}
+            for name, sample in train_in_turn(in_order, case, length, reference=PLAIN).items():
+                ms[name].append(sample)
+        if dist.get_rank() == 0:
+            print(f"measured {case.label}", file=sys.stderr, flush=True)
+        results.append(ms)
+    return results
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="width of the hidden layers")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=150)
+    arguments = parser.parse_args()
+    cases = [Case(hidden) for hidden in arguments.hidden]
+    per_rank = run_ranks(measure, cases, arguments.rounds, Length(warmup=8, steps=arguments.steps))
+    merged = [of_slowest_rank(ranks) for ranks in zip(*per_rank, strict=True)]
+    names = list(merged[0])
+    print_table(
+        "ms per training step, 2 CPU ranks: median [quartiles]",
+        ["case", *names],
+        [[case.label, *(Spread.of(ms[name]).text() for name in names)] for case, ms in zip(cases, merged, strict=True)],
+    )
+    print_table(
+        "Ratio of times within a round: median over rounds [quartiles]",
+        ["case", *(f"{above} / {below}" for above, below in PAIRS)],
+        [
+            [case.label, *(paired_ratio(ms[above], ms[below]).text() for above, below in PAIRS)]
+            for case, ms in zip(cases, merged, strict=True)
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
