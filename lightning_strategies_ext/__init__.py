@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.ddp import DDPStrategy as DDPStrategy
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
+    from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy as DDPSpawnElasticStrategy
     from lightning_strategies_ext.pytorch.dp import DataParallelStrategy as DataParallelStrategy
     from lightning_strategies_ext.pytorch.horovod import HorovodStrategy as HorovodStrategy
     from lightning_strategies_ext.pytorch.horovod_elastic import HorovodElasticStrategy as HorovodElasticStrategy
@@ -42,6 +43,7 @@ _EXPORTS = {
     "ParallelStrategy": "lightning_strategies_ext.pytorch.parallel",
     "DDPStrategy": "lightning_strategies_ext.pytorch.ddp",
     "DDPSpawnStrategy": "lightning_strategies_ext.pytorch.ddp_spawn",
+    "DDPSpawnElasticStrategy": "lightning_strategies_ext.pytorch.ddp_spawn_elastic",
     "DDPSpawnPlugin": "lightning_strategies_ext.pytorch.ddp_spawn",
     "DataParallelStrategy": "lightning_strategies_ext.pytorch.dp",
     "HorovodElasticStrategy": "lightning_strategies_ext.pytorch.horovod_elastic",

@@ -24,6 +24,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 
 # The states of all generators of random numbers, which torch, numpy and Python have no common name for (2.5 to 2.6).
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from lightning.pytorch.loops.loop import _Loop
@@ -36,6 +37,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 # The launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C, and
 # Fabric asks for its `_MultiProcessingLauncher`, so ours must be of those classes. In the Trainer, ours must not be a
@@ -156,6 +158,12 @@ def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:
 def set_checkpoint_io(strategy: Any, checkpoint_io: Any) -> None:
     """Sets how a strategy writes checkpoints; see :func:`checkpoint_io_of`."""
     strategy._checkpoint_io = checkpoint_io
+
+
+def say_rank(rank: int) -> None:
+    """Tells Lightning which rank this is, for what only rank 0 prints or writes."""
+    for decorator in (fabric_rank_zero_only, rank_zero_only):
+        decorator.rank = rank  # type: ignore[attr-defined]
 
 
 def trainer_of(module: Any) -> Any:

@@ -79,6 +79,12 @@ def _ddp_family() -> Iterator[NamedStrategy]:
 #: The names that Lightning 2 has dropped stand last, and in the front end only that has no strategy of that name.
 STRATEGIES: tuple[NamedStrategy, ...] = (
     *_ddp_family(),
+    NamedStrategy(
+        "ddp_spawn_elastic_ext",
+        {PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn_elastic:DDPSpawnElasticStrategy"},
+        "torch.distributed",
+        "DDP, worker processes, of which one may die in fit and is started anew",
+    ),
     NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP, one process, a replica of the module on each device"),
     NamedStrategy("horovod_ext", _HOROVOD_CLASS, "Horovod", "DDP over Horovod, under horovodrun, mpirun or by itself"),
     NamedStrategy(

@@ -129,6 +129,7 @@ class ElasticFit:
         self._commit = Commit()
         self._notices = membership.notices()
         self._asked_to_leave_at: float | None = None
+        self._leaves_with: BaseException = SIGTERMException(_LEFT)
         self._is_first_step = False
         self._num_shared_out = 0
         self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
@@ -141,8 +142,13 @@ class ElasticFit:
         self._undo()
         self._notices.close()
 
-    def leave(self) -> None:
-        """Lets this rank leave, and the others go on; for a signal handler."""
+    def leave(self, with_error: BaseException | None = None) -> None:
+        """Lets this rank leave, and the others go on; for a signal handler.
+
+        Args:
+            with_error: What it raises then; by default a SIGTERMException.
+        """
+        self._leaves_with = with_error or SIGTERMException(_LEFT)
         self._asked_to_leave_at = time.monotonic()
 
     @property
@@ -152,6 +158,8 @@ class ElasticFit:
     # --- one world after another ---
 
     def _run(self, train: Callable[[], None]) -> None:
+        if not self._membership.members:
+            self._find_next_world()
         while True:
             try:
                 self._enter()
@@ -167,7 +175,7 @@ class ElasticFit:
             else:
                 return
             if self._is_leaving:
-                self._end_after_sigterm()
+                self._end()
             self._find_next_world()
 
     def _enter(self) -> None:
@@ -267,7 +275,7 @@ class ElasticFit:
             world.request_stop()
         if world.has_agreed_before_evaluation_step() and self._is_leaving:
             self._strategy.leave_world(agreed=False)
-            self._end_after_sigterm()
+            self._end()
 
     # --- loaders ---
 
@@ -298,12 +306,11 @@ class ElasticFit:
                 rank = self._membership.next_rank(self._while_waiting_for_rank)
                 if rank is None:
                     self._strategy.fall_silent()
-                    log.warning(
-                        "This rank ends: its host has been taken away, or is blacklisted since a rank on it has died."
-                    )
+                    log.warning("This rank ends: %s.", self._membership.no_place)
                     raise SystemExit(0)
                 committed = self._commit.batches, self._commit.step
-                member = Member(Peer.this_process(rank), self._number, *committed, done)
+                number = self._number if self._membership.is_entered else 0
+                member = Member(Peer.this_process(rank), number, *committed, done)
                 have_come = self._membership.rendezvous(member, self._while_waiting_for_others)
             except MembershipLostError as error:
                 raise WorldTooSmallError(f"{error}. {self._where_saved()}") from error
@@ -317,8 +324,8 @@ class ElasticFit:
         if waited_s > SAVE_AFTER_S and self._saved is None:
             self._saved = self._save()
             log.warning(
-                "There is no place for this rank in a new world: `horovodrun` waits for more hosts, up to its"
-                " `--elastic-timeout`, if fewer than `--min-np` ranks are left. %s",
+                "There is no place for this rank in a new world: %s %s",
+                self._membership.waiting_for,
                 self._where_saved(),
             )
         if self._asked_to_leave_at is None or time.monotonic() - self._asked_to_leave_at < ANSWER_S:
@@ -326,11 +333,14 @@ class ElasticFit:
         self._while_waiting_for_others(waited_s)
 
     def _while_waiting_for_others(self, waited_s: float) -> None:
-        if self._is_leaving:
-            raise WorldTooSmallError(
-                "This rank got a SIGTERM before it was in a new world: so horovodrun ends the job if there are too few"
-                f" ranks. {self._where_saved()}"
-            )
+        if not self._is_leaving:
+            return
+        if self._membership.on_sigterm is None:
+            self._end()
+        raise WorldTooSmallError(
+            f"This rank got a SIGTERM before it was in a new world: {self._membership.on_sigterm}."
+            f" {self._where_saved()}"
+        )
 
     def _where_saved(self) -> str:
         self._saved = self._saved or self._save()
@@ -347,10 +357,11 @@ class ElasticFit:
             self._strategy.checkpoint_io.save_checkpoint(self._commit.checkpoint(), path)
         return path
 
-    def _end_after_sigterm(self) -> None:
+    def _end(self) -> None:
         self._strategy.fall_silent()
-        log.warning("This rank leaves after a SIGTERM.")
-        raise SIGTERMException(_LEFT)
+        if isinstance(self._leaves_with, SIGTERMException):
+            log.warning("This rank leaves after a SIGTERM.")
+        raise self._leaves_with
 
 
 def _settings_of(callbacks: list[pl.Callback]) -> list[dict[str, Any]]:

@@ -70,10 +70,22 @@ class Membership(Protocol):
         members: The ranks of the world that this one is in, in their order.
         is_entered: Whether this rank takes part in what they do. One that joins does not before its ``fit`` has come as
             far as that of the others.
+        waiting_for: What ranks wait for that have no place in a new world yet; for people.
+        no_place: Why there may be none any more.
+        on_sigterm: What a SIGTERM means that comes then; None if it is as any other.
     """
 
     members: list[Member]
     is_entered: bool
+
+    @property
+    def waiting_for(self) -> str: ...  # noqa: D102
+
+    @property
+    def no_place(self) -> str: ...  # noqa: D102
+
+    @property
+    def on_sigterm(self) -> str | None: ...  # noqa: D102
 
     def next_rank(self, while_waiting: Callable[[float], None]) -> int | None:
         """Says that this rank has left the world and is ready for the next; waits for its number in it.

@@ -67,6 +67,12 @@ class DriverMembership:
         RuntimeError: If some of the ranks with which this process was started do not come.
     """
 
+    waiting_for = (
+        "`horovodrun` waits for more hosts, up to its `--elastic-timeout`, if fewer than `--min-np` ranks are left."
+    )
+    no_place = "its host has been taken away, or is blacklisted since a rank on it has died"
+    on_sigterm = "so horovodrun ends the job if there are too few ranks"
+
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.members: list[Member] = []

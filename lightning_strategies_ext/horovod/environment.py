@@ -4,9 +4,8 @@ import os
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us
 
 
@@ -66,12 +65,6 @@ class HorovodEnvironment(ClusterEnvironment):
         return int(os.environ.get("HOROVOD_CROSS_RANK", self.launch.rank // self.launch.local_size))
 
 
-def say_rank(rank: int) -> None:
-    """Tells Lightning which rank this is, for what only rank 0 prints or writes."""
-    for decorator in (fabric_rank_zero_only, rank_zero_only):
-        decorator.rank = rank  # type: ignore[attr-defined]
-
-
 def launch_of(environment: ClusterEnvironment, num_processes: int) -> Launch:
     """Which rank this process is.
 
@@ -120,7 +113,7 @@ def configure(devices: list[torch.device], environment: ClusterEnvironment) -> N
     if not isinstance(environment, HorovodEnvironment):
         environment.set_world_size(len(devices))
         environment.set_global_rank(environment.local_rank())
-    say_rank(environment.global_rank())
+    _lightning.say_rank(environment.global_rank())
 
 
 def check_devices(devices: list[torch.device], environment: ClusterEnvironment) -> None:

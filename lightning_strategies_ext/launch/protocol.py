@@ -4,6 +4,9 @@ The main process sends a :class:`Start`, once, and then for each job an :class:`
 unless the worker was forked with it. The worker answers with :class:`Done` or :class:`Failure`. With :class:`Pull` the
 main process then asks for one result after the other, until the worker answers :class:`End`. :class:`Ping`,
 :class:`Save` and :class:`End` come between jobs. A worker that is gone is seen by its closed channel.
+
+While a job runs whose ranks may change (:mod:`.processes.changing_pool`), a worker sends :class:`Ready` when it has
+left a world, and :class:`Arrived` when it has a :class:`Place` in the next. All hear of each other by :class:`Members`.
 """
 
 import time
@@ -36,15 +39,67 @@ class Order:
     Attributes:
         continues: Whether the job goes on where an earlier one ended.
         is_inherited: Whether the job is the one that the worker was forked with; otherwise the next message holds it.
+        joins: Whether the others are in the middle of the job.
     """
 
     conditions: Conditions
     continues: bool
     is_inherited: bool = False
+    joins: bool = False
 
 
 class Ping:
     """Asks a worker whether it is there. The worker answers with the same."""
+
+
+@dataclass
+class Ready:
+    """Says that a worker has left the world that it was in, if it was in one, and waits for a :class:`Place`.
+
+    Attributes:
+        why: What has befallen it, if not all have agreed to leave.
+    """
+
+    why: str | None = None
+
+
+@dataclass
+class Place:
+    """Gives a worker its place in the next world; it answers :class:`Arrived`.
+
+    Attributes:
+        rank: None if there is no use for the worker any more.
+        size: Number of ranks.
+        number: Of the world.
+        port: Of the key-value store that all worlds share, at 127.0.0.1.
+    """
+
+    rank: int | None
+    size: int = 0
+    number: int = 0
+    port: int = 0
+
+
+@dataclass
+class Arrived:
+    """Says that a worker has its place.
+
+    Attributes:
+        member: What the others should know of it.
+    """
+
+    member: Any
+
+
+@dataclass
+class Members:
+    """Tells a worker who is in its world, in the order of ranks; None if one of them has died, and there is none."""
+
+    members: list[Any] | None
+
+
+class Notice:
+    """Tells a worker that another waits to join its world. It is read when the world has been left."""
 
 
 class Pull:

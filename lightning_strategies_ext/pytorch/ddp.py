@@ -266,18 +266,27 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
             self._averaging = self._gradient_sync.create_averaging(inner, self.num_processes)
         _lightning.skip_needless_moves(trainer)
+        self._begin_stage(trainer)
+
+    def _begin_stage(self, trainer: "pl.Trainer") -> None:
         must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
         if self._world.watch is not None:
             self._world.watch_departures(DefaultGroupProgress(), is_job=self._worker is None)
-        if is_fitting and self._world.size > 1:
-            self._world.inputs = UnevenInputsControl(
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._keep_in_step(trainer)
+
+    def _keep_in_step(self, trainer: "pl.Trainer") -> None:
+        """Begins to look after ranks that run out of batches."""
+        world = self._world
+        if world.size > 1:
+            world.inputs = UnevenInputsControl(
                 self._uneven_inputs,
                 trainer,
-                self._world.collectives,
-                self._world.exchange,
-                self._world.rank,
-                self._world.size,
+                world.collectives,
+                world.exchange,
+                world.rank,
+                world.size,
                 self.root_device,
             )
 

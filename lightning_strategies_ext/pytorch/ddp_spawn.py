@@ -50,7 +50,11 @@ class DDPSpawnStrategy(DDPStrategy):
             at most: the next one takes them over if its process group is alike and they were not forked from this
             process, and ends them otherwise.
         patience: See :class:`.DDPStrategy`.
-        uneven_inputs: See :class:`.DDPStrategy`.
+        uneven_inputs: See :class:`.DDPStrategy`; "join" with ``elastic=True``.
+        elastic: Whether a worker may die during ``fit``: True makes a :class:`.DDPSpawnElasticStrategy`.
+        min_workers: See there.
+        commit_every_n_steps: See there.
+        max_restarts: See there.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -85,8 +89,19 @@ class DDPSpawnStrategy(DDPStrategy):
         keep_workers: bool = True,
         patience: float | timedelta | None = DEFAULT_PATIENCE,
         uneven_inputs: UnevenInputs = "error",
+        elastic: bool = False,
+        min_workers: int | None = None,
+        commit_every_n_steps: int | None = None,
+        max_restarts: int | None = None,
         **kwargs: Any,
     ) -> None:
+        _check_is_not_elastic(
+            type(self),
+            elastic,
+            min_workers=min_workers,
+            commit_every_n_steps=commit_every_n_steps,
+            max_restarts=max_restarts,
+        )
         if start_method not in ("spawn", "fork", "forkserver"):
             raise ValueError(
                 f"`start_method={start_method!r}` starts no workers. Use 'forkserver', 'spawn' or 'fork'; for scripts"
@@ -113,6 +128,14 @@ class DDPSpawnStrategy(DDPStrategy):
         self._wants_sync_batchnorm = False
         self.keep_workers = keep_workers
         self.states_of_loaders: list[dict[str, Any]] = []
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """With ``elastic=True``, an object of the subclass that is elastic."""
+        if cls is DDPSpawnStrategy and kwargs.get("elastic") is True:
+            from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy
+
+            return super().__new__(DDPSpawnElasticStrategy)  # type: ignore[return-value]
+        return super().__new__(cls)
 
     @property
     def sync_batchnorm(self) -> bool:
@@ -258,3 +281,16 @@ class DDPSpawnPlugin(DDPSpawnStrategy):
             trainer = _lightning.trainer_of(self.lightning_module)
         if trainer is not None:
             super().setup(trainer)
+
+
+def _check_is_not_elastic(kind: type, elastic: Any, **options: Any) -> None:
+    if not isinstance(elastic, bool):
+        raise TypeError(f"`elastic` must be True or False, got {elastic!r}.")
+    if elastic:
+        raise TypeError(
+            f"`elastic=True` with {kind.__name__}: let it inherit from `DDPSpawnElasticStrategy`, which"
+            " `DDPSpawnStrategy(elastic=True)` is."
+        )
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"`{name}={value!r}` is for `elastic=True`. Set that, or leave it out.")

@@ -120,7 +120,7 @@ class HorovodStrategy(ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None
         if launch is not None:
             cluster_environment = environment.HorovodEnvironment(launch)
-            environment.say_rank(launch.rank)
+            _lightning.say_rank(launch.rank)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -247,7 +247,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         launch = environment.launch_of(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
-        environment.say_rank(self.global_rank)
+        _lightning.say_rank(self.global_rank)
         store = runtime.store() if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
         if store is not None:

@@ -6,19 +6,20 @@ What happens then is :mod:`lightning_strategies_ext.elastic`'s; this is its face
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.options import check_commit_interval
 from lightning_strategies_ext.horovod import elastic_driver, environment, runtime
+from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
 from lightning_strategies_ext.registry import UnavailableHereError
 from lightning_strategies_ext.world import World
 
 
-class HorovodElasticStrategy(HorovodStrategy):
+class HorovodElasticStrategy(Elastic, HorovodStrategy):
     """Data parallelism over Horovod whose ranks may die, leave and join during ``fit``.
 
     Needs ``horovodrun`` with a discovery script. Ends of epochs are made even as by ``uneven_inputs="join"``, unless
@@ -79,6 +80,7 @@ class HorovodElasticStrategy(HorovodStrategy):
             )
 
     @property
+    @override
     def membership(self) -> elastic_driver.DriverMembership:
         """Who the ranks are. The first call waits for them.
 
@@ -109,13 +111,10 @@ class HorovodElasticStrategy(HorovodStrategy):
 
     @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
+        if is_fitting(trainer):
+            self._begin_fit(trainer)
+        else:
             self.enter_world(trainer)
-            return
-        self._fit = ElasticFit(self, trainer, self.membership, self._commit_every_n_steps, self._scale_learning_rate)
-        if self._world.was_asked_to_stop:
-            self._fit.leave()
-        self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop
 
     # --- one world after another ---
 
@@ -123,12 +122,7 @@ class HorovodElasticStrategy(HorovodStrategy):
         """Makes this process the rank that its membership says."""
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         self.cluster_environment.launch = self.membership.launch
-        environment.say_rank(self.global_rank)
-
-    def take_part(self) -> None:
-        """Lets this rank's collectives be those of all, from here on."""
-        self.membership.is_entered = True
-        self._world.alone = None
+        _lightning.say_rank(self.global_rank)
 
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks of a world do together."""
@@ -143,56 +137,8 @@ class HorovodElasticStrategy(HorovodStrategy):
         must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
-    def leave_world(self, *, agreed: bool) -> None:
-        """Ends what the ranks do together.
-
-        Args:
-            agreed: Whether all ranks leave before the same step; otherwise some may be gone.
-        """
-        self._world.leave() if agreed else self._world.abandon()
-        self.membership.leave(agreed=agreed)
-
+    @override
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""
-        self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+        super().fall_silent()
         elastic_driver.leave()
-
-    @override
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Gives a training loader this rank's share of what is left of the epoch."""
-        assert self.lightning_module is not None
-        if self._fit is not None and self.lightning_module.trainer.training:
-            self._fit.share_out(dataloader)
-        return dataloader
-
-    # --- exception, teardown ---
-
-    @override
-    def _fail(self, exception: BaseException) -> None:
-        # The other ranks go on without this one.
-        super()._fail(exception)
-        self.fall_silent()
-
-    @override
-    def teardown(self) -> None:
-        """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
-        if self._fit is not None:
-            self._fit.close()
-        self._fit = None
-        super().teardown()
-
-    @override
-    def _on_sigterm(self) -> None:
-        super()._on_sigterm() if self._fit is None else self._fit.leave()
-
-    @override
-    def _before_train_step(self) -> None:
-        super()._before_train_step() if self._fit is None else self._fit.before_train_step(self._world)
-
-    @override
-    def _before_evaluation_step(self) -> None:
-        super()._before_evaluation_step() if self._fit is None else self._fit.before_evaluation_step(self._world)
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None}

@@ -182,9 +182,23 @@ def start(
     os.environ["MASTER_PORT"] = str(environment.main_port)
     log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
     check_options(options, backend)
+    join(backend, _next_store(rank, world_size, timeout), rank, world_size, device, timeout, options)
+    return backend
+
+
+def join(
+    backend: str,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout: timedelta | None,
+    options: Any = None,
+) -> None:
+    """Makes the default process group, of ranks that share a store which no other group has used."""
     dist.init_process_group(
         backend,
-        store=_next_store(rank, world_size, timeout),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -195,7 +209,6 @@ def start(
     # owns the group, closes each group once.
     atexit.unregister(stop)
     atexit.register(stop)
-    return backend
 
 
 def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:

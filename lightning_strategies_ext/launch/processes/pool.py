@@ -88,16 +88,17 @@ class WorkerPool:
         self._workers: list[WorkerProcess] = []
         self._busy: set[int] = set()  # local ranks whose answer is missing
         _pools.add(self)
-        preparation = None
+        self._start_method: WorkerStartMethod = start_method
+        self._inherited = inherited
+        self._preparation = None
         if start_method != "fork":
-            preparation = multiprocessing.spawn.get_preparation_data("lightning-strategies-ext worker")
-            preparation["authkey"] = bytes(preparation["authkey"])
+            self._preparation = multiprocessing.spawn.get_preparation_data("lightning-strategies-ext worker")
+            self._preparation["authkey"] = bytes(self._preparation["authkey"])
         try:
             for rank in range(num_workers):
                 self._workers.append(WorkerProcess(rank, start_method, inherited))
             for worker in self._workers:
-                with suppress(OSError):  # it died at once: `run` finds out why
-                    worker.channel.send(Start(worker.rank, preparation))
+                self._prepare(worker)
         except BaseException:
             self.close()
             raise
@@ -132,10 +133,7 @@ class WorkerPool:
         try:
             with self._forwarding_sigterm():
                 for worker, condition in zip(self._workers, conditions, strict=True):
-                    with suppress(OSError):
-                        worker.channel.send(Order(condition, continues, is_inherited=job is None))
-                        if job is not None:
-                            job.send(worker.channel)
+                    self._give(worker, Order(condition, continues, is_inherited=job is None), job)
                 self._collect(answers, until=has_failed)
                 if has_failed():
                     self._settle(answers)
@@ -217,6 +215,16 @@ class WorkerPool:
             worker.wait(max(0.0, deadline - time.monotonic()))
             worker.kill()
             worker.close()
+
+    def _prepare(self, worker: WorkerProcess) -> None:
+        with suppress(OSError):  # it died at once: who waits for its answer finds out why
+            worker.channel.send(Start(worker.rank, self._preparation))
+
+    def _give(self, worker: WorkerProcess, order: Order, job: Packed | None) -> None:
+        with suppress(OSError):
+            worker.channel.send(order)
+            if job is not None:
+                job.send(worker.channel)
 
     @contextmanager
     def _forwarding_sigterm(self) -> Generator[None, None, None]:

@@ -16,7 +16,7 @@ import psutil
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.worker import Job, command, own_exit_handlers, serve
-from lightning_strategies_ext.launch.protocol import Done, Failure, Ping
+from lightning_strategies_ext.launch.protocol import Ping
 from lightning_strategies_ext.launch.transport.channel import Channel
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
@@ -80,12 +80,15 @@ class WorkerProcess:
         """What becomes ready when there is an answer, or the worker has died."""
         return [self.channel] if self._pidfd is None else [self.channel, self._pidfd]
 
-    def answer(self) -> "Done | Failure | WorkerDiedError | None":
-        """The worker's answer to a job, its death if it died without one, or None for now."""
+    def answer(self) -> Any:
+        """The worker's answer to a job, its death if it died without one, or None for now.
+
+        In a job whose ranks may change also a :class:`.Ready` or :class:`.Arrived`.
+        """
         is_dead = not self.is_alive()  # asked first: a worker that answers and then dies has answered
         if wait([self.channel.socket], 0):
             with suppress(EOFError, OSError):
-                return self.channel.receive()  # type: ignore[no-any-return]
+                return self.channel.receive()
         return self.death() if is_dead else None
 
     def ping(self) -> None:

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from lightning_strategies_ext.launch.processes.conditions import RngState
-from lightning_strategies_ext.launch.protocol import Done, End, Failure, Order, Ping, Pull, Save, Start
+from lightning_strategies_ext.launch.protocol import Done, End, Failure, Notice, Order, Ping, Pull, Save, Start
 from lightning_strategies_ext.launch.transport.channel import Channel, Envelope
 from lightning_strategies_ext.launch.transport.messages import Pickled
 
@@ -61,15 +61,19 @@ class WorkerState:
 
     Attributes:
         local_rank: Index among the workers of this host.
+        channel: To the main process, for a job whose ranks may change.
         continues: Whether the job goes on where an earlier one of this pool ended.
+        joins: Whether the others are in the middle of the job.
         is_running: Whether a job runs now.
         on_interrupt: What to do then on Ctrl-C instead of raising KeyboardInterrupt.
         save: Writes the state of the stage that ran to a file, until the next job.
     """
 
-    def __init__(self, local_rank: int) -> None:
+    def __init__(self, local_rank: int, channel: Channel) -> None:
         self.local_rank = local_rank
+        self.channel = channel
         self.continues = False
+        self.joins = False
         self.is_running = False
         self.on_interrupt: Callable[[], None] | None = None
         self.save: Callable[[str], None] | None = None
@@ -110,7 +114,7 @@ def own_exit_handlers() -> Generator[None, None, None]:
 
 def _serve(channel: Channel, inherited: Job | None) -> None:
     start: Start = channel.receive()
-    state = WorkerState(start.local_rank)
+    state = WorkerState(start.local_rank, channel)
     signal.signal(signal.SIGINT, lambda signum, frame: _interrupted(state))
     try:
         _prepare(start)
@@ -127,6 +131,8 @@ def _serve(channel: Channel, inherited: Job | None) -> None:
         if isinstance(message, Ping):
             channel.send(message)
             continue
+        if isinstance(message, Notice):
+            continue  # it came when the job was over
         if isinstance(message, Save):
             channel.send(_save(message.path, state))
             continue
@@ -173,6 +179,7 @@ def _save(path: str, state: WorkerState) -> "Done | Failure":
 def _run(order: Order, envelope: Envelope, inherited: Job | None, state: WorkerState) -> Iterator[Any]:
     order.conditions.apply()
     state.continues = order.continues
+    state.joins = order.joins
     state.is_running = True
     try:
         job: Job | None = inherited if order.is_inherited else envelope.open()

@@ -19,6 +19,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.launch.processes.changing_pool import Allowance
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
 from lightning_strategies_ext.launch.processes.worker import JobFailedError, WorkerState
 from lightning_strategies_ext.launch.stage.changes import with_identity
@@ -26,7 +27,7 @@ from lightning_strategies_ext.launch.stage.culprit import culprit
 from lightning_strategies_ext.launch.stage.predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.strategy import WorkerStrategy, telling_the_others
-from lightning_strategies_ext.launch.transport.channel import Envelope
+from lightning_strategies_ext.launch.transport.channel import Channel, Envelope
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump, walk
 from lightning_strategies_ext.launch.transport.segments import Received
 
@@ -43,10 +44,14 @@ class WorkerContext:
     Attributes:
         continues: Whether this stage goes on where an earlier one of the same Trainer ended.
         received: What came from the main process, to tell what has changed since; None if it was inherited in a fork.
+        channel: To the main process, for a stage whose ranks may change.
+        joins: Whether the others are in the middle of the stage.
     """
 
     continues: bool
     received: Received | None
+    channel: Channel | None = None
+    joins: bool = False
 
     def has_module_as_sent(self, module: Module) -> bool:
         """Whether no tensor of the module differs from what the main process sent, to all workers alike."""
@@ -87,6 +92,12 @@ class StageJob:
         self.shared = self.shared.with_message(sent)
         return pickled
 
+    @property
+    def allowance(self) -> Allowance | None:
+        """What may happen to workers in the middle of the stage; None if they all have to come to its end."""
+        is_fitting = self.trainer.state.fn == TrainerFn.FITTING
+        return getattr(self.trainer.strategy, "allowance", None) if is_fitting else None
+
     def note_inherited(self) -> None:
         """Notes what the workers know where they get it by being forked."""
         found, unpicklable = walk(self)
@@ -107,10 +118,11 @@ class StageJob:
         if envelope.parts:
             received = Received(envelope.parts)
         before = None
-        if state.local_rank == 0:
+        may_change = self.allowance is not None
+        if state.local_rank == 0 or may_change:  # any may be the first rank in the end
             before = Before(trainer, self.shared, inherited or with_identity(envelope.found), received)
         state.save = partial(_save, trainer)
-        context = WorkerContext(state.continues, received)
+        context = WorkerContext(state.continues, received, state.channel, state.joins)
         strategy: WorkerStrategy = trainer.strategy
         os.environ["LOCAL_RANK"] = str(state.local_rank)
         state.on_interrupt = strategy.request_interrupt
@@ -131,7 +143,7 @@ class StageJob:
                 value, predictions = predictions.gathered(trainer.world_size), None
             else:
                 value = None
-        if before is None:
+        if before is None or (may_change and trainer.global_rank != 0):
             return iter(()) if predictions is None else predictions.pieces()
         return self._results(before, value, predictions)
 
@@ -275,6 +287,8 @@ class CallJob:
             TypeError: If a part of it cannot be pickled; says which.
         """
         return pickled_or_explained(self)
+
+    allowance = None
 
     def note_inherited(self) -> None:
         """Does nothing: only the function's value comes back."""

@@ -1,0 +1,307 @@
+"""A pool of workers that may die in the middle of a job, whose ranks go on and get a new one.
+
+Ranks train together in one *world* after another. The main process says who is in the next: those that have left the
+last one and live, in their order, then those that have been started anew and are ready to join. One that died is
+started again at once; the others do not wait for it, unless fewer of them are left than there must be.
+
+What it does not promise: that a rank which waits for ever is noticed; the process of one that dies is.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_strategies_ext.exceptions import WorkerDiedError
+from lightning_strategies_ext.launch.processes.conditions import Conditions
+from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome, WorkerPool
+from lightning_strategies_ext.launch.processes.process import WorkerProcess
+from lightning_strategies_ext.launch.protocol import (
+    Arrived,
+    Done,
+    Failure,
+    Members,
+    Notice,
+    Order,
+    Place,
+    Ready,
+)
+from lightning_strategies_ext.launch.transport.channel import Packed
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What may happen to the workers of a job before it fails.
+
+    Attributes:
+        min_workers: With fewer, the others wait for one that has been started anew.
+        max_restarts: How many may be started anew within ``window_s``.
+        window_s: In seconds.
+    """
+
+    min_workers: int
+    max_restarts: int
+    window_s: float
+
+
+class ChangingPool(WorkerPool):
+    """Workers of which one may die in a job and be replaced. The arguments are those of :class:`.WorkerPool`."""
+
+    def run_changing(
+        self, job: Packed, conditions: Sequence[Conditions], continues: bool, allowance: Allowance
+    ) -> Outcome:
+        """Runs a job whose ranks may change; the workers are of no use for another one then.
+
+        Args:
+            job: The job, pickled.
+            conditions: For each worker.
+            continues: See :class:`.Order`.
+            allowance: What may happen.
+        """
+        self._busy = {worker.rank for worker in self._workers}
+        run = _Run(self, job, conditions, continues, allowance)
+        try:
+            with self._forwarding_sigterm():
+                error = run.until_the_end()
+        except KeyboardInterrupt as interrupt:
+            outcome = self._interrupt(run.answers_by_slot(), interrupt)
+            return run.outcome(outcome.error)
+        return run.outcome(error)
+
+    def replace(self, slot: int) -> WorkerProcess:
+        """Starts a worker in the place of one that has died."""
+        self._workers[slot].close()
+        worker = self._workers[slot] = WorkerProcess(slot, self._start_method, self._inherited)
+        self._prepare(worker)
+        return worker
+
+    def give(self, worker: WorkerProcess, order: Order, job: Packed) -> None:
+        """Orders a worker to run a job."""
+        self._give(worker, order, job)
+
+    @property
+    def workers(self) -> list[WorkerProcess]:
+        """The workers, one per slot: per device of this host."""
+        return self._workers
+
+    def keep(self, world: Sequence[WorkerProcess], answered: Sequence[WorkerProcess]) -> None:
+        """Ends all others. Results are pulled by ranks from here on.
+
+        Args:
+            world: The ranks, in order.
+            answered: Those that have answered.
+        """
+        for worker in self._workers:
+            if worker not in world:
+                worker.kill()
+                worker.close()
+        for rank, worker in enumerate(world):
+            worker.rank = rank
+        self._workers = list(world)
+        self._busy = {worker.rank for worker in world if worker not in answered}
+
+    def error_of(self, answers: dict[int, Any]) -> BaseException:
+        """What the main process should raise."""
+        return self._error(answers)
+
+
+class _Run:
+    """One job: who is in which world."""
+
+    def __init__(
+        self,
+        pool: ChangingPool,
+        job: Packed,
+        conditions: Sequence[Conditions],
+        continues: bool,
+        allowance: Allowance,
+    ) -> None:
+        self._pool = pool
+        self._job = job
+        self._conditions = conditions
+        self._continues = continues
+        self._allowance = allowance
+        # Here, so that no worker takes it away when it dies.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._number = -1  # of the newest world
+        self._world: list[WorkerProcess] = []
+        self._forming: list[WorkerProcess] | None = None
+        self._newcomers = list(pool.workers)  # in no world so far
+        self._ready: list[WorkerProcess] = []
+        self._arrived: dict[WorkerProcess, Any] = {}
+        self._answers: dict[WorkerProcess, Done | Failure] = {}
+        self._deaths: list[WorkerDiedError] = []  # since the last world began
+        self._restarted_at: deque[float] = deque()
+        self._has_told_of_newcomers = False
+        for worker in pool.workers:
+            pool.give(worker, Order(conditions[worker.rank], continues), job)
+
+    def until_the_end(self) -> BaseException | None:
+        """Waits until all ranks of a world have run the job, or it has failed."""
+        while True:
+            error = self._next_events()
+            if error is not None:
+                return self._settled(error)
+            if self._world and all(worker in self._answers for worker in self._world):
+                return None
+            self._form_world()
+
+    def outcome(self, error: BaseException | None) -> Outcome:
+        """What is to be pulled, by ranks."""
+        world = [worker for worker in self._world if worker.is_alive() or worker in self._answers]
+        answers = [self._answers.get(worker) for worker in world]
+        self._pool.keep(world, list(self._answers))
+        has_results = {
+            rank
+            for rank, answer in enumerate(answers)
+            if isinstance(answer, Done) or (isinstance(answer, Failure) and answer.has_results)
+        }
+        rng = [answer.rng for answer in answers if isinstance(answer, Done)] if error is None else []
+        return Outcome(error, has_results, rng)
+
+    def answers_by_slot(self) -> dict[int, Any]:
+        """What workers have said to the job; added to."""
+        return {worker.rank: answer for worker, answer in self._answers.items()}
+
+    # --- what happens ---
+
+    def _next_events(self) -> BaseException | None:
+        there = [worker for worker in self._pool.workers if worker not in self._answers]
+        wait([what for worker in there for what in worker.pollable], _POLL_S)
+        for worker in there:
+            said = worker.answer()
+            if isinstance(said, Ready):
+                self._note_ready(worker, said)
+            elif isinstance(said, Arrived):
+                self._note_arrived(worker, said)
+            elif isinstance(said, WorkerDiedError):
+                error = self._note_death(worker, said)
+                if error is not None:
+                    return error
+            elif said is not None:
+                self._answers[worker] = said
+                if isinstance(said, Failure):
+                    return self._pool.error_of({worker.rank: said})
+        return None
+
+    def _note_ready(self, worker: WorkerProcess, said: Ready) -> None:
+        self._ready.append(worker)
+        if said.why is not None:
+            log.info("rank %d has left its world: %s", worker.rank, said.why)
+
+    def _note_arrived(self, worker: WorkerProcess, said: Arrived) -> None:
+        if self._forming is None:  # one of them has died since
+            self._tell(worker, Members(None))
+            return
+        self._arrived[worker] = said.member
+        if len(self._arrived) == len(self._forming):
+            self._world, self._forming = self._forming, None
+            self._newcomers = [worker for worker in self._newcomers if worker not in self._world]
+            members = [self._arrived[worker] for worker in self._world]
+            self._arrived.clear()
+            self._deaths.clear()
+            self._has_told_of_newcomers = False
+            for rank in self._world:
+                self._tell(rank, Members(members))
+
+    def _note_death(self, worker: WorkerProcess, death: WorkerDiedError) -> BaseException | None:
+        self._deaths.append(death)
+        was_in_world = worker in self._world
+        for group in (self._world, self._newcomers, self._ready):
+            if worker in group:
+                group.remove(worker)
+        if self._forming is not None and worker in self._forming:
+            self._forming = None
+            for other in self._arrived:
+                if other is not worker:
+                    self._tell(other, Members(None))
+            self._arrived.clear()
+        if self._number < 0 or not (self._world or self._ready) or any(rank in self._answers for rank in self._world):
+            return death  # nobody is left who could go on, or the others have come to the end
+        now = time.monotonic()
+        while self._restarted_at and now - self._restarted_at[0] > self._allowance.window_s:
+            self._restarted_at.popleft()
+        if len(self._restarted_at) >= self._allowance.max_restarts:
+            message = (
+                f"{death}\n`max_restarts={self._allowance.max_restarts}` workers have been started anew in the last"
+                f" {self._allowance.window_s:.0f} s."
+            )
+            return WorkerDiedError(message, death.error_index, death.error_pid, death.exit_code, death.signal_name)
+        self._restarted_at.append(now)
+        newcomer = self._pool.replace(worker.rank)
+        self._newcomers.append(newcomer)
+        order = Order(self._conditions[worker.rank], self._continues, joins=True)
+        self._pool.give(newcomer, order, self._job)
+        log.warning(
+            "%s The others go on; worker %d is started anew (pid %d).%s",
+            death,
+            worker.rank,
+            newcomer.pid,
+            "" if was_in_world else " It had not joined them yet.",
+        )
+        return None
+
+    def _form_world(self) -> None:
+        if self._forming is not None:
+            return
+        if self._number < 0:
+            if len(self._ready) == len(self._newcomers):
+                self._form(self._newcomers)
+            return
+        joining = [worker for worker in self._newcomers if worker in self._ready]
+        if not all(worker in self._ready for worker in self._world):
+            if joining and not self._has_told_of_newcomers:
+                self._tell(self._world[0], Notice())
+                self._has_told_of_newcomers = True
+            return
+        candidates = [*self._world, *joining]
+        if len(candidates) >= self._allowance.min_workers:
+            self._form(candidates)
+
+    def _form(self, world: Sequence[WorkerProcess]) -> None:
+        self._number += 1
+        self._forming = list(world)
+        self._ready = [worker for worker in self._ready if worker not in world]
+        for rank, worker in enumerate(world):
+            self._tell(worker, Place(rank, len(world), self._number, self._store.port))
+
+    def _settled(self, error: BaseException) -> BaseException:
+        """Lets the others end as well, which tells who failed first."""
+        deadline = time.monotonic() + GRACE_S
+        answers: dict[int, Any] = self.answers_by_slot()
+        for death in self._deaths:  # healed ones are no cause
+            answers.setdefault(death.error_index, death)
+        missing = [worker for worker in self._pool.workers if worker not in self._answers and worker.is_alive()]
+        while missing and time.monotonic() < deadline:
+            for worker in [worker for worker in missing if worker in self._ready]:
+                self._ready.remove(worker)
+                self._tell(worker, Place(None))
+            wait([what for worker in missing for what in worker.pollable], _POLL_S)
+            for worker in list(missing):
+                said = worker.answer()
+                if isinstance(said, Ready):
+                    self._ready.append(worker)
+                elif isinstance(said, Arrived):
+                    self._tell(worker, Members(None))
+                elif said is not None:
+                    missing.remove(worker)
+                    answers.setdefault(worker.rank, said)
+                    if not isinstance(said, WorkerDiedError):
+                        self._answers[worker] = said
+        for worker in missing:
+            worker.kill()
+        return error if isinstance(error, WorkerDiedError) else self._pool.error_of(answers)
+
+    def _tell(self, worker: WorkerProcess, message: Any) -> None:
+        with suppress(OSError):  # its death is heard of
+            worker.channel.send(message)

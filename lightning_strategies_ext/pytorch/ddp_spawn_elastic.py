@@ -1,0 +1,286 @@
+"""DDPSpawnElasticStrategy: workers that ``fit`` starts, one of which may die. Name ``ddp_spawn_elastic_ext``.
+
+The others keep their processes, go back to the newest commit and go on; a new worker is started in the place of the
+dead one and joins them at a step. What happens then is :mod:`lightning_strategies_ext.elastic`'s; who is in which world
+says the main process (:mod:`.launch.processes.changing_pool`), which has the key-value store, too.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.collectives import LocalCollectives
+from lightning_strategies_ext.elastic.fit import ElasticFit
+from lightning_strategies_ext.elastic.membership import Member
+from lightning_strategies_ext.elastic.options import check_commit_interval
+from lightning_strategies_ext.failure.errors import is_of_collective
+from lightning_strategies_ext.launch.membership import WorkerMembership
+from lightning_strategies_ext.launch.processes.changing_pool import Allowance
+from lightning_strategies_ext.launch.protocol import Place
+from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
+from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
+from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.world import World
+
+#: How long ranks may take to connect to each other, in seconds. One may die then, of which the others are not told.
+CONNECT_S = 10.0
+
+
+class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
+    """Data parallelism in worker processes of which one may die during ``fit``, on one host.
+
+    Ends of epochs are made even as by ``uneven_inputs="join"``, unless "stop" is asked for. Stages other than ``fit``
+    are those of :class:`.DDPSpawnStrategy`. After ``fit``, the workers end.
+
+    Args:
+        *args: Those of :class:`.DDPSpawnStrategy`.
+        elastic: True.
+        min_workers: With fewer, the others wait for the one that is started anew.
+        commit_every_n_steps: Optimizer steps between copies of the state, to which ranks go back when one of them dies.
+            100 by default.
+        max_restarts: How many workers may be started anew within ``restart_window``; one more, and ``fit`` fails.
+        restart_window: In seconds, or as a ``timedelta``.
+        scale_learning_rate: Whether learning rates follow the number of ranks, unless a callback says so.
+        **kwargs: Those of :class:`.DDPSpawnStrategy`, but for ``patience``.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value or a combination cannot work.
+
+    Example::
+
+        trainer = Trainer(strategy="ddp_spawn_elastic_ext", accelerator="cpu", devices=4)
+    """
+
+    strategy_name = "ddp_spawn_elastic_ext"
+
+    def __init__(
+        self,
+        *args: Any,
+        elastic: bool = True,
+        min_workers: int = 1,
+        commit_every_n_steps: int | None = None,
+        max_restarts: int = 3,
+        restart_window: float | timedelta = 600.0,
+        scale_learning_rate: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if elastic is not True:
+            raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is elastic. Use `DDPSpawnStrategy`.")
+        if "patience" in kwargs:
+            raise TypeError(
+                f"`patience={kwargs['patience']!r}`: workers of an elastic `fit` are watched for their end, not for"
+                " standing still. Leave it out, or leave `elastic=True` out."
+            )
+        self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
+        self._scale_learning_rate = _bool("scale_learning_rate", scale_learning_rate)
+        seconds = restart_window.total_seconds() if isinstance(restart_window, timedelta) else restart_window
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+            raise ValueError(
+                f"`restart_window={restart_window!r}` must be a positive number of seconds or a timedelta."
+            )
+        self.allowance = Allowance(
+            _whole_number("min_workers", min_workers, 1), _whole_number("max_restarts", max_restarts, 0), float(seconds)
+        )
+        kwargs.setdefault("uneven_inputs", "join")
+        super().__init__(*args, **kwargs)
+        if self._uneven_inputs == "error":
+            raise ValueError(
+                "`uneven_inputs='error'` with `elastic=True`: ranks that change have different numbers of batches. Use"
+                " 'join' or 'stop'."
+            )
+        if self._start_method == "fork":
+            raise ValueError(
+                "`start_method='fork'` with `elastic=True`: a worker is started anew in the middle of training, when"
+                " this process has threads that a fork would break. Use 'forkserver' or 'spawn'."
+            )
+        if self._gradient_sync.averaging_period is not None:
+            raise ValueError(
+                f"`model_averaging_period={self._gradient_sync.averaging_period}` with `elastic=True`: ranks go back to"
+                " one state, and post-local SGD lets them differ. Leave one of them out."
+            )
+        self._named_backend = self._process_group_backend
+        self._fit: ElasticFit | None = None
+        self._membership: WorkerMembership | None = None
+        self._store: dist.Store | None = None
+
+    @property
+    @override
+    def membership(self) -> WorkerMembership:
+        """Who the workers are; in a worker, in ``fit``."""
+        assert self._membership is not None
+        return self._membership
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the data is this rank's."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
+        """Refuses, before processes start, a ``fit`` that cannot work.
+
+        Raises:
+            ValueError: If there are several hosts, or fewer devices than ``min_workers``.
+        """
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"`num_nodes={self.num_nodes}`: `strategy='{self.strategy_name}'` starts workers on one host. Use"
+                " `strategy='horovod_elastic_ext'` for several."
+            )
+        if self.allowance.min_workers > self.num_processes:
+            raise ValueError(
+                f"`min_workers={self.allowance.min_workers}` and `devices={self.num_processes}`: so many workers there"
+                " will never be. Ask for more devices, or for fewer workers."
+            )
+        super().check_before_launch(trainer)
+
+    # --- worlds ---
+
+    @override
+    def setup_distributed(self) -> None:
+        """Joins the others; in ``fit``, one that has been started anew does later."""
+        context, module = self._worker, self.lightning_module
+        trainer = None if module is None else _lightning.trainer_of(module)
+        if context is None or context.channel is None or trainer is None or not is_fitting(trainer):
+            super().setup_distributed()
+            return
+        if not context.continues:
+            reset_seed()
+        process_group.stop()  # of an earlier stage
+        self._membership = WorkerMembership(context.channel, context.joins, self._join, self._part, _is_loss)
+        if context.joins:
+            self._be_rank(max(1, self.local_rank), self.num_processes)  # what a first rank does, another has done
+        else:
+            rank = self._membership.next_rank(_just_wait)
+            if rank is None or not self._membership.rendezvous(Member(Peer.this_process(rank)), _just_wait):
+                raise RuntimeError("A worker has died before training began.")
+            self.take_rank()
+        self._world = World(self._engine, self.global_rank, self.world_size, before=self._world)
+        if context.joins:
+            self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+
+    def take_rank(self) -> None:
+        """Makes this process the rank that its membership says."""
+        self._be_rank(self.membership.rank, len(self.membership.members))
+
+    def _be_rank(self, rank: int, world_size: int) -> None:
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(rank)
+        self.cluster_environment.set_world_size(world_size)
+        _lightning.say_rank(rank)
+
+    def _join(self, place: Place) -> None:
+        assert place.rank is not None
+        if self._store is None:
+            self._store = dist.TCPStore(
+                "127.0.0.1", place.port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False
+            )
+        self._world_store = dist.PrefixStore(f"world/{place.number}", self._store)
+        backend = self._named_backend or process_group.default_backend(self.root_device, place.size > 1)
+        process_group.join(
+            backend,
+            dist.PrefixStore("group", self._world_store),
+            place.rank,
+            place.size,
+            self.root_device,
+            self._timeout,
+            self._process_group_options if place.size > 1 else None,
+        )
+        self._process_group_backend = backend
+
+    def _part(self, agreed: bool) -> None:
+        if not agreed:
+            disconnect([member.peer for member in self.membership.members if member.peer.pid != os.getpid()])
+        process_group.stop()
+
+    @override
+    def _begin_stage(self, trainer: "pl.Trainer") -> None:
+        if is_fitting(trainer):
+            self._begin_fit(trainer)
+        else:
+            super()._begin_stage(trainer)
+
+    @override
+    def configure_ddp(self) -> None:
+        """Wraps the LightningModule in DDP; in ``fit``, each world does once it has its state."""
+        if self._membership is None or self._fit is not None:
+            super().configure_ddp()
+
+    def enter_world(self, trainer: "pl.Trainer") -> None:
+        """Begins what the ranks of a world do together."""
+        store = self._world_store if self.world_size > 1 else None
+        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
+        self.configure_ddp()
+        self._keep_in_step(trainer)
+        must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
+        self._agree_on_sigterm(trainer, is_requested=must_stop)
+
+    @override
+    def leave_world(self, *, agreed: bool) -> None:
+        """Ends what the ranks do together.
+
+        Args:
+            agreed: Whether all ranks leave before the same step; otherwise some may be gone.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            # Which would exchange what the next one does, as long as anything, such as a trace, holds it.
+            self.model._remove_autograd_hooks()
+            self.model = self.lightning_module
+        super().leave_world(agreed=agreed)
+
+    @override
+    def fall_silent(self) -> None:
+        """Lets this rank end without the others, who go on: it answers alone."""
+        super().fall_silent()
+        self.membership.leave(agreed=False)
+
+    @override
+    def request_interrupt(self) -> None:
+        """Lets all ranks stop before the same step, as after Ctrl-C; for the signal handler of a worker process."""
+        if self._fit is None:
+            super().request_interrupt()
+        else:
+            self._fit.leave(KeyboardInterrupt())
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_membership": None, "_store": None}
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether an exception comes from a collective, or from a store that another rank should have written to."""
+    at: BaseException | None = error
+    while at is not None:
+        if is_of_collective(at) or isinstance(at, dist.DistError):
+            return True
+        at = at.__cause__ or at.__context__
+    return False
+
+
+def _just_wait(waited_s: float) -> None:
+    pass
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+    return value
+
+
+def _whole_number(name: str, value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
+    if value < least:
+        raise ValueError(f"`{name}={value}` must be {least} or more.")
+    return value

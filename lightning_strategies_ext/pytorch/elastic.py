@@ -1,0 +1,105 @@
+"""Elastic: what strategies have in common whose ``fit`` may go through worlds of different ranks.
+
+What happens then is :mod:`lightning_strategies_ext.elastic`'s. A strategy inherits from this first, and brings
+``take_rank``, ``enter_world``, ``fall_silent`` and a ``membership``.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_strategies_ext.collectives import LocalCollectives
+from lightning_strategies_ext.elastic.fit import ElasticFit
+from lightning_strategies_ext.elastic.membership import Membership
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
+else:
+    _Base = object
+
+
+class Elastic(_Base):
+    """The part of an elastic strategy that is the same for every engine."""
+
+    _fit: ElasticFit | None
+    _commit_every_n_steps: int
+    _scale_learning_rate: bool
+
+    @property
+    def membership(self) -> Membership:
+        """Who the ranks are."""
+        raise NotImplementedError
+
+    def _begin_fit(self, trainer: "pl.Trainer") -> None:
+        self._fit = ElasticFit(self, trainer, self.membership, self._commit_every_n_steps, self._scale_learning_rate)  # type: ignore[arg-type]
+        if self._world.was_asked_to_stop:
+            self._fit.leave()
+        self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop
+
+    # --- one world after another ---
+
+    def take_part(self) -> None:
+        """Lets this rank's collectives be those of all, from here on."""
+        self.membership.is_entered = True
+        self._world.alone = None
+
+    def leave_world(self, *, agreed: bool) -> None:
+        """Ends what the ranks do together.
+
+        Args:
+            agreed: Whether all ranks leave before the same step; otherwise some may be gone.
+        """
+        self._world.leave() if agreed else self._world.abandon()
+        self.membership.leave(agreed=agreed)
+
+    def fall_silent(self) -> None:
+        """Lets this rank end without the others, who go on: it answers alone."""
+        self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Gives a training loader this rank's share of what is left of the epoch."""
+        assert self.lightning_module is not None
+        if self._fit is not None and self.lightning_module.trainer.training:
+            self._fit.share_out(dataloader)
+        return dataloader
+
+    # --- exception, teardown ---
+
+    @override
+    def _fail(self, exception: BaseException) -> None:
+        # The other ranks go on without this one.
+        super()._fail(exception)
+        if self._fit is not None:
+            self.fall_silent()
+
+    @override
+    def teardown(self) -> None:
+        """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
+        if self._fit is not None:
+            self._fit.close()
+        self._fit = None
+        super().teardown()
+
+    @override
+    def _on_sigterm(self) -> None:
+        super()._on_sigterm() if self._fit is None else self._fit.leave()
+
+    @override
+    def _before_train_step(self) -> None:
+        super()._before_train_step() if self._fit is None else self._fit.before_train_step(self._world)
+
+    @override
+    def _before_evaluation_step(self) -> None:
+        super()._before_evaluation_step() if self._fit is None else self._fit.before_evaluation_step(self._world)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fit": None}
+
+
+def is_fitting(trainer: "pl.Trainer") -> bool:
+    """Whether the stage is one in which ranks may change."""
+    return bool(trainer.state.fn == TrainerFn.FITTING)
