@@ -68,7 +68,7 @@ class WorkerMembership:
         self._channel = channel
         self._join = join
         self._leave = leave
-        self.is_loss = is_loss
+        self._is_loss = is_loss
         self.members: list[Member] = []
         self.is_entered = not joins
         self._place = Place(None)
@@ -92,12 +92,12 @@ class WorkerMembership:
         members = self._receive(Members, while_waiting).members
         if members is None:
             return False
+        self._why = None
         try:
             self._join(self._place)
         except Exception as error:
             if not self.is_loss(error):
                 raise
-            self._why = f"one did not join: {error}"
             self._leave(False)
             return False
         self.members = members
@@ -105,8 +105,14 @@ class WorkerMembership:
 
     def leave(self, *, agreed: bool) -> None:
         """Ends the connections to the others."""
-        self._why = None if agreed else "it has lost another"
         self._leave(agreed)
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an exception says that another rank is gone; then the main process will be told of it."""
+        if not self._is_loss(error):
+            return False
+        self._why = f"{type(error).__name__}: {error}"
+        return True
 
     def notices(self) -> Notices:
         """Begins to hear of workers that wait to join."""

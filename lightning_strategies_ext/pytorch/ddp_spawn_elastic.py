@@ -5,6 +5,7 @@ dead one and joins them at a step. What happens then is :mod:`lightning_strategi
 says the main process (:mod:`.launch.processes.changing_pool`), which has the key-value store, too.
 """
 
+import gc
 import os
 from datetime import timedelta
 from typing import Any
@@ -182,6 +183,9 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     def _join(self, place: Place) -> None:
         assert place.rank is not None
+        # The model of the last world, in DDP, with its group: they must not be left to a worker of a data loader, which
+        # is forked with them and crashes when it finds this garbage. And they hold as much memory as the next will.
+        gc.collect()
         if self._store is None:
             self._store = dist.TCPStore(
                 "127.0.0.1", place.port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False

@@ -1,8 +1,9 @@
-"""Starts :mod:`.elastic_training` with ``horovodrun`` and a discovery script, and reads what it has left."""
+"""Starts :mod:`.elastic_training`, with ``horovodrun`` and a discovery script or by itself, and reads what it left."""
 
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,34 @@ def run_elastic(
         keep: Its directory; a temporary one if None.
         plan: Of the script. Its pauses end when the ranks change.
     """
+    plan["num_ranks"] = count_ranks(hosts)
+
+    def command(directory: Path) -> list[str]:
+        return elastic_horovodrun(directory, hosts, min_ranks, *arguments)
+
+    return _run(command, plan, timeout_s, keep)
+
+
+def run_workers(workers: int, timeout_s: float = 150, keep: Path | None = None, **plan: Any) -> Run:
+    """Runs the script, whose ``fit`` starts its ranks.
+
+    Args:
+        workers: How many.
+        timeout_s: Seconds until the run is given up.
+        keep: Its directory; a temporary one if None.
+        plan: Of the script.
+    """
+    plan |= {"num_ranks": workers, "workers": workers}
+    return _run(lambda directory: [], plan, timeout_s, keep)
+
+
+def _run(command: Callable[[Path], list[str]], plan: dict[str, Any], timeout_s: float, keep: Path | None) -> Run:
     import torch
 
     with tempfile.TemporaryDirectory() as temporary:
         directory = temporary if keep is None else str(keep)
-        plan["num_ranks"] = count_ranks(hosts)
         result = run_command(
-            *elastic_horovodrun(Path(directory), hosts, min_ranks, *arguments),
+            *command(Path(directory)),
             *(warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
             env={"OMP_NUM_THREADS": "1"},
             timeout_s=timeout_s,

@@ -1,10 +1,12 @@
-"""A user's script, to be started by an elastic ``horovodrun``: digits, and what befalls its ranks on the way.
+"""A user's script, to be started by an elastic ``horovodrun`` or, with ``workers`` in its plan, by itself: digits, and
+what befalls its ranks on the way.
 
     python -m tests.support.elastic_training DIRECTORY PLAN
 
-PLAN is JSON: ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
-``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train" | "commit" | "validation", "step": N, "rank": R}``, of
-which each happens once. DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
+PLAN is JSON: ``workers`` is how many ``fit`` starts, none under ``horovodrun``; ``strategy`` are arguments of the
+strategy, ``trainer`` of the Trainer, ``events`` a list of ``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train"
+| "commit" | "validation" | "setup", "step": N, "rank": R, "after": number of an event}``, of which each happens once.
+DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
 import json
@@ -62,6 +64,7 @@ class Net(pl.LightningModule):
         for number, event in enumerate(self.events):
             mark = self.directory / f"event{number}"
             is_due = event.get("at", "train") == at and self.trainer.global_step >= event["step"] and not mark.exists()
+            is_due = is_due and ("after" not in event or (self.directory / f"event{event['after']}").exists())
             if not is_due or event.get("rank", 0) != self.global_rank:
                 continue
             mark.touch()
@@ -76,6 +79,9 @@ class Net(pl.LightningModule):
     def write(self, **what: Any) -> None:
         with (self.directory / f"process{os.getpid()}").open("a") as file:
             print(json.dumps({"time": time.time(), "rank": self.global_rank, **what}), file=file)
+
+    def setup(self, stage: str) -> None:
+        self.happen("setup")
 
     def on_train_start(self) -> None:
         batch = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
@@ -131,7 +137,7 @@ def main() -> None:
     arguments = {
         "max_epochs": 12,
         "accelerator": "cpu",
-        "devices": 1,
+        "devices": plan.get("workers", 1),
         "logger": False,
         "callbacks": callbacks,
         "enable_progress_bar": False,
@@ -139,13 +145,14 @@ def main() -> None:
         "default_root_dir": directory,
         **plan.get("trainer", {}),
     }
-    trainer = pl.Trainer(**arguments, strategy=ext.HorovodStrategy(elastic=True, **plan.get("strategy", {})))
+    kind = ext.DDPSpawnStrategy if "workers" in plan else ext.HorovodStrategy
+    trainer = pl.Trainer(**arguments, strategy=kind(elastic=True, **plan.get("strategy", {})))
     trained = DataLoader(Digits(False), batch_size=16, shuffle=True, num_workers=plan.get("num_workers", 0))
     held_out = Digits(True)
     trainer.fit(net, trained, DataLoader(held_out, batch_size=32), ckpt_path=plan.get("ckpt_path"))
     if plan.get("again", False):
         arguments |= {"max_epochs": 1, "callbacks": []}
-        again = pl.Trainer(**arguments, strategy="horovod_elastic_ext")
+        again = pl.Trainer(**arguments, strategy=trainer.strategy.strategy_name)
         net.write(validated=again.validate(net, DataLoader(held_out, batch_size=32), verbose=False)[0]["right"])
         again.fit(net, trained)
     net.eval()

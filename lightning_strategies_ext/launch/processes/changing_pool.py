@@ -37,6 +37,8 @@ from lightning_strategies_ext.launch.transport.channel import Packed
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+#: How many worlds in a row ranks may leave on account of an error though none of them has died.
+_MOST_STRAYS = 3
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class _Run:
         self._arrived: dict[WorkerProcess, Any] = {}
         self._answers: dict[WorkerProcess, Done | Failure] = {}
         self._deaths: list[WorkerDiedError] = []  # since the last world began
+        self._why: str | None = None  # ranks have left it, if they did not agree to
+        self._num_strays = 0
         self._restarted_at: deque[float] = deque()
         self._has_told_of_newcomers = False
         for worker in pool.workers:
@@ -149,12 +153,11 @@ class _Run:
     def until_the_end(self) -> BaseException | None:
         """Waits until all ranks of a world have run the job, or it has failed."""
         while True:
-            error = self._next_events()
+            error = self._next_events() or self._form_world()
             if error is not None:
                 return self._settled(error)
             if self._world and all(worker in self._answers for worker in self._world):
                 return None
-            self._form_world()
 
     def outcome(self, error: BaseException | None) -> Outcome:
         """What is to be pulled, by ranks."""
@@ -197,7 +200,8 @@ class _Run:
     def _note_ready(self, worker: WorkerProcess, said: Ready) -> None:
         self._ready.append(worker)
         if said.why is not None:
-            log.info("rank %d has left its world: %s", worker.rank, said.why)
+            log.info("worker %d has left its world: %s", worker.rank, said.why)
+            self._why = self._why or f"worker {worker.rank}: {said.why}"
 
     def _note_arrived(self, worker: WorkerProcess, said: Arrived) -> None:
         if self._forming is None:  # one of them has died since
@@ -210,6 +214,7 @@ class _Run:
             members = [self._arrived[worker] for worker in self._world]
             self._arrived.clear()
             self._deaths.clear()
+            self._why = None
             self._has_told_of_newcomers = False
             for rank in self._world:
                 self._tell(rank, Members(members))
@@ -251,22 +256,29 @@ class _Run:
         )
         return None
 
-    def _form_world(self) -> None:
+    def _form_world(self) -> BaseException | None:
         if self._forming is not None:
-            return
+            return None
         if self._number < 0:
             if len(self._ready) == len(self._newcomers):
                 self._form(self._newcomers)
-            return
+            return None
         joining = [worker for worker in self._newcomers if worker in self._ready]
         if not all(worker in self._ready for worker in self._world):
             if joining and not self._has_told_of_newcomers:
                 self._tell(self._world[0], Notice())
                 self._has_told_of_newcomers = True
-            return
+            return None
         candidates = [*self._world, *joining]
         if len(candidates) >= self._allowance.min_workers:
+            self._num_strays = self._num_strays + 1 if self._why and not self._deaths else 0
+            if self._num_strays == _MOST_STRAYS:
+                return RuntimeError(
+                    f"Ranks have failed {_MOST_STRAYS} times in a row to go on together, though none had died. The last"
+                    f" time, {self._why}"
+                )
             self._form(candidates)
+        return None
 
     def _form(self, world: Sequence[WorkerProcess]) -> None:
         self._number += 1
@@ -300,7 +312,7 @@ class _Run:
                         self._answers[worker] = said
         for worker in missing:
             worker.kill()
-        return error if isinstance(error, WorkerDiedError) else self._pool.error_of(answers)
+        return error if isinstance(error, (WorkerDiedError, RuntimeError)) else self._pool.error_of(answers)
 
     def _tell(self, worker: WorkerProcess, message: Any) -> None:
         with suppress(OSError):  # its death is heard of

@@ -1,0 +1,122 @@
+"""Workers of ``fit`` that die, with ``ddp_spawn_elastic_ext``: the others go on, and a new one joins them.
+
+Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
+"""
+
+import pytest
+
+from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy
+from tests.elastic.test_elastic import STRATEGY, check_is_as_good_as_undisturbed
+from tests.support.elastic_runs import Run, run_workers
+
+
+def sizes_of(run: Run) -> list[int]:
+    return [size for size, _ in run.worlds]
+
+
+def test_an_undisturbed_run_and_other_stages_after_it():
+    run = run_workers(2, strategy=STRATEGY, again=True)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_killed_is_started_anew_and_joins(rank):
+    run = run_workers(2, strategy=STRATEGY, events=[{"do": "kill", "step": 70, "rank": rank}], pause_s=0.002)
+    check_is_as_good_as_undisturbed(run)
+    assert sizes_of(run) == [2, 1, 2]
+    assert run.worlds[1] == (1, 60)
+    assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
+    assert "with 2 ranks, 1 of them new" in run.output
+    assert "; 0 steps are repeated" in run.output
+    assert f"worker {rank} is started anew" in run.output
+    assert len({line["pid"] for line in run.having("samples")}) == 3  # the survivor is the process it was
+
+
+def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
+    events = [{"do": "kill", "step": 35, "rank": rank} for rank in (0, 2)]
+    run = run_workers(
+        3,
+        strategy={"commit_every_n_steps": 10},
+        events=events,
+        num_workers=1,
+        trainer={"accumulate_grad_batches": 2, "max_epochs": 20},
+        policy={"KeepGlobalBatch": {}},
+        pause_s=0.002,
+    )
+    check_is_as_good_as_undisturbed(run, num_epochs=20)
+    assert sizes_of(run)[0] == 3
+    assert min(sizes_of(run)) in (1, 2)
+    assert sizes_of(run)[-1] == 3
+    assert "the batch of all ranks keeps its size, and is divided by 3" in run.output
+
+
+def test_a_worker_that_is_killed_during_a_commit():
+    run = run_workers(2, strategy=STRATEGY, events=[{"do": "kill", "at": "commit", "step": 60, "rank": 1}])
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds[:2] == [(2, 0), (1, 60)]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_worker_that_is_killed_during_validation_in_manual_optimization(backend):
+    events = [{"do": "kill", "at": "validation", "step": 50, "rank": 0}]
+    run = run_workers(2, strategy={**STRATEGY, "process_group_backend": backend}, events=events, is_manual=True)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds[:2] == [(2, 0), (1, 80)]
+
+
+def test_a_new_worker_that_is_killed_before_it_has_joined():
+    events = [{"do": "kill", "step": 70, "rank": 1}, {"do": "kill", "at": "setup", "step": 0, "rank": 1, "after": 0}]
+    run = run_workers(2, strategy=STRATEGY, events=events, pause_s=0.002)
+    check_is_as_good_as_undisturbed(run)
+    assert sizes_of(run) == [2, 1, 2]
+    assert "It had not joined them yet" in run.output
+
+
+def test_a_worker_that_is_killed_again_and_again_ends_fit_with_the_first_cause():
+    events = [{"do": "kill", "step": step, "rank": 0} for step in (30, 60, 90)]
+    run = run_workers(2, strategy={**STRATEGY, "max_restarts": 1}, events=events, pause_s=0.002)
+    assert run.code != 0
+    assert "WorkerDiedError" in run.output
+    assert "`max_restarts=1` workers have been started anew in the last 600 s" in run.output
+
+
+def test_an_exception_is_no_death():
+    run = run_workers(2, strategy=STRATEGY, events=[{"do": "raise", "step": 30, "rank": 1}])
+    assert run.code != 0
+    assert "rank 1" in run.output
+    assert "ValueError: a bad sample" in run.output
+    assert "is started anew" not in run.output
+
+
+def test_fewer_workers_than_there_must_be_wait_for_the_new_one():
+    run = run_workers(2, strategy={**STRATEGY, "min_workers": 2}, events=[{"do": "kill", "step": 70, "rank": 1}])
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (2, 60)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"min_workers": 0}, ValueError, "min_workers=0"),
+        ({"max_restarts": 1.5}, TypeError, "max_restarts"),
+        ({"restart_window": 0}, ValueError, "restart_window=0"),
+        ({"commit_every_n_steps": 0}, ValueError, "commit_every_n_steps=0"),
+        ({"patience": 5}, TypeError, "patience=5"),
+        ({"uneven_inputs": "error"}, ValueError, "uneven_inputs='error'"),
+        ({"start_method": "fork"}, ValueError, "start_method='fork'"),
+        ({"scale_learning_rate": 2}, TypeError, "scale_learning_rate"),
+        ({"elastic": False}, TypeError, "elastic=False"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DDPSpawnElasticStrategy(**arguments)
+
+
+def test_the_argument_makes_the_class_and_its_options_need_it():
+    assert type(DDPSpawnStrategy(elastic=True, min_workers=2, max_restarts=0)) is DDPSpawnElasticStrategy
+    with pytest.raises(ValueError, match="max_restarts=1"):
+        DDPSpawnStrategy(max_restarts=1)
+    with pytest.raises(TypeError, match="elastic"):
+        DDPSpawnStrategy(elastic="yes")
