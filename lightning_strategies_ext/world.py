@@ -211,13 +211,17 @@ class World:
 
     # --- leaving ---
 
-    def leave(self) -> None:
-        """Ends what the ranks have together, but for what the next stage takes over. A second call does no harm."""
+    def leave(self, *, is_over: bool = True) -> None:
+        """Ends what the ranks have together, but for what the next stage takes over. A second call does no harm.
+
+        Args:
+            is_over: Whether nobody waits for what is still to come of the stage.
+        """
         if self.watch is not None and self.watch.was_woken:
             self.abandon()
         if self._departure is not None:
             self._departure.depart() if self.alone is None else self._departure.fail()
-        if self.watch is not None:
+        if self.watch is not None and is_over:
             self.watch.leave_stage()
         self._end_exchange()
         if self._termination is None:

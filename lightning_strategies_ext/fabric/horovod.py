@@ -147,7 +147,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         launch = environment.launch_of(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
         store = runtime.store() if self.world_size > 1 else None
-        self._end_together(self.global_rank, self.world_size, store, lambda peers: runtime.shut_down(), Progress())
+        self._end_together(self.global_rank, self.world_size, store, runtime.let_go, Progress())
 
     @override
     def setup_module(self, module: Module) -> Module:

@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 #: How long a rank must have waited in one collective of ``shm`` for a rank that has left, in seconds.
 PATIENCE_S = 1.5
-#: How long the end of rank 0's process may be held up for ranks that have not ended the stage, in seconds.
-LINGER_S = 10.0
 #: How much longer to hear why, in seconds.
 WHY_S = 1.0
 _LINGER_POLL_S = 0.05
@@ -106,12 +104,11 @@ class Departure:
         return self.reason
 
     def linger(self) -> list[int]:
-        """Waits until all others have ended the stage or failed in it; at most :data:`LINGER_S`.
+        """Waits until all others have ended the stage or failed in it, or are lost.
 
         Returns:
-            Those that have failed, or whose processes have ended before the stage.
+            Those that have failed or are lost, or whose processes have ended before the stage.
         """
-        deadline = time.monotonic() + LINGER_S
         others = {rank for rank in range(self._world_size) if rank != self._rank}
         failed: set[int] = set()
         with suppress(RuntimeError):  # the store is elsewhere, and gone
@@ -119,9 +116,9 @@ class Departure:
                 died = self._died()  # asked first: a rank may say that it has ended the stage, and then end
                 others = {rank for rank in others if not self._store.check([str(rank)])}
                 failed |= {rank for rank in others if rank in died or self._store.check([_failed(rank)])}
+                failure = self.why(0.0)
+                failed |= others.intersection(() if failure is None else failure.ranks)
                 others -= failed
-                if time.monotonic() > deadline:
-                    break
                 time.sleep(max(_LINGER_POLL_S, len(others) / 500))
         return sorted(failed)
 

@@ -1,6 +1,7 @@
 """The end of a process whose training thread does not end it, or not with the exit code that it should have."""
 
 import atexit
+import faulthandler
 import logging
 import multiprocessing
 import os
@@ -30,6 +31,14 @@ def end_process(exit_code: int = ENDED) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(exit_code)
+
+
+def end_within(seconds: float) -> None:
+    """Lets this process, which ends, end with exit code 1 after some seconds at the latest.
+
+    A library may wait at its end for what never comes, and hold Python's lock: the clock is one of C's.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 
 def leave_thread(thread: threading.Thread) -> None:

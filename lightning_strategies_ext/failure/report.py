@@ -86,7 +86,9 @@ def write(directory: str, failure: Failure, rank: int, text: str) -> Path | None
     return path
 
 
-def show_at_exit(exception: BaseException, failure: Failure, rank: int, directory: str, *, is_speaker: bool) -> None:
+def show_at_exit(
+    exception: BaseException, failure: Failure, rank: int, directory: str, is_speaker: Callable[[], bool]
+) -> None:
     """Shows a short account of a failure in place of the exception's long trace, if nobody catches it.
 
     Args:
@@ -94,7 +96,7 @@ def show_at_exit(exception: BaseException, failure: Failure, rank: int, director
         failure: What failed first.
         rank: This one.
         directory: See :func:`write`.
-        is_speaker: Whether it shows the whole account; the others say a line.
+        is_speaker: Asked in the end whether it shows the whole account; the others say a line.
     """
     usual: ExceptHook = sys.excepthook
 
@@ -105,7 +107,7 @@ def show_at_exit(exception: BaseException, failure: Failure, rank: int, director
         path = write(directory, failure, rank, "".join(traceback.format_exception(kind, value, trace)))
         if path is None:
             usual(kind, value, trace)
-        if is_speaker:
+        if is_speaker():
             ended = "" if rank in failure.ranks else f"Rank {rank} ended because {failure.named_ranks} {failure.verb}."
             files = "" if path is None else f"What each rank says: {path.parent}{os.sep}rank-*.txt"
             show_block(failure, ended, files)
@@ -116,9 +118,15 @@ def show_at_exit(exception: BaseException, failure: Failure, rank: int, director
 
 
 def show_block(failure: Failure, *more: str) -> None:
-    """Shows what failed first, between two lines, and a few words more."""
+    """Shows what failed first, between two lines, and a few words more; once."""
+    if (failure.ranks, failure.time) in _shown:
+        return
+    _shown.add((failure.ranks, failure.time))
     text = [_LINE, f"lightning-strategies-ext: {summary(failure)}", *(words for words in more if words), _LINE]
     print("\n".join(text), file=sys.stderr, flush=True)  # noqa: T201
+
+
+_shown: set[tuple[tuple[int, ...], float]] = set()
 
 
 def say(message: str) -> None:

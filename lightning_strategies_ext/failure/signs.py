@@ -162,9 +162,9 @@ def stuck_ranks(signs: Mapping[int, Sign], silence: Mapping[int, float], patienc
         Those that do not come; all that wait if none is missing, since they wait in different places; none if nobody
         waits or one that is missing moves.
     """
-    if any(sign.state in ("failed", "ended") for sign in signs.values()):
-        return ()
     stage = max(sign.stage for sign in signs.values())
+    if any(sign.state == "failed" or (sign.state == "ended" and sign.stage < stage) for sign in signs.values()):
+        return ()
     running = {rank: sign for rank, sign in signs.items() if sign.state == "running" or sign.stage < stage}
     if not running:
         return ()

@@ -27,7 +27,7 @@ from lightning_strategies_ext.failure import detection, report
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from lightning_strategies_ext.failure.deaths import Deaths
-from lightning_strategies_ext.failure.ending import end_process
+from lightning_strategies_ext.failure.ending import end_process, end_within
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
@@ -178,7 +178,7 @@ class Watch:
         """Says that this rank has failed and will end by itself; returns at once."""
         self._fail(lambda: report.failure_of(exception, self._rank, self._where_now()))
         assert self.failure is not None
-        report.show_at_exit(exception, self.failure, self._rank, self.directory, is_speaker=self._is_speaker())
+        report.show_at_exit(exception, self.failure, self._rank, self.directory, self._is_speaker)
 
     def reason(self, timeout_s: float) -> Failure | None:
         """What has failed first; waits so long at most to be told of something."""
@@ -246,6 +246,8 @@ class Watch:
         if self._state != "failed":
             self._say("ended")
         self.close()
+        if self.failure is not None:
+            end_within(GRACE_S)
 
     # --- what the thread does ---
 
@@ -273,6 +275,9 @@ class Watch:
                 # What failed in an earlier stage, and was caught on all ranks, is over.
                 now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._stage}
                 self.failure = first_failure(now) or self._failure_seen(signs, died)
+                if self.failure is not None and self.failure.by == self._rank and self._state == "left":
+                    report.show_block(self.failure)
+                    self._kill_silent(self.failure)
             if self._hosts is not None:
                 self._hosts.tell({rank: signs[rank] for rank in self._here if rank in signs}, self.failure)
             failure = self.failure if self._state == "running" else None
@@ -306,11 +311,13 @@ class Watch:
         if self._woke_at is None:
             if not is_said or now - self._noticed_at > ANNOUNCE_S:
                 self._woke_at = now
-                self.wake_this_rank()
+                # Horovod's way to let go waits for the others, who may not answer.
+                threading.Thread(target=self.wake_this_rank, name="watch wakes", daemon=True).start()
         elif now - self._woke_at > (SHORT_GRACE_S if self._rank in failure.ranks else GRACE_S):
             reason = f"rank {self._rank} ended because {report.cause(failure)}"
             path = report.write(self.directory, failure, self._rank, f"{reason}\n{self._activity.stack()}")
             report.say(f"{reason}. It did not end by itself" + (f"; where it was stands in {path}." if path else "."))
+            self._kill_silent(failure)
             end_process()
 
     def _is_speaker(self) -> bool:
@@ -378,6 +385,14 @@ class Watch:
         module = self._activity.module
         return module.startswith(_OF_COLLECTIVES) and not module.startswith(_OF_FAILURES)
 
+    def _kill_silent(self, failure: Failure) -> None:
+        """Ends the ranks of this host that others wait for in vain, and whose own watch cannot: stopped ones, say."""
+        for rank in failure.ranks:
+            peer = self._here.get(rank)
+            if rank != self._rank and peer is not None and self._silence.seconds.get(rank, 0) >= SILENT_S:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(peer.pid).kill()
+
     def _kill(self, peers: Sequence[Peer]) -> None:
         for peer in peers:
             report.say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end: it is killed.")
@@ -398,7 +413,9 @@ class Watch:
         done = {
             rank
             for rank, sign in signs.items()
-            if sign.state == "ended" or sign.stage > self._stage or (sign.state, sign.stage) == ("failed", self._stage)
+            if sign.state == "ended"
+            or sign.stage > self._stage
+            or (sign.state in ("left", "failed") and sign.stage == self._stage)
         }
         return [
             peer for rank, peer in self._here.items() if rank != self._rank and rank not in done and peer.is_running()
@@ -406,6 +423,11 @@ class Watch:
 
 
 _of_process: Watch | None = None
+
+
+def failure_known() -> Failure | None:
+    """What has failed first, as far as this process knows."""
+    return None if _of_process is None else _of_process.failure
 
 
 def _do_nothing() -> None:

@@ -5,7 +5,8 @@ It stays initialised between stages and is shut down when the interpreter ends, 
 
 import os
 import socket
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ from torch.distributed import Store, TCPStore
 
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
 from lightning_strategies_ext.horovod_build.installed import horovod_problem
+from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
 _store: Store | None = None
@@ -104,6 +106,21 @@ def store() -> Store:
     if _store is None:
         _store = make_store()
     return _store
+
+
+def let_go(peers: Sequence[Peer]) -> None:
+    """Lets the collective fail that this rank is in; all ranks take part in that, by a thread of Horovod's.
+
+    One that is stopped cannot, and the others would wait for it: it is killed.
+    """
+    here = host_identity()
+    for peer in peers:
+        if peer.host == here:
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(peer.pid)
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
+    shut_down()
 
 
 def shut_down() -> None:

@@ -11,17 +11,21 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.failure.detection import how_it_ended
 from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
-from lightning_strategies_ext.failure.report import say
+from lightning_strategies_ext.failure.report import say, show_block
+from lightning_strategies_ext.failure.watch import GRACE_S, MARGIN_S, failure_known
 
 #: How often a process is asked whether it has ended, in seconds.
 _POLL_S = 0.1
 #: How long a process may take to end that has done nothing yet, in seconds.
 _END_S = 3.0
+#: How long the process that has started others waits for them at its end without a word, in seconds.
+_SAY_S = 10.0
 
 _started: list["subprocess.Popen[Any]"] = []
 
@@ -41,8 +45,6 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
     try:
         if not environment.creates_processes_externally:
             _lightning.call_children_scripts(launcher)
-            atexit.unregister(_fail_if_one_has)
-            atexit.register(_fail_if_one_has)
             _started.extend(launcher.procs)
             arguments = (list(launcher.procs), have_met)
             threading.Thread(target=_wait_until_they_have_met, args=arguments, daemon=True, name="script watch").start()
@@ -52,6 +54,10 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
         if not have_met():
             _end(launcher.procs)
         raise
+    finally:
+        if _started:  # before the watch ends, which knows if one of them is stuck
+            atexit.unregister(_wait_for_all)
+            atexit.register(_wait_for_all)
 
 
 def _end(processes: "Sequence[subprocess.Popen[Any]]") -> None:
@@ -74,14 +80,26 @@ def exit_code_of(pid: int) -> int | None:
     return None
 
 
-def _fail_if_one_has() -> None:
-    """At the end of this process, which is the one that the user has started: says which others have failed."""
-    for rank, process in enumerate(_started, 1):
-        if process.poll():
-            say(
-                f"rank {rank} (pid {process.pid}) has ended with exit code {process.returncode}; that of this one is 1."
-            )
-            fail_at_exit()
+def _wait_for_all() -> None:
+    """At the end of this process, which the user has started: waits for the others, not for long if one has failed."""
+    say_at, deadline = time.monotonic() + _SAY_S, inf
+    while any(process.poll() is None for process in _started) and time.monotonic() < deadline:
+        if failure_known() is not None:
+            deadline = min(deadline, time.monotonic() + GRACE_S + MARGIN_S)
+        elif time.monotonic() > say_at:
+            ranks = [str(rank) for rank, process in enumerate(_started, 1) if process.poll() is None]
+            say(f"rank 0 has come to its end; rank {' and '.join(ranks)} still works.")
+            say_at = inf
+        time.sleep(_POLL_S)
+    failed = {rank: process for rank, process in enumerate(_started, 1) if process.poll() != 0}
+    failure = failure_known()
+    if failed and failure is not None and failure.by not in failure.ranks:  # they could not say it
+        show_block(failure)
+    for rank, process in failed.items():
+        fail_at_exit()
+        if failure is None:
+            how = "does not end" if process.returncode is None else f"has ended with exit code {process.returncode}"
+            say(f"rank {rank} (pid {process.pid}) {how}; the exit code of this one is 1.")
 
 
 def _wait_until_they_have_met(processes: "list[subprocess.Popen[Any]]", have_met: Callable[[], bool]) -> None:

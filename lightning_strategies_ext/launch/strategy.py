@@ -72,5 +72,8 @@ class WorkerStrategy(LaunchedStrategy, Protocol):
     def setup_distributed(self) -> None:
         """Joins the process group."""
 
+    def end_stage(self) -> None:
+        """Called when all of a stage is over."""
+
     def request_interrupt(self) -> None:
         """Lets all ranks stop before the same step, as after Ctrl-C."""

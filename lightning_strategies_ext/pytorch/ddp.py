@@ -388,6 +388,11 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         super().teardown()
 
     @property
+    @override
+    def _ends_with_teardown(self) -> bool:
+        return self._worker is None
+
+    @property
     def _is_automatic_optimization(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 

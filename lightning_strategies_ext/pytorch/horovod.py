@@ -251,7 +251,7 @@ class HorovodStrategy(ParallelStrategy):
         store = runtime.store() if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
         if store is not None:
-            self._end_together(lambda peers: runtime.shut_down(), Progress())
+            self._end_together(runtime.let_go, Progress())
 
     # --- setup ---
 

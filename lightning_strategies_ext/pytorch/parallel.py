@@ -277,7 +277,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     @override
     def teardown(self) -> None:
         """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
-        self._world.leave()
+        self._world.leave(is_over=self._ends_with_teardown)
         self._world.release_sigterm()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
@@ -289,7 +289,17 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    def end_stage(self) -> None:
+        """Called in a worker when all of a stage is over: hooks that come after :meth:`teardown`, too."""
+        if self._world.watch is not None:
+            self._world.watch.leave_stage()
+
     # --- the world ---
+
+    @property
+    def _ends_with_teardown(self) -> bool:
+        """Whether nobody waits for what this process does after a stage's teardown, as the main process of a worker."""
+        return True
 
     @property
     def has_met(self) -> bool:

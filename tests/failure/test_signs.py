@@ -43,7 +43,7 @@ def test_a_rank_that_sleeps_while_another_waits_is_stuck(waits):
         (SLEEPS, SLEEPS, "nobody waits: all read from a slow disk, say"),
         (MOVES, SLEEPS, "nobody waits"),
         (replace(WAITS, state="failed"), SLEEPS, "one has failed: they end for that"),
-        (replace(WAITS, state="ended"), SLEEPS, "one is gone: the watch sees it in another way"),
+        (replace(WAITS, state="ended"), replace(SLEEPS, stage=9), "one has ended before: the watch sees it otherwise"),
         (replace(MOVES, state="left"), MOVES, "it is still at its stage, and moves"),
         (replace(SLEEPS, state="left"), replace(SLEEPS, state="left"), "both have ended the stage"),
     ],
@@ -69,6 +69,7 @@ def test_all_that_wait_for_each_other_are_stuck():
 
 def test_one_that_sleeps_in_a_stage_that_others_have_ended_is_stuck():
     assert stuck(replace(MOVES, state="left"), SLEEPS) == (1,)
+    assert stuck(replace(MOVES, state="ended"), SLEEPS) == (1,)  # whose process has ended since
 
 
 def test_one_that_sleeps_between_stages_is_stuck_once_another_waits_in_the_next():

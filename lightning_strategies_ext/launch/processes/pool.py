@@ -282,10 +282,10 @@ class WorkerPool:
         return Outcome(interrupt, {rank for rank, answer in answers.items() if _has_results(answer)})
 
     def _error(self, answers: Answers) -> BaseException:
-        deaths = [
-            answer for answer in answers.values() if isinstance(answer, WorkerDiedError) and answer.exit_code != ENDED
-        ]
+        deaths = [answer for answer in answers.values() if isinstance(answer, WorkerDiedError)]
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        # Those that their watch has ended had another reason, if there is another.
+        deaths = [death for death in deaths if death.exit_code != ENDED] or ([] if failures else deaths)
         if deaths:  # what the others say then is, as a rule, that they lost it
             death = deaths[0]
             others = "".join(f"\nThen rank {rank} failed: {failure.summary}" for rank, failure in failures.items())

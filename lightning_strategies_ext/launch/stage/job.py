@@ -130,6 +130,7 @@ class StageJob:
         try:
             value = self.function(*self.args, **self.kwargs)
             state.on_interrupt = None
+            strategy.end_stage()
         except BaseException as exception:
             state.on_interrupt = lambda: None  # the results are still to be handed over
             exception = strategy.explained(exception)
