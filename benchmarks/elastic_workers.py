@@ -1,0 +1,108 @@
+"""What it takes ``ddp_spawn_elastic_ext`` to go on when a worker is killed.
+
+    python -m benchmarks.elastic_workers
+    python -m benchmarks.elastic_workers --parameters 1 100 --rounds 5
+
+Two CPU workers, one torch thread each, linear layers of so many million parameters, Adam, 32 samples per worker. In
+each round a ``fit`` of its own; one worker kills itself in the middle. Times are from there to the end of the first
+step of the other, and to that of the first step with the new worker.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.contenders import silence_lightning
+from benchmarks.report import Spread, print_table
+
+WIDTH = 1000
+KILLED_AT, NUM_STEPS = 30, 400
+
+
+class Layers(pl.LightningModule):
+    """Writes down when its steps end; the second worker kills itself once."""
+
+    def __init__(self, millions: int, directory: Path) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions)))
+        self.directory = directory
+        self.num_worlds = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """Kills the worker if it is time."""
+        mark = self.directory / "killed"
+        if self.global_rank == 1 and self.trainer.global_step == KILLED_AT and not mark.exists():
+            mark.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss: Tensor = self.net(batch[0]).pow(2).mean()
+        return loss
+
+    def on_train_start(self) -> None:
+        """Counts the worlds that this worker has been in."""
+        self.num_worlds += 1
+
+    def on_train_batch_end(self, outputs: object, batch: object, batch_idx: int) -> None:
+        """Notes the time, and stops after the new worker has joined."""
+        if self.global_rank == 0:
+            with (self.directory / "steps").open("a") as file:
+                file.write(json.dumps([time.time(), self.num_worlds, self.trainer.world_size]) + "\n")
+        if (self.directory / "killed").exists() and self.num_worlds > 1 and self.trainer.world_size == 2:
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam: the state is three times the parameters."""
+        return torch.optim.Adam(self.parameters())
+
+
+def measure(millions: int) -> tuple[float, float, float]:
+    """Seconds: a step with two workers, from the kill to the end of the next step, to that of the first with two."""
+    with tempfile.TemporaryDirectory() as directory:
+        module = Layers(millions, Path(directory))
+        trainer = pl.Trainer(
+            strategy="ddp_spawn_elastic_ext",
+            accelerator="cpu",
+            devices=2,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(64 * NUM_STEPS, WIDTH)), batch_size=32))
+        killed_at = float(Path(directory, "killed").read_text())
+        steps = [json.loads(line) for line in Path(directory, "steps").read_text().splitlines()]
+    before = [at for at, number, _ in steps if number == 1]
+    step = statistics.median(later - earlier for earlier, later in zip(before[5:], before[6:], strict=False))
+    following = next(at for at, number, _ in steps if number > 1)
+    joined = next(at for at, number, size in steps if number > 1 and size == 2)
+    return step, following - killed_at, joined - killed_at
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1], help="in millions")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    silence_lightning()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = []
+    for millions in arguments.parameters:
+        samples = [measure(millions) for _ in range(arguments.rounds)]
+        rows.append([f"{millions} M", *(Spread.of(column).text(3) for column in zip(*samples, strict=True))])
+    columns = ["parameters", "a step", "from the kill to the next step", "to the first with the new worker"]
+    print_table("Seconds: median [quartiles]", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
