@@ -15,6 +15,7 @@ import signal
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -82,7 +83,7 @@ def measure(millions: int) -> tuple[float, float, float]:
         killed_at = float(Path(directory, "killed").read_text())
         steps = [json.loads(line) for line in Path(directory, "steps").read_text().splitlines()]
     before = [at for at, number, _ in steps if number == 1]
-    step = statistics.median(later - earlier for earlier, later in zip(before[5:], before[6:], strict=False))
+    step = statistics.median(later - earlier for earlier, later in pairwise(before[5:]))
     following = next(at for at, number, _ in steps if number > 1)
     joined = next(at for at, number, size in steps if number > 1 and size == 2)
     return step, following - killed_at, joined - killed_at

@@ -366,7 +366,7 @@ def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family(wh
     assert max(map(len, result.stdout.splitlines())) <= 80
     rows = [re.split("│", line)[1].strip() for line in result.stdout.splitlines() if "│" in line]
     families = ["ddp_ext*", "ddp_spawn_ext*", "ddp_fork_ext*", "ddp_notebook_ext*"]
-    assert rows == [*families, "dp_ext", "horovod_ext", "horovod_elastic_ext", "dp", "horovod"]
+    assert rows == [*families, "ddp_spawn_elastic_ext", "dp_ext", "horovod_ext", "horovod_elastic_ext", "dp", "horovod"]
     assert "is served by" not in result.stdout + result.stderr
 
 

@@ -71,6 +71,8 @@ class DDPSpawnStrategy(DDPStrategy):
             Trainer(strategy=strategy, devices=2).fit(model)
     """
 
+    elastic_class = "ddp_spawn_elastic:DDPSpawnElasticStrategy"
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -128,14 +130,6 @@ class DDPSpawnStrategy(DDPStrategy):
         self._wants_sync_batchnorm = False
         self.keep_workers = keep_workers
         self.states_of_loaders: list[dict[str, Any]] = []
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """With ``elastic=True``, an object of the subclass that is elastic."""
-        if cls is DDPSpawnStrategy and kwargs.get("elastic") is True:
-            from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy
-
-            return super().__new__(DDPSpawnElasticStrategy)  # type: ignore[return-value]
-        return super().__new__(cls)
 
     @property
     def sync_batchnorm(self) -> bool:

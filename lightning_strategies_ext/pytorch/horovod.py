@@ -83,6 +83,7 @@ class HorovodStrategy(ParallelStrategy):
     """
 
     strategy_name = "horovod_ext"
+    elastic_class = "horovod_elastic:HorovodElasticStrategy"
 
     def __init__(
         self,
@@ -134,14 +135,6 @@ class HorovodStrategy(ParallelStrategy):
         self._deltas: DeltaExchange | None = None
         self._metrics: MetricSync | None = None
         self._batch_norm: SynchronizedBatchNorm | None = None
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "HorovodStrategy":
-        """With ``elastic=True``, an object of the subclass that is elastic."""
-        if cls is HorovodStrategy and kwargs.get("elastic") is True:
-            from lightning_strategies_ext.pytorch.horovod_elastic import HorovodElasticStrategy
-
-            cls = HorovodElasticStrategy
-        return super().__new__(cls)
 
     def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
         if not isinstance(elastic, bool):

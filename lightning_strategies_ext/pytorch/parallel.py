@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -21,7 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import (
@@ -98,6 +99,17 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             precision_plugin=precision_plugin,
         )
         self._world = World(self._engine)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """With ``elastic=True``, an object of the subclass that is elastic, if a class has one.
+
+        It stands here since LightningCLI takes a class's own ``__new__`` for what says its arguments.
+        """
+        target = vars(cls).get("elastic_class")
+        if target is not None and kwargs.get("elastic") is True:
+            module, _, name = target.partition(":")
+            cls = getattr(import_module(f"{cls.__module__.rpartition('.')[0]}.{module}"), name)  # beside it
+        return super().__new__(cls)
 
     @property
     @abstractmethod
