@@ -84,6 +84,7 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn_elastic:DDPSpawnElasticStrategy"},
         "torch.distributed",
         "DDP, worker processes, of which one may die in fit and is started anew",
+        {"start_method": "forkserver"},
     ),
     NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP, one process, a replica of the module on each device"),
     NamedStrategy("horovod_ext", _HOROVOD_CLASS, "Horovod", "DDP over Horovod, under horovodrun, mpirun or by itself"),

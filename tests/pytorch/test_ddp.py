@@ -13,7 +13,7 @@ from lightning.fabric.strategies import DDPStrategy as LightningFabricDDPStrateg
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 
-from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ParallelStrategy
+from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy, DDPStrategy, ParallelStrategy
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.registry import STRATEGIES
 from tests.support.models import (
@@ -175,13 +175,19 @@ def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
     assert "destroy" not in result.stdout, "noise about the process group"
 
 
-@pytest.mark.parametrize("strategy_class", [DDPStrategy, DDPSpawnStrategy, FabricDDPStrategy])
+@pytest.mark.parametrize("strategy_class", [DDPStrategy, DDPSpawnStrategy, DDPSpawnElasticStrategy, FabricDDPStrategy])
 def test_the_classes_register_their_own_names_and_no_other(strategy_class):
     strategies = type(pl.strategies.StrategyRegistry)()
     strategy_class.register_strategies(strategies)
     in_scripts = set(POPEN_NAMES)
-    in_workers = START_METHODS.keys() - in_scripts
-    names = {DDPStrategy: in_scripts, DDPSpawnStrategy: in_workers, FabricDDPStrategy: in_scripts | in_workers}
+    elastic = {"ddp_spawn_elastic_ext"}
+    in_workers = START_METHODS.keys() - in_scripts - elastic
+    names = {
+        DDPStrategy: in_scripts,
+        DDPSpawnStrategy: in_workers,
+        DDPSpawnElasticStrategy: elastic,
+        FabricDDPStrategy: in_scripts | in_workers,
+    }
     assert set(strategies) == names[strategy_class]
     assert all(type(strategies.get(name)) is strategy_class for name in strategies)
 
