@@ -15,9 +15,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.launch.processes.changing_pool import ChangingPool
+from lightning_strategies_ext.launch.processes.changing_pool import run_changing
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
-from lightning_strategies_ext.launch.processes.pool import Outcome
+from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.processes.worker import is_importing_main
 from lightning_strategies_ext.launch.stage.job import CallJob, StageJob
@@ -43,13 +43,13 @@ class Workers:
     def __init__(self, strategy: WorkersStrategy, start_method: WorkerStartMethod) -> None:
         self._strategy = strategy
         self._start_method: WorkerStartMethod = start_method
-        self._pool: ChangingPool | None = None
+        self._pool: WorkerPool | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._rendezvous: dict[str, str] = {}
         self._rng: list[RngState] = []
         self._has_run = False
         self._is_in_use = False
-        self._must_end = False  # since they are not all that they were
+        self._must_end = False  # since the job may have changed them
         self._kept = KeptSegments()
         _all.add(self)
 
@@ -64,7 +64,7 @@ class Workers:
         return [] if self._pool is None else self._pool.pids
 
     @property
-    def pool(self) -> ChangingPool:
+    def pool(self) -> WorkerPool:
         """The pool that ran the last job."""
         assert self._pool is not None
         return self._pool
@@ -135,12 +135,11 @@ class Workers:
                 outcome = pool.run(packed, conditions, continues=self._has_run)
             else:
                 assert packed is not None
-                outcome = pool.run_changing(packed, conditions, self._has_run, job.allowance)
-                self._must_end = True
+                outcome = run_changing(pool, packed, conditions, self._has_run, job.allowance)
         finally:
             if packed is not None:
                 packed.close()
-        self._has_run = True
+        self._has_run, self._must_end = True, job.allowance is not None
         return outcome
 
     def end_unless_kept(self) -> None:
@@ -198,7 +197,7 @@ class Workers:
             self._pool.close()
             self._let_go()
 
-    def _usable_pool(self, inherited: StageJob | CallJob | None) -> ChangingPool:
+    def _usable_pool(self, inherited: StageJob | CallJob | None) -> WorkerPool:
         # A forked worker knows what was defined when it was forked, and in a notebook more is defined all the time.
         must_be_new = inherited is not None or hasattr(sys, "ps1")
         if self._pool is not None and (must_be_new or not self._pool.is_usable()):
@@ -209,8 +208,8 @@ class Workers:
             if taken is None:
                 self._rendezvous = _rendezvous(self._strategy)
                 passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
-                taken = ChangingPool(self._strategy.num_processes, self._start_method, passed_through, inherited)
-            self._pool, self._must_end = taken, False
+                taken = WorkerPool(self._strategy.num_processes, self._start_method, passed_through, inherited)
+            self._pool = taken
             self._finalizer = weakref.finalize(self, self._pool.close)
         return self._pool
 
@@ -229,13 +228,13 @@ class Workers:
         num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return num_threads or max(1, num_cpus // self._strategy.num_processes)
 
-    def _taken_from_idle(self, must_be_new: bool) -> ChangingPool | None:
+    def _taken_from_idle(self, must_be_new: bool) -> WorkerPool | None:
         """Takes over the workers of another strategy of this process that is idle, and ends those that do not fit.
 
         So a search over many Trainers has the workers of one, and no more of them idle at any time. Forked ones fit no
         other: the point of a fork is to have what the main process has then.
         """
-        taken: ChangingPool | None = None
+        taken: WorkerPool | None = None
         for other in [other for other in _all if other is not self and not other._is_in_use]:
             pool = other._pool
             if (

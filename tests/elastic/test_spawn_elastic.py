@@ -3,11 +3,16 @@
 Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
 """
 
+import signal
+from pathlib import Path
+
 import pytest
+import torch
 
 from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy
 from tests.elastic.test_elastic import STRATEGY, check_is_as_good_as_undisturbed
 from tests.support.elastic_runs import Run, run_workers
+from tests.support.ranks import run_script
 
 
 def sizes_of(run: Run) -> list[int]:
@@ -93,6 +98,44 @@ def test_fewer_workers_than_there_must_be_wait_for_the_new_one():
     run = run_workers(2, strategy={**STRATEGY, "min_workers": 2}, events=[{"do": "kill", "step": 70, "rank": 1}])
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 60)]
+
+
+ASKED_TO_STOP = """
+import os
+import signal
+import sys
+
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+
+from tests.support.models import MLP, loader, make_trainer
+
+
+class Asks(MLP):
+    def __init__(self):
+        super().__init__()
+        self.main = os.getpid()
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 5 and self.global_rank == 1:
+            os.kill(self.main, int(sys.argv[1]))
+        return super().training_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    saving = OnExceptionCheckpoint(sys.argv[2])
+    trainer = make_trainer("ddp_spawn_elastic_ext", max_epochs=-1, callbacks=[saving], enable_checkpointing=True)
+    trainer.fit(Asks(), loader())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, number: signal.Signals):
+    script = tmp_path / "script.py"
+    script.write_text(ASKED_TO_STOP)
+    result = run_script(script, str(int(number)), tmp_path)
+    assert "is lost" not in result.stdout, result.stdout
+    (path,) = tmp_path.glob("*.ckpt")
+    assert torch.load(path, weights_only=False)["global_step"] >= 6
 
 
 @pytest.mark.parametrize(

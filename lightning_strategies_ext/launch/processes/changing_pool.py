@@ -8,6 +8,7 @@ What it does not promise: that a rank which waits for ever is noticed; the proce
 """
 
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.exceptions import WorkerDiedError
+from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.launch.processes.conditions import Conditions
-from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome, WorkerPool
+from lightning_strategies_ext.launch.processes.pool import GRACE_S, INTERRUPT_GRACE_S, Outcome, WorkerPool
 from lightning_strategies_ext.launch.processes.process import WorkerProcess
 from lightning_strategies_ext.launch.protocol import (
     Arrived,
@@ -56,65 +57,27 @@ class Allowance:
     window_s: float
 
 
-class ChangingPool(WorkerPool):
-    """Workers of which one may die in a job and be replaced. The arguments are those of :class:`.WorkerPool`."""
+def run_changing(
+    pool: WorkerPool, job: Packed, conditions: Sequence[Conditions], continues: bool, allowance: Allowance
+) -> Outcome:
+    """Runs a job whose ranks may change; the workers are of no use for another one then.
 
-    def run_changing(
-        self, job: Packed, conditions: Sequence[Conditions], continues: bool, allowance: Allowance
-    ) -> Outcome:
-        """Runs a job whose ranks may change; the workers are of no use for another one then.
-
-        Args:
-            job: The job, pickled.
-            conditions: For each worker.
-            continues: See :class:`.Order`.
-            allowance: What may happen.
-        """
-        self._busy = {worker.rank for worker in self._workers}
-        run = _Run(self, job, conditions, continues, allowance)
-        try:
-            with self._forwarding_sigterm():
-                error = run.until_the_end()
-        except KeyboardInterrupt as interrupt:
-            outcome = self._interrupt(run.answers_by_slot(), interrupt)
-            return run.outcome(outcome.error)
-        return run.outcome(error)
-
-    def replace(self, slot: int) -> WorkerProcess:
-        """Starts a worker in the place of one that has died."""
-        self._workers[slot].close()
-        worker = self._workers[slot] = WorkerProcess(slot, self._start_method, self._inherited)
-        self._prepare(worker)
-        return worker
-
-    def give(self, worker: WorkerProcess, order: Order, job: Packed) -> None:
-        """Orders a worker to run a job."""
-        self._give(worker, order, job)
-
-    @property
-    def workers(self) -> list[WorkerProcess]:
-        """The workers, one per slot: per device of this host."""
-        return self._workers
-
-    def keep(self, world: Sequence[WorkerProcess], answered: Sequence[WorkerProcess]) -> None:
-        """Ends all others. Results are pulled by ranks from here on.
-
-        Args:
-            world: The ranks, in order.
-            answered: Those that have answered.
-        """
-        for worker in self._workers:
-            if worker not in world:
-                worker.kill()
-                worker.close()
-        for rank, worker in enumerate(world):
-            worker.rank = rank
-        self._workers = list(world)
-        self._busy = {worker.rank for worker in world if worker not in answered}
-
-    def error_of(self, answers: dict[int, Any]) -> BaseException:
-        """What the main process should raise."""
-        return self._error(answers)
+    Args:
+        pool: The workers.
+        job: The job, pickled.
+        conditions: For each worker.
+        continues: See :class:`.Order`.
+        allowance: What may happen.
+    """
+    run = _Run(pool, job, conditions, continues, allowance)
+    error: BaseException | None
+    try:
+        with pool.forwarding_sigterm():
+            error = run.until_the_end()
+    except KeyboardInterrupt as interrupt:
+        error = interrupt
+        run.interrupt()
+    return run.outcome(error)
 
 
 class _Run:
@@ -122,7 +85,7 @@ class _Run:
 
     def __init__(
         self,
-        pool: ChangingPool,
+        pool: WorkerPool,
         job: Packed,
         conditions: Sequence[Conditions],
         continues: bool,
@@ -163,7 +126,7 @@ class _Run:
         """What is to be pulled, by ranks."""
         world = [worker for worker in self._world if worker.is_alive() or worker in self._answers]
         answers = [self._answers.get(worker) for worker in world]
-        self._pool.keep(world, list(self._answers))
+        self._pool.keep(world)
         has_results = {
             rank
             for rank, answer in enumerate(answers)
@@ -172,9 +135,11 @@ class _Run:
         rng = [answer.rng for answer in answers if isinstance(answer, Done)] if error is None else []
         return Outcome(error, has_results, rng)
 
-    def answers_by_slot(self) -> dict[int, Any]:
-        """What workers have said to the job; added to."""
-        return {worker.rank: answer for worker, answer in self._answers.items()}
+    def interrupt(self) -> None:
+        """Lets all stop together after Ctrl-C; a second one is heeded at once."""
+        with suppress(KeyboardInterrupt):
+            self._pool.signal(signal.SIGINT)
+            self._end_others(INTERRUPT_GRACE_S)
 
     # --- what happens ---
 
@@ -231,8 +196,8 @@ class _Run:
                 if other is not worker:
                     self._tell(other, Members(None))
             self._arrived.clear()
-        if self._number < 0 or not (self._world or self._ready) or any(rank in self._answers for rank in self._world):
-            return death  # nobody is left who could go on, or the others have come to the end
+        if not self._world or any(rank in self._answers for rank in self._world):
+            return death  # nobody is left who has a state to go on with, or the others have come to the end
         now = time.monotonic()
         while self._restarted_at and now - self._restarted_at[0] > self._allowance.window_s:
             self._restarted_at.popleft()
@@ -289,13 +254,24 @@ class _Run:
 
     def _settled(self, error: BaseException) -> BaseException:
         """Lets the others end as well, which tells who failed first."""
-        deadline = time.monotonic() + GRACE_S
-        answers: dict[int, Any] = self.answers_by_slot()
-        for death in self._deaths:  # healed ones are no cause
+        answers = self._end_others(GRACE_S)
+        for death in self._deaths:  # those before the newest world are no cause
             answers.setdefault(death.error_index, death)
+        return self._pool.error_of(answers) if isinstance(error, WorkerRaisedError) else error
+
+    def _end_others(self, timeout_s: float) -> dict[int, Done | Failure | WorkerDiedError]:
+        """Waits for the answers that are missing; whoever waits for a place in a world is told that there is none.
+
+        Returns:
+            What workers have said, by slot.
+        """
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, Done | Failure | WorkerDiedError] = {
+            worker.rank: answer for worker, answer in self._answers.items()
+        }
         missing = [worker for worker in self._pool.workers if worker not in self._answers and worker.is_alive()]
         while missing and time.monotonic() < deadline:
-            for worker in [worker for worker in missing if worker in self._ready]:
+            for worker in set(missing).intersection(self._ready):
                 self._ready.remove(worker)
                 self._tell(worker, Place(None))
             wait([what for worker in missing for what in worker.pollable], _POLL_S)
@@ -307,12 +283,12 @@ class _Run:
                     self._tell(worker, Members(None))
                 elif said is not None:
                     missing.remove(worker)
-                    answers.setdefault(worker.rank, said)
+                    answers[worker.rank] = said
                     if not isinstance(said, WorkerDiedError):
                         self._answers[worker] = said
         for worker in missing:
             worker.kill()
-        return error if isinstance(error, (WorkerDiedError, RuntimeError)) else self._pool.error_of(answers)
+        return answers
 
     def _tell(self, worker: WorkerProcess, message: Any) -> None:
         with suppress(OSError):  # its death is heard of

@@ -112,6 +112,11 @@ class WorkerPool:
         return all(worker.is_there() for worker in self._workers)
 
     @property
+    def workers(self) -> list[WorkerProcess]:
+        """The workers, in order of local ranks."""
+        return self._workers
+
+    @property
     def pids(self) -> list[int]:
         """Process ids, in order of local ranks."""
         return [worker.pid for worker in self._workers]
@@ -131,9 +136,9 @@ class WorkerPool:
 
         self._busy = {worker.rank for worker in self._workers}
         try:
-            with self._forwarding_sigterm():
+            with self.forwarding_sigterm():
                 for worker, condition in zip(self._workers, conditions, strict=True):
-                    self._give(worker, Order(condition, continues, is_inherited=job is None), job)
+                    self.give(worker, Order(condition, continues, is_inherited=job is None), job)
                 self._collect(answers, until=has_failed)
                 if has_failed():
                     self._settle(answers)
@@ -143,7 +148,7 @@ class WorkerPool:
         rng = [answer.rng for _, answer in sorted(answers.items()) if isinstance(answer, Done)]
         if len(rng) == len(self._workers):
             return Outcome(None, has_results, rng)
-        return Outcome(self._error(answers), has_results)
+        return Outcome(self.error_of(answers), has_results)
 
     def pull(self, rank: int, timeout_s: float | None = None) -> Iterator[Any]:
         """Yields the results of a worker's job, one by one; each is written when it is asked for.
@@ -193,6 +198,23 @@ class WorkerPool:
             return str(worker.death())
         return answer.summary if isinstance(answer, Failure) else None
 
+    def replace(self, rank: int) -> WorkerProcess:
+        """Starts a worker in the place of one that has died."""
+        self._workers[rank].close()
+        worker = self._workers[rank] = WorkerProcess(rank, self._start_method, self._inherited)
+        self._prepare(worker)
+        return worker
+
+    def keep(self, workers: Sequence[WorkerProcess]) -> None:
+        """Ends all others; these have other local ranks from here on, in this order."""
+        for worker in self._workers:
+            if worker not in workers:
+                worker.kill()
+                worker.close()
+        for rank, worker in enumerate(workers):
+            worker.rank = rank
+        self._workers = list(workers)
+
     def signal(self, signum: int) -> None:
         """Sends a signal to every worker."""
         for worker in self._workers:
@@ -220,14 +242,15 @@ class WorkerPool:
         with suppress(OSError):  # it died at once: who waits for its answer finds out why
             worker.channel.send(Start(worker.rank, self._preparation))
 
-    def _give(self, worker: WorkerProcess, order: Order, job: Packed | None) -> None:
+    def give(self, worker: WorkerProcess, order: Order, job: Packed | None) -> None:
+        """Orders a worker to run a job; None is the one that it inherited."""
         with suppress(OSError):
             worker.channel.send(order)
             if job is not None:
                 job.send(worker.channel)
 
     @contextmanager
-    def _forwarding_sigterm(self) -> Generator[None, None, None]:
+    def forwarding_sigterm(self) -> Generator[None, None, None]:
         """Lets the workers stop together when this process is asked to, unless the user has seen to that."""
         in_charge = (
             threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -281,7 +304,8 @@ class WorkerPool:
             pass
         return Outcome(interrupt, {rank for rank, answer in answers.items() if _has_results(answer)})
 
-    def _error(self, answers: Answers) -> BaseException:
+    def error_of(self, answers: Answers) -> BaseException:
+        """What the main process should raise for what workers have said, by local rank."""
         deaths = [answer for answer in answers.values() if isinstance(answer, WorkerDiedError)]
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         # Those that their watch has ended had another reason, if there is another.
