@@ -22,9 +22,9 @@ from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixi
 # What each process that the script launchers start does with OpenMP's threads (2.5 to 2.6).
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 
 # The states of all generators of random numbers, which torch, numpy and Python have no common name for (2.5 to 2.6).
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states as random_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_random_states
 from lightning.pytorch.loops.loop import _Loop

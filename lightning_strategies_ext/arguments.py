@@ -34,13 +34,26 @@ def check_patience(patience: Any) -> float | None:
         TypeError: If it is neither a number of seconds, nor a ``timedelta``, nor None.
         ValueError: If it is not positive.
     """
-    if patience is None:
-        return None
-    seconds = patience.total_seconds() if isinstance(patience, timedelta) else patience
+    return None if patience is None else check_seconds("patience", patience, " None lets ranks wait for ever.")
+
+
+def check_seconds(name: str, value: Any, advice: str = "") -> float:
+    """Refuses what is no time; gives it in seconds.
+
+    Args:
+        name: Of the argument.
+        value: As the user said.
+        advice: What else there is to say.
+
+    Raises:
+        TypeError: If it is neither a number of seconds nor a ``timedelta``.
+        ValueError: If it is not positive.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-        raise TypeError(f"`patience` must be seconds, a datetime.timedelta or None, got {patience!r}.")
+        raise TypeError(f"`{name}` must be seconds or a datetime.timedelta, got {value!r}.{advice}")
     if not seconds > 0:
-        raise ValueError(f"`patience` must be positive, got {patience!r}. None lets ranks wait for ever.")
+        raise ValueError(f"`{name}` must be positive, got {value!r}.{advice}")
     return float(seconds)
 
 

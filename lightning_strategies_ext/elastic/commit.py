@@ -113,11 +113,11 @@ class Commit:
         assert shared is not None
         tensors = self._tensors
         # What a callback keeps besides its state, such as ModelCheckpoint's `current_score`, may be on some ranks only.
-        is_other = self.shared is None or self.shared.slots != shared.slots
-        if is_behind or is_other:
+        is_other = is_behind or self.shared is None or self.shared.slots != shared.slots
+        if is_other:
             tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in shared.slots]
         collectives.broadcast_tensors(tensors, src)
-        if is_behind or is_other:  # from here on, when all of it is there
+        if is_other:  # from here on, when all of it is there
             self.shared, self._tensors = shared, tensors
         if is_behind:
             self._own = self._random = None

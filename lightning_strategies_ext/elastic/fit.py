@@ -148,7 +148,8 @@ class ElasticFit:
         Args:
             with_error: What it raises then; by default a SIGTERMException.
         """
-        self._leaves_with = with_error or SIGTERMException(_LEFT)
+        if with_error is not None:
+            self._leaves_with = with_error
         self._asked_to_leave_at = time.monotonic()
 
     @property

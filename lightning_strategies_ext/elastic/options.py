@@ -18,8 +18,57 @@ def check_commit_interval(commit_every_n_steps: Any) -> int:
     """
     if commit_every_n_steps is None:
         return COMMIT_EVERY_N_STEPS
-    if not isinstance(commit_every_n_steps, int):
-        raise TypeError(f"`commit_every_n_steps` must be a whole number, got {commit_every_n_steps!r}.")
-    if commit_every_n_steps < 1:
-        raise ValueError(f"`commit_every_n_steps={commit_every_n_steps}` must be 1 or more.")
-    return commit_every_n_steps
+    return check_whole_number("commit_every_n_steps", commit_every_n_steps, 1)
+
+
+def check_whole_number(name: str, value: Any, least: int) -> int:
+    """Refuses what is no whole number, or less than there must be.
+
+    Args:
+        name: Of the argument.
+        value: As the user said.
+        least: The least that is allowed.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is less.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
+    if value < least:
+        raise ValueError(f"`{name}={value}` must be {least} or more.")
+    return value
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Refuses what is neither True nor False.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+    return value
+
+
+def check_is_not_elastic(kind: type, elastic: Any, base: str, **options: Any) -> None:
+    """Refuses, in a strategy that is not elastic, what only elastic ones take.
+
+    Args:
+        kind: The strategy's class.
+        elastic: As the user said. True makes an object of another class, unless it is a subclass of the user's.
+        base: The name of the class that, with ``elastic=True``, makes the other one.
+        **options: Other arguments by name; None where the user said nothing.
+
+    Raises:
+        TypeError: If ``elastic`` is True, or no flag.
+        ValueError: If another is given.
+    """
+    if check_flag("elastic", elastic):
+        other = base.replace("Strategy", "ElasticStrategy")
+        raise TypeError(
+            f"`elastic=True` with {kind.__name__}: let it inherit from `{other}`, which `{base}(elastic=True)` is."
+        )
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"`{name}={value!r}` is for `elastic=True`. Set that, or leave it out.")

@@ -64,6 +64,15 @@ def loss(ranks: Sequence[int], signs: Mapping[int, Sign], peers: Mapping[int, Pe
     return _seen(tuple(ranks), first, headline, by, host=peers[ranks[0]].host_name, verb=verb)
 
 
+def have_ended(signs: Mapping[int, Sign], stage: int) -> set[int]:
+    """The ranks that are done with a stage, in whatever way."""
+    return {
+        rank
+        for rank, sign in signs.items()
+        if sign.state == "ended" or sign.stage > stage or (sign.state in ("left", "failed") and sign.stage == stage)
+    }
+
+
 def stuck(
     signs: Mapping[int, Sign], silence: Mapping[int, float], patience_s: float, here: Mapping[int, Peer], by: int
 ) -> Failure | None:

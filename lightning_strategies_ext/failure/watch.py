@@ -409,14 +409,7 @@ class Watch:
 
     def _unreconciled(self) -> list[Peer]:
         with self._lock:
-            signs = self._signs()
-        done = {
-            rank
-            for rank, sign in signs.items()
-            if sign.state == "ended"
-            or sign.stage > self._stage
-            or (sign.state in ("left", "failed") and sign.stage == self._stage)
-        }
+            done = detection.have_ended(self._signs(), self._stage)
         return [
             peer for rank, peer in self._here.items() if rank != self._rank and rank not in done and peer.is_running()
         ]

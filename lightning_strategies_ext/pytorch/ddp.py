@@ -7,7 +7,6 @@ weights are the same: to the last bit with two CPU ranks, or with more over the 
 or more over ``shm``, which adds up in another order than gloo.
 """
 
-import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -46,17 +45,18 @@ from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
+from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share, check_can_join
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,
     ModelAveraging,
     advise_static_graph,
     check_ddp_kwargs,
     check_has_trainable_parameters,
+    explain_unused_parameters,
     wrap_in_ddp,
 )
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
-from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl, check_way
+from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 from lightning_strategies_ext.world import World
 
 
@@ -123,12 +123,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         process_group.check_timeout(timeout)
         check_ddp_kwargs(kwargs)
         self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
-        if uneven_inputs == "join" and model_averaging_period is not None:
-            raise ValueError(
-                "`uneven_inputs='join'` averages gradients over the ranks that have data, and"
-                f" `model_averaging_period={model_averaging_period}` averages the models of all ranks, with those that"
-                " have had none for a while. Leave one of them out, or use `uneven_inputs='stop'`."
-            )
+        if uneven_inputs == "join":
+            check_can_join(model_averaging_period, kwargs)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -274,21 +270,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if self._world.watch is not None:
             self._world.watch_departures(DefaultGroupProgress(), is_job=self._worker is None)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._keep_in_step(trainer)
-
-    def _keep_in_step(self, trainer: "pl.Trainer") -> None:
-        """Begins to look after ranks that run out of batches."""
-        world = self._world
-        if world.size > 1:
-            world.inputs = UnevenInputsControl(
-                self._uneven_inputs,
-                trainer,
-                world.collectives,
-                world.exchange,
-                world.rank,
-                world.size,
-                self.root_device,
-            )
+            self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
 
     @override
     def configure_ddp(self) -> None:
@@ -367,7 +349,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Says what to do about unused parameters if that is what happened, and ends the other ranks."""
-        _explain_unused_parameters(exception)
+        explain_unused_parameters(exception)
         super().on_exception(exception)
 
     @override
@@ -409,14 +391,3 @@ def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:
         for callback in callbacks
         if not type(callback).__module__.startswith(pl.__name__.partition(".")[0] + ".")
     )
-
-
-def _explain_unused_parameters(exception: BaseException) -> None:
-    if not exception.args or not isinstance(exception.args[0], str):
-        return
-    if re.search("Expected to have finished reduction in the prior iteration", exception.args[0]):
-        advice = (
-            "Some parameters did not take part in the loss that training_step returned. If that is intended, say so:"
-            " `strategy='ddp_ext_find_unused_parameters_true'` or `DDPStrategy(find_unused_parameters=True)`.\n"
-        )
-        exception.args = (advice + exception.args[0], *exception.args[1:])

@@ -20,6 +20,7 @@ from typing_extensions import Self, override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
+from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.launchers import WorkerLauncher
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, get_metrics, put_metrics
@@ -97,9 +98,10 @@ class DDPSpawnStrategy(DDPStrategy):
         max_restarts: int | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_is_not_elastic(
+        check_is_not_elastic(
             type(self),
             elastic,
+            "DDPSpawnStrategy",
             min_workers=min_workers,
             commit_every_n_steps=commit_every_n_steps,
             max_restarts=max_restarts,
@@ -275,16 +277,3 @@ class DDPSpawnPlugin(DDPSpawnStrategy):
             trainer = _lightning.trainer_of(self.lightning_module)
         if trainer is not None:
             super().setup(trainer)
-
-
-def _check_is_not_elastic(kind: type, elastic: Any, **options: Any) -> None:
-    if not isinstance(elastic, bool):
-        raise TypeError(f"`elastic` must be True or False, got {elastic!r}.")
-    if elastic:
-        raise TypeError(
-            f"`elastic=True` with {kind.__name__}: let it inherit from `DDPSpawnElasticStrategy`, which"
-            " `DDPSpawnStrategy(elastic=True)` is."
-        )
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"`{name}={value!r}` is for `elastic=True`. Set that, or leave it out.")

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.membership import Member
-from lightning_strategies_ext.elastic.options import check_commit_interval
+from lightning_strategies_ext.elastic.options import check_commit_interval, check_flag, check_whole_number
 from lightning_strategies_ext.failure.errors import is_of_collective
 from lightning_strategies_ext.launch.membership import WorkerMembership
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
@@ -83,14 +84,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
                 " standing still. Leave it out, or leave `elastic=True` out."
             )
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
-        self._scale_learning_rate = _bool("scale_learning_rate", scale_learning_rate)
-        seconds = restart_window.total_seconds() if isinstance(restart_window, timedelta) else restart_window
-        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
-            raise ValueError(
-                f"`restart_window={restart_window!r}` must be a positive number of seconds or a timedelta."
-            )
+        self._scale_learning_rate = check_flag("scale_learning_rate", scale_learning_rate)
         self.allowance = Allowance(
-            _whole_number("min_workers", min_workers, 1), _whole_number("max_restarts", max_restarts, 0), float(seconds)
+            check_whole_number("min_workers", min_workers, 1),
+            check_whole_number("max_restarts", max_restarts, 0),
+            check_seconds("restart_window", restart_window),
         )
         kwargs.setdefault("uneven_inputs", "join")
         super().__init__(*args, **kwargs)
@@ -112,7 +110,8 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self._named_backend = self._process_group_backend
         self._fit: ElasticFit | None = None
         self._membership: WorkerMembership | None = None
-        self._store: dist.Store | None = None
+        self._store: dist.Store | None = None  # of all worlds
+        self._world_store: dist.Store | None = None
 
     @property
     @override
@@ -171,6 +170,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         if context.joins:
             self._world.alone = LocalCollectives(self.global_rank, self.world_size)
 
+    @override
     def take_rank(self) -> None:
         """Makes this process the rank that its membership says."""
         self._be_rank(self.membership.rank, len(self.membership.members))
@@ -221,12 +221,13 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         if self._membership is None or self._fit is not None:
             super().configure_ddp()
 
+    @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks of a world do together."""
         store = self._world_store if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
         self.configure_ddp()
-        self._keep_in_step(trainer)
+        self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
         must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
@@ -274,17 +275,3 @@ def _is_loss(error: BaseException) -> bool:
 
 def _just_wait(waited_s: float) -> None:
     pass
-
-
-def _bool(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
-    return value
-
-
-def _whole_number(name: str, value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
-    if value < least:
-        raise ValueError(f"`{name}={value}` must be {least} or more.")
-    return value

@@ -4,6 +4,7 @@ What happens then is :mod:`lightning_strategies_ext.elastic`'s. A strategy inher
 ``take_rank``, ``enter_world``, ``fall_silent`` and a ``membership``.
 """
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -28,12 +29,20 @@ class Elastic(_Base):
     _scale_learning_rate: bool
 
     @property
+    @abstractmethod
     def membership(self) -> Membership:
         """Who the ranks are."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def take_rank(self) -> None:
+        """Makes this process the rank that its membership says."""
+
+    @abstractmethod
+    def enter_world(self, trainer: "pl.Trainer") -> None:
+        """Begins what the ranks of a world do together."""
 
     def _begin_fit(self, trainer: "pl.Trainer") -> None:
-        self._fit = ElasticFit(self, trainer, self.membership, self._commit_every_n_steps, self._scale_learning_rate)  # type: ignore[arg-type]
+        self._fit = ElasticFit(self, trainer, self.membership, self._commit_every_n_steps, self._scale_learning_rate)
         if self._world.was_asked_to_stop:
             self._fit.leave()
         self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop

@@ -27,6 +27,7 @@ from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_not_interactive
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.elastic.options import check_flag, check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.horovod import environment, runtime
@@ -43,7 +44,7 @@ from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
-from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl, check_way
+from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 from lightning_strategies_ext.world import World
 
 
@@ -107,8 +108,7 @@ class HorovodStrategy(ParallelStrategy):
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
         )
         self._check_elastic(elastic, commit_every_n_steps)
-        if not isinstance(scale_learning_rate, bool):
-            raise TypeError(f"`scale_learning_rate` must be True or False, got {scale_learning_rate!r}.")
+        check_flag("scale_learning_rate", scale_learning_rate)
         check_way(uneven_inputs)
         if uneven_inputs == "join" and (op == "adasum" or process_set is not None):
             reason = "`op='adasum'`" if op == "adasum" else "a `process_set`"
@@ -137,17 +137,7 @@ class HorovodStrategy(ParallelStrategy):
         self._batch_norm: SynchronizedBatchNorm | None = None
 
     def _check_elastic(self, elastic: Any, commit_every_n_steps: Any) -> None:
-        if not isinstance(elastic, bool):
-            raise TypeError(f"`elastic` must be True or False, got {elastic!r}.")
-        if elastic:
-            raise TypeError(
-                f"`elastic=True` with {type(self).__name__}: let it inherit from `HorovodElasticStrategy`, which"
-                " `HorovodStrategy(elastic=True)` is."
-            )
-        if commit_every_n_steps is not None:
-            raise ValueError(
-                f"`commit_every_n_steps={commit_every_n_steps}` is for `elastic=True`. Set that, or leave it out."
-            )
+        check_is_not_elastic(type(self), elastic, "HorovodStrategy", commit_every_n_steps=commit_every_n_steps)
 
     @property
     def is_distributed(self) -> bool:
@@ -382,10 +372,7 @@ class HorovodStrategy(ParallelStrategy):
             self._deltas = DeltaExchange(self._options)
         else:
             world.exchange = GradientExchange(self.lightning_module, self._options)
-        if world.size > 1:
-            world.inputs = UnevenInputsControl(
-                self._uneven_inputs, trainer, world.collectives, world.exchange, world.rank, world.size
-            )
+        self._keep_in_step(trainer, self._uneven_inputs, torch.device("cpu"))
 
     @override
     def __getstate__(self) -> dict[str, Any]:

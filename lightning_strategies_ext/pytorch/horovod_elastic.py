@@ -118,12 +118,14 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
 
     # --- one world after another ---
 
+    @override
     def take_rank(self) -> None:
         """Makes this process the rank that its membership says."""
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         self.cluster_environment.launch = self.membership.launch
         _lightning.say_rank(self.global_rank)
 
+    @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks of a world do together."""
         alone = self._world.alone

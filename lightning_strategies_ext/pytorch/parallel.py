@@ -39,6 +39,7 @@ from lightning_strategies_ext.launch.scripts import exit_code_of
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl
 from lightning_strategies_ext.world import World
 
 T = TypeVar("T")
@@ -341,6 +342,19 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         confirm = _lightning.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
         release = partial(_lightning.release_sigterm, trainer)
         self._world.agree_on_sigterm(confirm, release, is_requested=is_requested)
+
+    def _keep_in_step(self, trainer: "pl.Trainer", way: UnevenInputs, device: torch.device) -> None:
+        """Begins to look after ranks that run out of batches; called by all ranks together, in ``fit``.
+
+        Args:
+            trainer: The Trainer.
+            way: What happens to them.
+            device: Of the few numbers that ranks tell each other.
+        """
+        world = self._world
+        if world.size > 1:
+            ranks = world.rank, world.size
+            world.inputs = UnevenInputsControl(way, trainer, world.collectives, world.exchange, *ranks, device)
 
     def _on_sigterm(self) -> None:
         self._world.request_stop()

@@ -11,6 +11,7 @@ much.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,13 +34,14 @@ class Share:
     contributors: Sequence[int] | None = None
     kept: dict[Tensor, Tensor | None] | None = None
 
-    def hook(self, inner: Hook | None) -> Hook:
+    def hook(self, inner: Hook | None, group: dist.ProcessGroup) -> Hook:
         """A communication hook.
 
         Args:
-            inner: What exchanges a bucket and averages it over all ranks; None for an all-reduce.
+            inner: What exchanges a bucket and averages it over the ranks of the group; None for an all-reduce.
+            group: The ranks.
         """
-        world_size = dist.get_world_size()
+        world_size = group.size()
 
         def exchange(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
             buffer = bucket.buffer()
@@ -50,7 +52,7 @@ class Share:
                     buffer.mul_(world_size / num_contributors)
                 return inner(state, bucket)
             buffer.mul_(1.0 / num_contributors)  # as DDP does: a division rounds otherwise
-            future: Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
+            future: Future[list[Tensor]] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
             return future.then(lambda reduced: reduced.value()[0])
 
         return exchange
@@ -140,6 +142,25 @@ class DDPExchange:
             for parameter in self._model.parameters():
                 if parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None
+
+
+def check_can_join(model_averaging_period: int | None, ddp_kwargs: dict[str, Any]) -> None:
+    """Refuses what does not average gradients over all ranks that have data.
+
+    Raises:
+        ValueError: If that was asked for.
+    """
+    what = None
+    if model_averaging_period is not None:
+        what = f"`model_averaging_period={model_averaging_period}` averages the models of all"
+    for name in ("process_group", "device_mesh"):
+        if ddp_kwargs.get(name) is not None:
+            what = f"`{name}` exchanges them among some"
+    if what is not None:
+        raise ValueError(
+            f"`uneven_inputs='join'` averages gradients over all ranks that have data, and {what}. Leave one of them"
+            " out, or use `uneven_inputs='stop'`."
+        )
 
 
 def _overwrite(gradient: Tensor, kept: Tensor | None) -> None:

@@ -5,6 +5,7 @@
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class GradientSync:
             hook = hook if self.comm_wrapper is None else self.comm_wrapper(hook)
             hook = hook if model.device.type == "cuda" else _renamed(hook)
         if share is not None:
-            hook = share.hook(hook)
+            hook = share.hook(hook, model.process_group)
         if hook is not None:
             model.register_comm_hook(state=self.comm_state, hook=hook)
 
@@ -253,6 +254,18 @@ def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> N
             "Every training step used the same parameters in the same order, so DDP need not search for unused ones in"
             f" each step: `strategy={strategy_name}(static_graph=True)` does it once. (Said once.)"
         )
+
+
+def explain_unused_parameters(exception: BaseException) -> None:
+    """Says in an exception what to do about unused parameters, if it is of DDP's about them."""
+    if not exception.args or not isinstance(exception.args[0], str):
+        return
+    if re.search("Expected to have finished reduction in the prior iteration", exception.args[0]):
+        advice = (
+            "Some parameters did not take part in the loss that training_step returned. If that is intended, say so:"
+            " `strategy='ddp_ext_find_unused_parameters_true'` or `DDPStrategy(find_unused_parameters=True)`.\n"
+        )
+        exception.args = (advice + exception.args[0], *exception.args[1:])
 
 
 def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:

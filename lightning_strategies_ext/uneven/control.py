@@ -37,7 +37,6 @@ from lightning_strategies_ext.uneven.step_state import StepState
 
 UnevenInputs = Literal["error", "stop", "join"]
 WAYS = ("error", "stop", "join")
-_CPU = torch.device("cpu")
 
 
 class Exchange(Protocol):
@@ -87,7 +86,7 @@ class UnevenInputsControl:
         exchange: Exchange | None,
         rank: int,
         world_size: int,
-        device: torch.device = _CPU,
+        device: torch.device,
     ) -> None:
         self._way = way
         self._trainer = trainer

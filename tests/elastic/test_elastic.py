@@ -6,26 +6,8 @@ Each run trains digits for as many epochs as an undisturbed one, counts every sa
 import pytest
 
 from benchmarks.horovod_launch import FIRST, SECOND, THIRD
-from tests.support.elastic_runs import Run, run_elastic
+from tests.support.elastic_runs import NUM_EPOCHS, STRATEGY, check_is_as_good_as_undisturbed, run_elastic
 from tests.support.elastic_training import NUM_TRAINED
-
-NUM_EPOCHS = 12
-STRATEGY = {"commit_every_n_steps": 20}
-#: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
-UNDISTURBED_ACCURACY = 0.988
-
-
-def check_is_as_good_as_undisturbed(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
-    assert run.code == 0, run.output
-    assert run.ends, run.output
-    for end in run.ends:
-        assert end["accuracy"] == pytest.approx(UNDISTURBED_ACCURACY, abs=0.01)
-        assert end["weights"] == run.ends[0]["weights"]
-    counts = run.counts_per_epoch()
-    assert len(counts) == num_epochs
-    for count in counts:
-        assert len(count) == NUM_TRAINED
-        assert set(count.values()) == {1}
 
 
 def test_an_undisturbed_run():

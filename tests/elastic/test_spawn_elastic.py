@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy
-from tests.elastic.test_elastic import STRATEGY, check_is_as_good_as_undisturbed
-from tests.support.elastic_runs import Run, run_workers
+from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_workers
 from tests.support.ranks import run_script
 
 
@@ -79,11 +78,18 @@ def test_a_new_worker_that_is_killed_before_it_has_joined():
 
 
 def test_a_worker_that_is_killed_again_and_again_ends_fit_with_the_first_cause():
-    events = [{"do": "kill", "step": step, "rank": 0} for step in (30, 60, 90)]
+    events = [{"do": "kill", "step": 30, "rank": 0}, {"do": "kill", "step": 30, "rank": 0, "world": 2, "after": 0}]
     run = run_workers(2, strategy={**STRATEGY, "max_restarts": 1}, events=events, pause_s=0.002)
     assert run.code != 0
     assert "WorkerDiedError" in run.output
     assert "`max_restarts=1` workers have been started anew in the last 600 s" in run.output
+
+
+def test_all_that_have_a_state_are_killed():
+    events = [{"do": "kill", "step": 30, "rank": 0}, {"do": "kill", "step": 0, "rank": 0, "world": 1, "after": 0}]
+    run = run_workers(2, strategy=STRATEGY, events=events)
+    assert run.code != 0
+    assert "No other worker is left that has a state to go on with" in run.output
 
 
 def test_an_exception_is_no_death():
@@ -143,7 +149,7 @@ def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, num
     [
         ({"min_workers": 0}, ValueError, "min_workers=0"),
         ({"max_restarts": 1.5}, TypeError, "max_restarts"),
-        ({"restart_window": 0}, ValueError, "restart_window=0"),
+        ({"restart_window": 0}, ValueError, "`restart_window` must be positive, got 0"),
         ({"commit_every_n_steps": 0}, ValueError, "commit_every_n_steps=0"),
         ({"patience": 5}, TypeError, "patience=5"),
         ({"uneven_inputs": "error"}, ValueError, "uneven_inputs='error'"),

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.horovod_launch import FIRST, SECOND, count_ranks, elastic_horovodrun
 from tests.support import warm
+from tests.support.elastic_training import NUM_TRAINED
 from tests.support.ranks import run_command
+
+NUM_EPOCHS = 12
+STRATEGY = {"commit_every_n_steps": 20}
+#: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
+UNDISTURBED_ACCURACY = 0.988
 
 
 @dataclass
@@ -121,3 +129,17 @@ def _run(command: Callable[[Path], list[str]], plan: dict[str, Any], timeout_s: 
             sorted(lines, key=lambda line: line["time"]),
             {str(path): torch.load(path, weights_only=False) for path in Path(directory).glob("*.ckpt")},
         )
+
+
+def check_is_as_good_as_undisturbed(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
+    """Whether all samples of all epochs have counted once, and what was learned is worth as much."""
+    assert run.code == 0, run.output
+    assert run.ends, run.output
+    for end in run.ends:
+        assert end["accuracy"] == pytest.approx(UNDISTURBED_ACCURACY, abs=0.01)
+        assert end["weights"] == run.ends[0]["weights"]
+    counts = run.counts_per_epoch()
+    assert len(counts) == num_epochs
+    for count in counts:
+        assert len(count) == NUM_TRAINED
+        assert set(count.values()) == {1}

@@ -5,8 +5,9 @@ what befalls its ranks on the way.
 
 PLAN is JSON: ``workers`` is how many ``fit`` starts, none under ``horovodrun``; ``strategy`` are arguments of the
 strategy, ``trainer`` of the Trainer, ``events`` a list of ``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train"
-| "commit" | "validation" | "setup", "step": N, "rank": R, "after": number of an event}``, of which each happens once.
-DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
+| "commit" | "validation" | "setup", "step": N, "rank": R, "world": ranks that there are, "after": number of an
+event}``, of which each happens once. DIRECTORY receives a file per process, of one line per batch that counts, and what
+the end was.
 """
 
 import json
@@ -64,6 +65,7 @@ class Net(pl.LightningModule):
         for number, event in enumerate(self.events):
             mark = self.directory / f"event{number}"
             is_due = event.get("at", "train") == at and self.trainer.global_step >= event["step"] and not mark.exists()
+            is_due = is_due and event.get("world", self.trainer.world_size) == self.trainer.world_size
             is_due = is_due and ("after" not in event or (self.directory / f"event{event['after']}").exists())
             if not is_due or event.get("rank", 0) != self.global_rank:
                 continue

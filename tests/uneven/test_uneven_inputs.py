@@ -236,6 +236,7 @@ def test_a_rank_without_any_batch_is_an_error(engine):
         (DDPStrategy, {"uneven_inputs": "wait"}, "uneven_inputs='wait'"),
         (DDPSpawnStrategy, {"uneven_inputs": None}, "uneven_inputs=None"),
         (DDPStrategy, {"uneven_inputs": "join", **POST_LOCAL_SGD}, "model_averaging_period=2"),
+        (DDPStrategy, {"uneven_inputs": "join", "process_group": object()}, "process_group"),
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(make, arguments, message):

@@ -196,17 +196,17 @@ class _Run:
                 if other is not worker:
                     self._tell(other, Members(None))
             self._arrived.clear()
-        if not self._world or any(rank in self._answers for rank in self._world):
-            return death  # nobody is left who has a state to go on with, or the others have come to the end
+        if any(rank in self._answers for rank in self._world):  # they have come to the end, and this one has not
+            return death
+        if not self._world:
+            return _with_reason(death, "No other worker is left that has a state to go on with.")
         now = time.monotonic()
         while self._restarted_at and now - self._restarted_at[0] > self._allowance.window_s:
             self._restarted_at.popleft()
         if len(self._restarted_at) >= self._allowance.max_restarts:
-            message = (
-                f"{death}\n`max_restarts={self._allowance.max_restarts}` workers have been started anew in the last"
-                f" {self._allowance.window_s:.0f} s."
-            )
-            return WorkerDiedError(message, death.error_index, death.error_pid, death.exit_code, death.signal_name)
+            count, window_s = self._allowance.max_restarts, self._allowance.window_s
+            reason = f"`max_restarts={count}` workers have been started anew in the last {window_s:.0f} s."
+            return _with_reason(death, reason)
         self._restarted_at.append(now)
         newcomer = self._pool.replace(worker.rank)
         self._newcomers.append(newcomer)
@@ -293,3 +293,9 @@ class _Run:
     def _tell(self, worker: WorkerProcess, message: Any) -> None:
         with suppress(OSError):  # its death is heard of
             worker.channel.send(message)
+
+
+def _with_reason(death: WorkerDiedError, reason: str) -> WorkerDiedError:
+    """The death of a worker after which the others do not go on."""
+    exit_code, signal_name = death.exit_code, death.signal_name
+    return WorkerDiedError(f"{death}\n{reason}", death.error_index, death.error_pid, exit_code, signal_name)
