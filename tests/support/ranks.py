@@ -157,6 +157,11 @@ def start_script(*command: str | Path, env: dict[str, str] | None = None, cwd: P
     return start_command(sys.executable, *command, env=env, cwd=cwd)
 
 
+def start_warm(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
+    """Like :func:`start_script`, for a program such as :func:`run_warm` runs."""
+    return start_command(warm.python(), *command, env={"OMP_NUM_THREADS": "1", **(env or {})}, cwd=cwd)
+
+
 def start_command(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
     """Starts any program; its standard output and error come together."""
     return subprocess.Popen(

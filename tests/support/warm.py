@@ -1,11 +1,14 @@
 """Programs of tests that would import for seconds are forked from a server that has imported all; see :func:`python`.
 
 Launchers such as ``horovodrun`` start them as they start any program: what they start is a small program in the place
-of the interpreter, which has the server fork one with its arguments, environment, directory and open files 0, 1 and 2.
-It passes on the signals that it gets, ends as the forked one ends, and takes that with it when it is killed.
+of the interpreter, which has the server fork one with its arguments, environment, directory, open files and namespaces,
+of which tests make hosts. It passes on the signals that it gets, ends as the forked one ends, and takes that with it
+when it is killed. What such a program starts by ``sys.executable``, as torchrun does, is forked from the server too,
+and is no child of it then; with :data:`CHILDREN` in the environment it is started as ever.
 """
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -26,6 +29,8 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+#: For programs that ask whose child they are, as ranks do that ``horovod_ext`` starts.
+CHILDREN = {"TESTS_CHILDREN": "1"}
 _SERVER = "TESTS_WARM_SERVER"
 _IMPORTS = (
     *("lightning.pytorch", "torchmetrics", "sklearn.datasets", "horovod.torch", "horovod.torch.elastic"),
@@ -33,6 +38,8 @@ _IMPORTS = (
     *("lightning_strategies_ext.pytorch.horovod_elastic", "lightning_strategies_ext.fabric.ddp"),
     "lightning_strategies_ext.horovod.collectives",
 )
+_NAMESPACES = ("net", "uts", "mnt")
+_MOST_FILES = 64
 _PR_SET_PDEATHSIG = 1
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -40,10 +47,17 @@ _STAND_IN = """\
 #!{python} -IS
 import json, os, signal, socket, struct, sys
 
+files = []
+for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        files += [number] * os.get_inheritable(number)
+    except OSError:
+        pass  # that of the directory
+namespaces = [os.open(f"/proc/self/ns/{{name}}", os.O_RDONLY) for name in {namespaces!r}]
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-said = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
-socket.send_fds(server, [struct.pack("I", len(said))], [0, 1, 2])
+said = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), files]).encode()
+socket.send_fds(server, [struct.pack("I", len(said))], files + namespaces)
 server.sendall(said)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) != signal.SIG_IGN:
@@ -64,9 +78,13 @@ class Program:
     arguments: list[str]
     environment: dict[str, str]
     directory: str
+    files: list[int]
 
     def run(self) -> None:
         """Runs it in this process, which has been forked for it."""
+        if self.arguments[0] == "-u":  # output is not buffered, as torchrun wants it
+            del self.arguments[0]
+            sys.stdout.reconfigure(write_through=True)
         how, *rest = self.arguments
         first = os.path.dirname(os.path.abspath(how)) if how not in ("-m", "-c") else self.directory
         sys.path[:0] = [first, *filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep))]
@@ -76,6 +94,7 @@ class Program:
             exec(compile(rest[0], "<string>", "exec"), main.__dict__)
         elif how == "-m":
             sys.argv = rest
+            sys.modules.pop(rest[0], None)
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
             sys.argv = self.arguments
@@ -95,8 +114,10 @@ def start_server() -> subprocess.Popen[bytes] | None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address))
+    stand_in.write_text(_STAND_IN.format(python=sys.executable, address=address, namespaces=_NAMESPACES))
     stand_in.chmod(0o700)
+    for program in Path(sys.executable).parent.glob("horovodrun"):  # which is looked for beside the interpreter
+        Path(directory, program.name).symlink_to(program)
     os.environ[_SERVER] = str(stand_in)
     command = [sys.executable, "-m", __name__, directory, str(listener.fileno())]
     environment = {**os.environ, "PYTHONPATH": str(_REPOSITORY)}
@@ -151,7 +172,7 @@ def _serve(listener: socket.socket, directory: str) -> Program:
 
 
 def _receive(connection: socket.socket) -> tuple[Program, list[int]]:
-    length, fds, _, _ = socket.recv_fds(connection, 4, 3)
+    length, fds, _, _ = socket.recv_fds(connection, 4, _MOST_FILES)
     said = b""
     while len(said) < struct.unpack("I", length)[0]:
         part = connection.recv(1 << 20)
@@ -192,14 +213,26 @@ def _become(program: Program, fds: list[int]) -> None:
     import torch
     from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
+    libc = ctypes.CDLL(None, use_errno=True)
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number, fd in enumerate(fds):
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for name, namespace in zip(_NAMESPACES, fds[len(program.files) :], strict=True):
+        is_other = not os.path.samestat(os.fstat(namespace), os.stat(f"/proc/self/ns/{name}"))
+        if is_other and libc.setns(namespace, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the program's namespace {name}")
+        os.close(namespace)
+    # Out of the way of each other first: any may have the number that another one is to have.
+    apart = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 1 + max(fds + program.files)) for fd in fds[: len(program.files)]]
+    for fd in fds[: len(program.files)]:
+        os.close(fd)
+    for number, fd in zip(program.files, apart, strict=True):
         os.dup2(fd, number)
         os.close(fd)
     os.chdir(program.directory)
     os.environ.clear()
     os.environ.update(program.environment)
+    if not CHILDREN.items() <= os.environ.items():
+        sys.executable = python()
     # What is decided when it is imported.
     random.seed()
     np.random.seed()
