@@ -7,11 +7,13 @@ when the interpreter ends, so that no backend complains about a group that was n
 import atexit
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,9 @@ _AVAILABILITY = {
     "ucc": "is_ucc_available",
     "xccl": "is_xccl_available",
 }
+
+_ROUNDS = "lightning_strategies_ext/rounds"
+_ROUND_POLL_S = 0.01
 
 # The store where this process has met the others: (process id, address, port, rank, world size) → store, next number.
 _stores: dict[tuple[int, str, str, int, int], tuple[dist.Store, Iterator[int]]] = {}
@@ -222,10 +227,42 @@ def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.S
     if place not in _stores:
         _stores.clear()
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout or default_pg_timeout)))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _of_this_round(store, rank, world_size, timeout or default_pg_timeout)
         _stores[place] = store, count()
     store, numbers = _stores[place]
     store.set_timeout(timeout or default_pg_timeout)
     return dist.PrefixStore(f"lightning_strategies_ext/groups/{next(numbers)}", store)
+
+
+def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The part of a store that only these processes use, where the ranks that were there before used the store too.
+
+    torchrun's agents keep one store for all rounds of a job, and torch reads what ranks have written to it that are
+    gone (seen in 2.13: after a second restart ranks wait for each other for ever). Rank 0 makes up a name for the
+    round. The others cannot tell it from an earlier one that they read there, so they ask rank 0, with a number that
+    nobody has asked with before; one that is gone does not answer.
+
+    Raises:
+        torch.distributed.DistStoreError: If one does not come in time.
+    """
+    if rank == 0:
+        name = uuid4().hex
+        store.set(f"{_ROUNDS}/newest", name)
+        for other in range(1, world_size):
+            store.set(f"{_ROUNDS}/{name}/answer {other}", store.get(f"{_ROUNDS}/{name}/question {other}").decode())
+        return dist.PrefixStore(f"{_ROUNDS}/{name}", store)
+    question, deadline, asked = uuid4().hex, time.monotonic() + timeout.total_seconds(), ""
+    while time.monotonic() < deadline:
+        name = store.get(f"{_ROUNDS}/newest").decode()
+        if name != asked:
+            store.set(f"{_ROUNDS}/{name}/question {rank}", question)
+            asked = name
+        answer = f"{_ROUNDS}/{name}/answer {rank}"
+        if store.check([answer]) and store.get(answer).decode() == question:
+            return dist.PrefixStore(f"{_ROUNDS}/{name}", store)
+        time.sleep(_ROUND_POLL_S)
+    raise dist.DistStoreError(f"rank 0 has not come within {timeout.total_seconds():g} s.")
 
 
 def abort() -> None:
