@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.exceptions import WorkerRaisedError as WorkerRaisedError
     from lightning_strategies_ext.exceptions import WorldTooSmallError as WorldTooSmallError
     from lightning_strategies_ext.pytorch.ddp import DDPStrategy as DDPStrategy
+    from lightning_strategies_ext.pytorch.ddp_elastic import DDPElasticStrategy as DDPElasticStrategy
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy as DDPSpawnElasticStrategy
@@ -43,6 +44,7 @@ _EXPORTS = {
     "ParallelStrategy": "lightning_strategies_ext.pytorch.parallel",
     "DDPStrategy": "lightning_strategies_ext.pytorch.ddp",
     "DDPSpawnStrategy": "lightning_strategies_ext.pytorch.ddp_spawn",
+    "DDPElasticStrategy": "lightning_strategies_ext.pytorch.ddp_elastic",
     "DDPSpawnElasticStrategy": "lightning_strategies_ext.pytorch.ddp_spawn_elastic",
     "DDPSpawnPlugin": "lightning_strategies_ext.pytorch.ddp_spawn",
     "DataParallelStrategy": "lightning_strategies_ext.pytorch.dp",

@@ -86,6 +86,12 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
         "DDP, worker processes, of which one may die in fit and is started anew",
         {"start_method": "forkserver"},
     ),
+    NamedStrategy(
+        "ddp_elastic_ext",
+        {PYTORCH: "lightning_strategies_ext.pytorch.ddp_elastic:DDPElasticStrategy"},
+        "torch.distributed",
+        "DDP whose fit goes on from memory when torchrun starts its ranks anew",
+    ),
     NamedStrategy("dp_ext", _DP_CLASS, "threads", "DP, one process, a replica of the module on each device"),
     NamedStrategy("horovod_ext", _HOROVOD_CLASS, "Horovod", "DDP over Horovod, under horovodrun, mpirun or by itself"),
     NamedStrategy(

@@ -21,7 +21,7 @@ from lightning_strategies_ext.uneven.step_state import StepState
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """Stands for a tensor in a structure."""
 
     index: int
@@ -49,7 +49,7 @@ class Shared:
     first_world_size: int
     checkpoint: Any
     modes: dict[str, bool]
-    slots: list[_Slot]
+    slots: list[Slot]
 
 
 class Commit:
@@ -85,8 +85,22 @@ class Commit:
         # Users' hooks are called here, which may wait for other ranks. From then on nothing does.
         checkpoint = _lightning.dump_checkpoint(trainer)
         found: list[Tensor] = []
-        slots: list[_Slot] = []
+        slots: list[Slot] = []
         packed = _packed(checkpoint, found, slots)
+        modes = {name: module.training for name, module in trainer.lightning_module.named_modules()}
+        batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        position = batches, trainer.global_step
+        self._own = StepState(trainer)
+        self._random = _lightning.random_states()
+        self._write(Shared(*position, trainer.world_size, first_world_size, packed, modes, slots), found)
+
+    def note(self, step: int) -> None:
+        """Called before each step with the number of those done; it is of use to nobody else."""
+
+    def take_last(self, trainer: "pl.Trainer", first_world_size: int) -> None:
+        """Called at the end of ``fit``: nobody goes back to here, if the memory is that of this process."""
+
+    def _write(self, shared: Shared, found: list[Tensor]) -> None:
         del self._tensors[len(found) :]
         for index, tensor in enumerate(found):
             old = self._tensors[index] if index < len(self._tensors) else None
@@ -94,12 +108,7 @@ class Commit:
                 old.copy_(tensor)
             else:
                 self._tensors[index : index + 1] = [tensor.detach().to("cpu", copy=True)]
-        modes = {name: module.training for name, module in trainer.lightning_module.named_modules()}
-        batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        position = batches, trainer.global_step
-        self.shared = Shared(*position, trainer.world_size, first_world_size, packed, modes, slots)
-        self._own = StepState(trainer)
-        self._random = _lightning.random_states()
+        self.shared = shared
 
     def receive(self, collectives: Collectives, src: int, shared: Shared | None, is_behind: bool) -> None:
         """Takes the commit of another rank; called by all ranks, of which some may have it already.
@@ -140,13 +149,17 @@ class Commit:
         _lightning.restore_checkpoint(trainer, self.checkpoint())
         if self._own is not None:
             self._own.restore()
+        self.restore_random()
+
+    def restore_random(self) -> None:
+        """Makes random numbers those of the commit; again before the first step, since loaders draw some."""
         if self._random is not None:
             _lightning.set_random_states(self._random)
 
 
-def _packed(value: Any, tensors: list[Tensor], slots: list[_Slot]) -> Any:
+def _packed(value: Any, tensors: list[Tensor], slots: list[Slot]) -> Any:
     if isinstance(value, Tensor):
-        slots.append(_Slot(len(tensors), value.shape, value.dtype))
+        slots.append(Slot(len(tensors), value.shape, value.dtype))
         tensors.append(value)
         return slots[-1]
     if is_collection(value):
@@ -155,7 +168,7 @@ def _packed(value: Any, tensors: list[Tensor], slots: list[_Slot]) -> Any:
 
 
 def _filled(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Slot):
+    if isinstance(value, Slot):
         return tensors[value.index].clone()
     if is_collection(value):
         return rebuilt(value, [_filled(part, tensors) for part in parts_of(value)])

@@ -33,6 +33,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
@@ -55,6 +56,11 @@ ANSWER_S = 0.5
 #: The exit code of a rank that leaves after a SIGTERM. The driver takes 0 for the end of the whole job.
 _LEFT = 128 + 15
 _fit_numbers: Iterator[int] = count(1)
+
+
+def next_fit_number() -> int:
+    """The number of a ``fit`` in this process, from 1; of a script's, it is the same in each process that runs it."""
+    return next(_fit_numbers)
 
 
 class _WorldChange(Exception):  # noqa: N818
@@ -108,6 +114,9 @@ class ElasticFit:
         membership: Of this process.
         commit_every_n_steps: Optimizer steps between commits.
         scales_learning_rate: Whether learning rates follow the number of ranks if no callback says so.
+        number: From :func:`next_fit_number`.
+        commit: What ranks go back to; there may be one from an earlier process.
+        has_begun: Whether it has on other ranks, or in earlier processes.
     """
 
     def __init__(
@@ -117,6 +126,9 @@ class ElasticFit:
         membership: Membership,
         commit_every_n_steps: int,
         scales_learning_rate: bool,
+        number: int,
+        commit: Commit,
+        has_begun: bool,
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer
@@ -124,9 +136,9 @@ class ElasticFit:
         self._membership = membership
         self._commit_every_n_steps = commit_every_n_steps
         self._policy = policy_of(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())
-        self._number = next(_fit_numbers)
+        self._number = number
         self._first_world_size = len(membership.members)
-        self._commit = Commit()
+        self._commit = commit
         self._notices = membership.notices()
         self._asked_to_leave_at: float | None = None
         self._leaves_with: BaseException = SIGTERMException(_LEFT)
@@ -134,7 +146,7 @@ class ElasticFit:
         self._num_shared_out = 0
         self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
         self._saved: Path | None = None
-        self._has_begun = not membership.is_entered  # on the other ranks
+        self._has_begun = has_begun
         self._undo = _lightning.surround_fit(trainer, self._run, self._before_epoch)
 
     def close(self) -> None:
@@ -166,6 +178,7 @@ class ElasticFit:
                 self._enter()
                 train()
                 self._strategy.barrier("end of elastic training")  # or one may be gone that the others need
+                self._commit.take_last(self._trainer, self._first_world_size)
             except _WorldChange:
                 self._strategy.leave_world(agreed=True)
             except Exception as error:
@@ -239,6 +252,8 @@ class ElasticFit:
         if self._epoch_of_loaders not in (None, epoch):
             _lightning.forget_training_data(self._trainer)
             self._epoch_of_loaders = None
+            with isolate_rng():  # which whoever has not been interrupted does not draw from here
+                self._trainer.fit_loop.setup_data()
 
     # --- between two training steps ---
 
@@ -251,7 +266,9 @@ class ElasticFit:
         trainer = self._trainer
         if self._is_first_step:
             _lightning.end_restart(trainer)
+            self._commit.restore_random()
             self._is_first_step = False
+        self._commit.note(trainer.global_step)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         accumulates = trainer.lightning_module.automatic_optimization
         if accumulates and progress.current.ready % trainer.accumulate_grad_batches:

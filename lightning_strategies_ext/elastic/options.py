@@ -51,6 +51,28 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
+def check_can_change(uneven_inputs: str, averaging_period: int | None) -> None:
+    """Refuses what ranks that change cannot have.
+
+    Args:
+        uneven_inputs: What happens when ranks have different numbers of batches.
+        averaging_period: Of post-local SGD; None without.
+
+    Raises:
+        ValueError: If it cannot work.
+    """
+    if uneven_inputs == "error":
+        raise ValueError(
+            "`uneven_inputs='error'` with `elastic=True`: ranks that change have different numbers of batches. Use"
+            " 'join' or 'stop'."
+        )
+    if averaging_period is not None:
+        raise ValueError(
+            f"`model_averaging_period={averaging_period}` with `elastic=True`: ranks go back to one state, and"
+            " post-local SGD lets them differ. Leave one of them out."
+        )
+
+
 def check_is_not_elastic(kind: type, elastic: Any, base: str, **options: Any) -> None:
     """Refuses, in a strategy that is not elastic, what only elastic ones take.
 

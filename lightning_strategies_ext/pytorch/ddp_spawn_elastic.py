@@ -21,7 +21,12 @@ from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.membership import Member
-from lightning_strategies_ext.elastic.options import check_commit_interval, check_flag, check_whole_number
+from lightning_strategies_ext.elastic.options import (
+    check_can_change,
+    check_commit_interval,
+    check_flag,
+    check_whole_number,
+)
 from lightning_strategies_ext.failure.errors import is_of_collective
 from lightning_strategies_ext.launch.membership import WorkerMembership
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
@@ -92,20 +97,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         )
         kwargs.setdefault("uneven_inputs", "join")
         super().__init__(*args, **kwargs)
-        if self._uneven_inputs == "error":
-            raise ValueError(
-                "`uneven_inputs='error'` with `elastic=True`: ranks that change have different numbers of batches. Use"
-                " 'join' or 'stop'."
-            )
+        check_can_change(self._uneven_inputs, self._gradient_sync.averaging_period)
         if self._start_method == "fork":
             raise ValueError(
                 "`start_method='fork'` with `elastic=True`: a worker is started anew in the middle of training, when"
                 " this process has threads that a fork would break. Use 'forkserver' or 'spawn'."
-            )
-        if self._gradient_sync.averaging_period is not None:
-            raise ValueError(
-                f"`model_averaging_period={self._gradient_sync.averaging_period}` with `elastic=True`: ranks go back to"
-                " one state, and post-local SGD lets them differ. Leave one of them out."
             )
         self._named_backend = self._process_group_backend
         self._fit: ElasticFit | None = None

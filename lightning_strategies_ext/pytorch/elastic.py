@@ -12,7 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_strategies_ext.collectives import LocalCollectives
-from lightning_strategies_ext.elastic.fit import ElasticFit
+from lightning_strategies_ext.elastic.commit import Commit
+from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Membership
 
 if TYPE_CHECKING:
@@ -42,7 +43,11 @@ class Elastic(_Base):
         """Begins what the ranks of a world do together."""
 
     def _begin_fit(self, trainer: "pl.Trainer") -> None:
-        self._fit = ElasticFit(self, trainer, self.membership, self._commit_every_n_steps, self._scale_learning_rate)
+        self._make_fit(trainer, next_fit_number(), Commit(), has_begun=not self.membership.is_entered)
+
+    def _make_fit(self, trainer: "pl.Trainer", number: int, commit: Commit, *, has_begun: bool) -> None:
+        options = self._commit_every_n_steps, self._scale_learning_rate
+        self._fit = ElasticFit(self, trainer, self.membership, *options, number, commit, has_begun)
         if self._world.was_asked_to_stop:
             self._fit.leave()
         self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop

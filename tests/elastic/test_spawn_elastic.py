@@ -11,7 +11,7 @@ import torch
 
 from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_workers
-from tests.support.ranks import run_script
+from tests.support.ranks import run_warm
 
 
 def sizes_of(run: Run) -> list[int]:
@@ -138,7 +138,7 @@ if __name__ == "__main__":
 def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, number: signal.Signals):
     script = tmp_path / "script.py"
     script.write_text(ASKED_TO_STOP)
-    result = run_script(script, str(int(number)), tmp_path)
+    result = run_warm(script, str(int(number)), tmp_path)
     assert "is lost" not in result.stdout, result.stdout
     (path,) = tmp_path.glob("*.ckpt")
     assert torch.load(path, weights_only=False)["global_step"] >= 6

@@ -32,7 +32,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
-START_METHODS = {row.name: row.init_params["start_method"] for row in STRATEGIES if "ddp" in row.name}
+START_METHODS = {row.name: row.init_params["start_method"] for row in STRATEGIES if "start_method" in row.init_params}
 POPEN_NAMES = [name for name, start_method in START_METHODS.items() if start_method == "popen"]
 FORK_NAMES = [name for name, start_method in START_METHODS.items() if start_method == "fork"]
 

@@ -4,11 +4,11 @@ Two hosts are had on one Linux machine: two network namespaces joined by a virtu
 own, and one torchrun agent in each. That needs root; where it cannot be had, the tests say why and are skipped.
 """
 
+import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import elastic_runs, warm
 from tests.support.models import assert_same_bits
-from tests.support.ranks import REPOSITORY, clean_environment, kill_tree, run_script
+from tests.support.ranks import REPOSITORY, clean_environment, kill_tree, run_warm
 
 DIGITS = REPOSITORY / "examples" / "digits.py"
 # One thread each: with more, sums of floats come in another order and the last bits differ.
@@ -114,12 +115,12 @@ class Host:
     address: str
     names: Path
 
-    def start(self, *command: str | Path, log: Path) -> subprocess.Popen[bytes]:
-        """Starts a program with this interpreter on the host; its output goes to the file ``log``."""
+    def start(self, *command: str | Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
+        """Starts a program on the host, forked as in :mod:`tests.support.warm`; its output goes to the file ``log``."""
         with log.open("wb") as output:
             return subprocess.Popen(
-                [*self.enter(), sys.executable, *map(str, command)],
-                env={**clean_environment(), **ONE_THREAD, "PYTHONPATH": str(REPOSITORY)},
+                [*self.enter(), warm.python(), *map(str, command)],
+                env={**clean_environment(), **ONE_THREAD, "PYTHONPATH": str(REPOSITORY), **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -129,6 +130,12 @@ class Host:
         # `ip netns exec` gives the command mounts of its own, so that nobody else sees these names.
         name_it = f"hostname {self.name} && mount --bind '{self.names}' /etc/hosts && exec \"$@\""
         return [*f"ip netns exec {self.name} unshare --uts sh -c".split(), name_it, "sh"]
+
+    def kill_all(self) -> None:
+        """Kills whatever runs on the host."""
+        remaining = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        for pid in remaining.stdout.split():
+            kill_tree(int(pid))
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +163,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
         yield hosts
     finally:
         for host in hosts:
-            remaining = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True)
-            for pid in remaining.stdout.split():
-                kill_tree(int(pid))
+            host.kill_all()
             subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
 
 
@@ -241,7 +246,7 @@ def test_two_hosts_train_what_two_processes_on_one_host_train(start_job: StartJo
     assert values["processes"] == "2"
     assert float(values["accuracy on 360 held-out images"]) > 0.9
 
-    assert run_script(DIGITS, *epochs, "--dir", tmp_path / "one", env=ONE_THREAD).returncode == 0
+    assert run_warm(DIGITS, *epochs, "--dir", tmp_path / "one", env=ONE_THREAD).returncode == 0
     two, one = (torch.load(tmp_path / name / "digits.ckpt", weights_only=True) for name in ("two", "one"))
     assert two["global_step"] == one["global_step"] > 0
     assert_same_bits(two["state_dict"], one["state_dict"])
@@ -304,3 +309,41 @@ def test_the_shm_process_group_reduces_inside_each_host_before_it_sends(start_jo
     assert job.exit_codes(timeout_s=90) == [0, 0], job.output()
     # One rank of each host sends 4 MiB. Four ranks in a ring, as gloo has them, would send 6 MiB over the cable.
     assert all(2**22 < sent < 1.2 * 2**22 for sent in numbers_in([tmp_path / f"sent{rank}" for rank in range(4)], job))
+
+
+@pytest.mark.timeout(300)
+def test_an_elastic_host_goes_and_comes_back(hosts: list[Host], tmp_path: Path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    plan = {"num_ranks": 1, "local_ranks": 1, "strategy": elastic_runs.STRATEGY, "pause_s": 0.05}  # while it is alone
+    rendezvous = (
+        f"--rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint={hosts[0].name}:29400 --rdzv-conf=last_call_timeout=1"
+    )
+    torchrun = f"-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 {rendezvous} -m".split()
+    script = "tests.support.elastic_training", directory, json.dumps(plan)
+    # torch 2.13's agents cannot take in a host otherwise, see docs/ddp_elastic.md.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    logs = [tmp_path / f"host{index}.log" for index in range(3)]
+
+    def worlds(number: int) -> list[tuple[int, int]]:
+        deadline = time.monotonic() + 90
+        while len(found := elastic_runs.read_run(directory, "", 0).worlds) < number:
+            assert time.monotonic() < deadline, "\n".join(log.read_text() for log in logs if log.exists())
+            time.sleep(0.2)
+        return found
+
+    try:
+        agents = [host.start(*torchrun, *script, log=log, **env) for host, log in zip(hosts, logs[:2], strict=True)]
+        worlds(1)
+        hosts[1].kill_all()
+        worlds(2)
+        agents.append(hosts[1].start(*torchrun, *script, log=logs[2], **env))
+        worlds(3)
+        code = agents[0].wait(90)
+    finally:
+        for host in hosts:
+            host.kill_all()
+    run = elastic_runs.read_run(directory, logs[0].read_text(), code)
+    elastic_runs.check_is_as_good_as_undisturbed(run)
+    assert [size for size, _ in run.worlds] == [2, 1, 2]
+    assert run.output.count("; 0 steps are repeated") == 1  # those that go on have committed before the third world

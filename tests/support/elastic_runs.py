@@ -1,6 +1,8 @@
-"""Starts :mod:`.elastic_training`, with ``horovodrun`` and a discovery script or by itself, and reads what it left."""
+"""Starts :mod:`.elastic_training`, with ``horovodrun`` and a discovery script, torchrun or by itself, and reads what it
+left."""
 
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -107,36 +109,69 @@ def run_workers(workers: int, timeout_s: float = 150, keep: Path | None = None, 
     return _run(lambda directory: [], plan, timeout_s, keep)
 
 
-def _run(command: Callable[[Path], list[str]], plan: dict[str, Any], timeout_s: float, keep: Path | None) -> Run:
-    import torch
+def run_torchrun(
+    ranks: int, timeout_s: float = 150, keep: Path | None = None, is_warm: bool = True, **plan: Any
+) -> Run:
+    """Runs the script with torchrun, whose agent starts all ranks anew when one fails.
 
+    Args:
+        ranks: How many.
+        timeout_s: Seconds until the run is given up.
+        keep: Its directory; a temporary one if None.
+        is_warm: Whether all of it is forked as in :mod:`.warm`.
+        plan: Of the script.
+    """
+    plan |= {"num_ranks": ranks, "local_ranks": ranks}
+    python = warm.python() if is_warm else sys.executable
+
+    def command(directory: Path) -> list[str]:
+        run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={directory.name}"
+        options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id}"
+        return [python, "-m", "torch.distributed.run", *options.split(), "--no-python"]
+
+    return _run(command, plan, timeout_s, keep, python)
+
+
+def _run(
+    command: Callable[[Path], list[str]],
+    plan: dict[str, Any],
+    timeout_s: float,
+    keep: Path | None,
+    python: str | None = None,
+) -> Run:
     with tempfile.TemporaryDirectory() as temporary:
         directory = temporary if keep is None else str(keep)
         result = run_command(
             *command(Path(directory)),
-            *(warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
+            *(python or warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
             env={"OMP_NUM_THREADS": "1"},
             timeout_s=timeout_s,
         )
-        lines = [
-            {**json.loads(line), "pid": path.name}
-            for path in Path(directory).glob("process*")
-            for line in path.read_text().splitlines()
-        ]
-        return Run(
-            result.stdout,
-            result.returncode,
-            sorted(lines, key=lambda line: line["time"]),
-            {str(path): torch.load(path, weights_only=False) for path in Path(directory).glob("*.ckpt")},
-        )
+        return read_run(Path(directory), result.stdout, result.returncode)
+
+
+def read_run(directory: Path, output: str, code: int) -> Run:
+    """What a run has left in its directory, so far."""
+    import torch
+
+    lines = [
+        {**json.loads(line), "pid": path.name}
+        for path in directory.glob("process*")
+        for line in path.read_text().splitlines()
+    ]
+    checkpoints = {str(path): torch.load(path, weights_only=False) for path in directory.glob("*.ckpt")}
+    return Run(output, code, sorted(lines, key=lambda line: line["time"]), checkpoints)
 
 
 def check_is_as_good_as_undisturbed(run: Run, num_epochs: int = NUM_EPOCHS) -> None:
     """Whether all samples of all epochs have counted once, and what was learned is worth as much."""
     assert run.code == 0, run.output
     assert run.ends, run.output
+    # After another `fit`, of one epoch with the first learning rate, it may be a little less.
+    learned = [line["validated"] for line in run.having("validated")] or [end["accuracy"] for end in run.ends]
+    assert learned == [pytest.approx(UNDISTURBED_ACCURACY, abs=0.01)] * len(learned)
     for end in run.ends:
-        assert end["accuracy"] == pytest.approx(UNDISTURBED_ACCURACY, abs=0.01)
+        assert end["accuracy"] > 0.95
         assert end["weights"] == run.ends[0]["weights"]
     counts = run.counts_per_epoch()
     assert len(counts) == num_epochs

@@ -1,13 +1,13 @@
-"""A user's script, to be started by an elastic ``horovodrun`` or, with ``workers`` in its plan, by itself: digits, and
-what befalls its ranks on the way.
+"""A user's script, to be started by an elastic ``horovodrun``, by torchrun or by itself: digits, and what befalls its
+ranks on the way.
 
     python -m tests.support.elastic_training DIRECTORY PLAN
 
-PLAN is JSON: ``workers`` is how many ``fit`` starts, none under ``horovodrun``; ``strategy`` are arguments of the
-strategy, ``trainer`` of the Trainer, ``events`` a list of ``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train"
-| "commit" | "validation" | "setup", "step": N, "rank": R, "world": ranks that there are, "after": number of an
-event}``, of which each happens once. DIRECTORY receives a file per process, of one line per batch that counts, and what
-the end was.
+PLAN is JSON: ``workers`` is how many ``fit`` starts, ``local_ranks`` how many torchrun has started, neither is there
+under ``horovodrun``; ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
+``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train" | "commit" | "validation" | "setup", "step": N, "rank": R,
+"world": ranks that there are, "after": number of an event, "fn": stage}``, of which each happens once. DIRECTORY
+receives a file per process, of one line per batch that counts, and what the end was.
 """
 
 import json
@@ -67,6 +67,7 @@ class Net(pl.LightningModule):
             is_due = event.get("at", "train") == at and self.trainer.global_step >= event["step"] and not mark.exists()
             is_due = is_due and event.get("world", self.trainer.world_size) == self.trainer.world_size
             is_due = is_due and ("after" not in event or (self.directory / f"event{event['after']}").exists())
+            is_due = is_due and event.get("fn", "fit") == self.trainer.state.fn.value
             if not is_due or event.get("rank", 0) != self.global_rank:
                 continue
             mark.touch()
@@ -139,7 +140,7 @@ def main() -> None:
     arguments = {
         "max_epochs": 12,
         "accelerator": "cpu",
-        "devices": plan.get("workers", 1),
+        "devices": plan.get("workers") or plan.get("local_ranks", 1),
         "logger": False,
         "callbacks": callbacks,
         "enable_progress_bar": False,
@@ -148,7 +149,11 @@ def main() -> None:
         **plan.get("trainer", {}),
     }
     kind = ext.DDPSpawnStrategy if "workers" in plan else ext.HorovodStrategy
-    trainer = pl.Trainer(**arguments, strategy=kind(elastic=True, **plan.get("strategy", {})))
+    if "local_ranks" in plan:
+        strategy: Any = ext.DDPElasticStrategy(**plan.get("strategy", {}))
+    else:
+        strategy = kind(elastic=True, **plan.get("strategy", {}))
+    trainer = pl.Trainer(**arguments, strategy=strategy)
     trained = DataLoader(Digits(False), batch_size=16, shuffle=True, num_workers=plan.get("num_workers", 0))
     held_out = Digits(True)
     trainer.fit(net, trained, DataLoader(held_out, batch_size=32), ckpt_path=plan.get("ckpt_path"))

@@ -1,0 +1,251 @@
+"""A commit in memory that outlives the process: see :mod:`.keeper`.
+
+Each rank has one memory file, which each of its commits overwrites in place: its tensors, and a pickle of all else. A
+header says whether it is whole, and is written last. A rank that is killed while it commits leaves one that is not; the
+other ranks' are the same state.
+"""
+
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import psutil
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.elastic.commit import Commit, Shared, Slot
+from lightning_strategies_ext.elastic.keeper import Keeper
+
+_MAGIC = b"lse-0001"
+_HEADER = struct.Struct("<8sQqQQ")  # magic, whether it is whole, batches, start of the pickle, its size
+_DONE = struct.Struct("<q")  # optimizer steps that the rank has done since
+_DONE_AT = 64  # bytes
+_HEADER_BYTES = 4096
+_ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
+
+
+class CommitTooLargeError(RuntimeError):
+    """This host has not the memory for a commit of each of its ranks."""
+
+
+class Memory:
+    """A memory file with a commit.
+
+    Args:
+        fd: Its descriptor, owned by this object.
+
+    Attributes:
+        fd: See above.
+        head: Its beginning.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.head = mmap.mmap(fd, _HEADER_BYTES)
+
+    @classmethod
+    def create(cls, num_bytes: int, num_ranks: int) -> "Memory":
+        """Makes one of so many bytes.
+
+        Args:
+            num_bytes: Of the tensors.
+            num_ranks: How many ranks of this host do the same.
+
+        Raises:
+            CommitTooLargeError: If it does not fit.
+        """
+        free = psutil.virtual_memory().available
+        if num_bytes * num_ranks > free:
+            raise CommitTooLargeError(
+                f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {num_ranks} ranks of this host keeps one;"
+                f" {free / 2**30:.1f} GiB of its memory are free. Start fewer ranks per host (`--nproc-per-node`), or"
+                " use `strategy='ddp_ext'` with a ModelCheckpoint."
+            )
+        fd = os.memfd_create("lightning_strategies_ext-commit")
+        try:
+            os.posix_fallocate(fd, 0, _HEADER_BYTES + num_bytes)  # or a write where there is none would be a SIGBUS
+        except OSError as error:
+            os.close(fd)
+            raise CommitTooLargeError(f"No memory for a commit of {num_bytes} bytes: {error}") from error
+        return cls(fd)
+
+    @property
+    def batches(self) -> int:
+        """Batches that were done at the commit; -1 if it is not whole."""
+        magic, is_whole, batches, _, _ = self._header()
+        return int(batches) if magic == _MAGIC and is_whole else -1
+
+    @property
+    def done(self) -> int:
+        """Optimizer steps that the rank had done, commits aside."""
+        return int(_DONE.unpack_from(self.head, _DONE_AT)[0])
+
+    @done.setter
+    def done(self, steps: int) -> None:
+        _DONE.pack_into(self.head, _DONE_AT, steps)
+
+    def begin(self) -> None:
+        """Says that it is not whole, before it is written to."""
+        _HEADER.pack_into(self.head, 0, _MAGIC, 0, -1, 0, 0)
+
+    def end(self, batches: int, start: int, rest: bytes) -> None:
+        """Writes all that is no tensor, and says that the commit is whole.
+
+        Args:
+            batches: That were done.
+            start: Where the tensors end.
+            rest: A pickle.
+        """
+        os.posix_fallocate(self.fd, start, len(rest))
+        view = memoryview(rest)
+        at = start
+        while view:
+            written = os.pwrite(self.fd, view, at)
+            view, at = view[written:], at + written
+        _HEADER.pack_into(self.head, 0, _MAGIC, 1, batches, start, len(rest))
+
+    def rest(self) -> Any:
+        """What was pickled: by a process of this user, or the keeper would not have had it."""
+        _, _, _, start, size = self._header()
+        return pickle.loads(os.pread(self.fd, size, start))
+
+    def tensors(self, slots: Sequence[Slot]) -> list[Tensor]:
+        """Its tensors, as they lie in the memory."""
+        starts, end = layout_of(slots)
+        mapping = mmap.mmap(self.fd, end)
+        return [
+            torch.frombuffer(mapping, dtype=slot.dtype, count=slot.shape.numel(), offset=start).view(slot.shape)
+            if slot.shape.numel()
+            else torch.empty(slot.shape, dtype=slot.dtype)
+            for slot, start in zip(slots, starts, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Closes the descriptor; tensors stay."""
+        os.close(self.fd)
+
+    def _header(self) -> tuple[Any, ...]:
+        return _HEADER.unpack_from(self.head)
+
+
+def layout_of(slots: Sequence[Slot]) -> tuple[list[int], int]:
+    """Where tensors lie in a memory file, in bytes, and where they end."""
+    starts, end = [], _HEADER_BYTES
+    for slot in slots:
+        starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = starts[-1] + slot.shape.numel() * slot.dtype.itemsize
+    return starts, end
+
+
+class KeptCommit(Commit):
+    """The newest state that a rank can go back to, in whatever process it is.
+
+    Args:
+        keeper: Of this host.
+        fit: Number of the ``fit``, in this process.
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_rank: On this host.
+        num_local_ranks: How many ranks this host has.
+
+    Attributes:
+        done: Optimizer steps that ranks of this host had done before they were ended; -1 if there is no commit.
+    """
+
+    def __init__(
+        self, keeper: Keeper, fit: int, rank: int, world_size: int, local_rank: int, num_local_ranks: int
+    ) -> None:
+        super().__init__()
+        self._keeper = keeper
+        self._prefix = f"fit{fit}/"
+        self._name = str(local_rank)
+        self._rank, self._world_size = rank, world_size
+        self._num_local_ranks = num_local_ranks
+        self._memory: Memory | None = None
+        self._slots: list[Slot] | None = None  # of that memory, as its tensors
+        self._views: list[Tensor] = []
+        self.done = -1
+        self._metrics: dict[str, Any] = {}
+        self._load()
+
+    def _load(self) -> None:
+        """Takes the newest commit of this host that is whole, of two that are equal its own."""
+        found = {name: Memory(fd) for name, fd in self._keeper.find(self._prefix).items()}
+        newest = max(found, key=lambda name: (found[name].batches, name == self._name), default=None)
+        if newest is not None and found[newest].batches >= 0:
+            self.shared, rank, self._random, self._metrics = found[newest].rest()
+            assert self.shared is not None
+            self._tensors = found[newest].tensors(self.shared.slots)
+            self.done = max(memory.done for memory in found.values())
+            if (rank, self.shared.world_size) != (self._rank, self._world_size):
+                self._random, self._metrics = None, {}
+        for name, memory in found.items():
+            if name == self._name == newest and self.shared is not None:
+                self._memory, self._slots, self._views = memory, self.shared.slots, self._tensors
+            else:
+                memory.close()
+
+    def receive(self, collectives: Collectives, src: int, shared: Shared | None, is_behind: bool) -> None:
+        """Takes the commit of another rank, see :meth:`.Commit.receive`."""
+        super().receive(collectives, src, shared, is_behind)
+        if is_behind:
+            self._metrics = {}
+
+    def restore(self, trainer: "pl.Trainer") -> None:
+        """Makes a Trainer's state that of the commit."""
+        super().restore(trainer)
+        for name, module in trainer.lightning_module.named_modules():
+            for state, value in self._metrics.get(name, {}).items():
+                setattr(module, state, list(value) if isinstance(value, list) else value.clone())
+
+    def take(self, trainer: "pl.Trainer", first_world_size: int) -> None:
+        """Copies the state, between two optimizer steps."""
+        self._metrics = {
+            name: dict(module.metric_state)
+            for name, module in trainer.lightning_module.named_modules()
+            if isinstance(module, Metric)
+        }
+        super().take(trainer, first_world_size)
+
+    def note(self, step: int) -> None:
+        """Tells a later process how far this one has come."""
+        if self._memory is not None:
+            self._memory.done = step
+
+    def take_last(self, trainer: "pl.Trainer", first_world_size: int) -> None:
+        """Copies the state at the end of ``fit``: should a later stage fail, nothing is trained again."""
+        self.take(trainer, first_world_size)
+
+    def _write(self, shared: Shared, found: list[Tensor]) -> None:
+        try:
+            rest = pickle.dumps((shared, self._rank, self._random, self._metrics), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise RuntimeError(
+                f"The state of this run cannot be kept for ranks that are started anew: {error}. What callbacks and"
+                " modules put into checkpoints must be picklable, as in any checkpoint."
+            ) from error
+        memory, starts_at = self._memory, layout_of(shared.slots)[1]
+        is_new = memory is None or self._slots != shared.slots
+        if memory is None or is_new:
+            memory = Memory.create(starts_at, self._num_local_ranks)
+            self._views = memory.tensors(shared.slots)
+        memory.begin()
+        for kept, tensor in zip(self._views, found, strict=True):
+            kept.copy_(tensor.detach())
+        memory.end(shared.batches, starts_at, rest)
+        self.shared, self._tensors = shared, self._views
+        if is_new:
+            self._keeper.keep(self._prefix + self._name, memory.fd)
+            if self._memory is not None:
+                self._memory.close()
+            else:
+                size = starts_at / 2**20
+                rank_zero_info(f"Each commit has {size:.0f} MiB, kept in the memory of this host by each of its ranks.")
+            self._memory, self._slots = memory, shared.slots

@@ -1,0 +1,138 @@
+"""Ranks that torchrun starts anew, with ``ddp_elastic_ext``: ``fit`` goes on from the memory of the host.
+
+Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from lightning_strategies_ext import DDPElasticStrategy
+from lightning_strategies_ext.elastic.commit import Slot
+from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
+from lightning_strategies_ext.elastic.kept import CommitTooLargeError, Memory, layout_of
+from lightning_strategies_ext.registry import UnavailableHereError
+from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_torchrun
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[list[float]]:
+    return run_torchrun(2, strategy=STRATEGY).ends[0]["weights"]
+
+
+def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_workers(undisturbed):
+    events = [
+        {"do": "kill", "step": 70, "rank": 0},
+        {"do": "kill", "at": "validation", "step": 100, "rank": 1, "after": 0},
+    ]
+    run = run_torchrun(2, strategy=STRATEGY, events=events, num_workers=1)
+    check_is_as_good_as_undisturbed(run)
+    assert run.ends[0]["weights"] == undisturbed  # dropout and the order of samples included
+    assert run.worlds == [(2, 0), (2, 60), (2, 120)]
+    assert "with 2 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
+
+
+def test_two_at_once_with_accumulation_and_a_policy():
+    events = [{"do": "kill", "step": 35, "rank": rank} for rank in (0, 2)]
+    run = run_torchrun(
+        3,
+        strategy={"commit_every_n_steps": 10},
+        events=events,
+        trainer={"accumulate_grad_batches": 2, "max_epochs": 20},
+        policy={"KeepGlobalBatch": {}},
+    )
+    check_is_as_good_as_undisturbed(run, num_epochs=20)
+    assert run.worlds == [(3, 0), (3, 30)]
+
+
+def test_one_is_killed_during_a_commit_in_manual_optimization_and_again_before_it_has_joined():
+    events = [
+        {"do": "kill", "at": "commit", "step": 60, "rank": 1},
+        {"do": "kill", "at": "setup", "step": 0, "rank": 1, "after": 0},
+    ]
+    run = run_torchrun(2, strategy={**STRATEGY, "process_group_backend": "gloo"}, events=events, is_manual=True)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds[0] == (2, 0)
+    assert run.worlds[1][1] in (40, 60)  # the other may have had the time
+
+
+def test_a_sigterm_to_one_rank_lets_all_commit_before_they_are_started_anew(undisturbed):
+    run = run_torchrun(2, strategy=STRATEGY, events=[{"do": "signal", "signal": "SIGTERM", "step": 70, "rank": 1}])
+    check_is_as_good_as_undisturbed(run)
+    assert run.ends[0]["weights"] == undisturbed
+    assert len(run.worlds) == 2
+    assert run.worlds[1][1] >= 70
+    assert "; 0 steps are repeated" in run.output
+
+
+def test_one_that_is_lost_before_the_first_step_begins_again():
+    run = run_torchrun(2, strategy=STRATEGY, events=[{"do": "kill", "at": "setup", "step": 0, "rank": 1}])
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0)]
+
+
+def test_what_is_lost_after_fit_trains_nothing_again_and_the_keeper_ends_with_the_agent(tmp_path: Path):
+    events = [{"do": "kill", "at": "validation", "step": 0, "rank": 1, "fn": "validate"}]
+    run = run_torchrun(2, strategy=STRATEGY, events=events, again=True, keep=tmp_path, is_warm=False)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
+    assert len({line["pid"] for line in run.lines}) == 4
+    deadline = time.monotonic() + 30
+    while left := [each for each in psutil.process_iter(["cmdline"]) if tmp_path.name in (each.info["cmdline"] or [])]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+# --- memory ---
+
+SLOTS = [Slot(0, torch.Size([3, 5]), torch.float32), Slot(1, torch.Size([]), torch.int64)]
+
+
+def test_a_commit_that_was_cut_short_is_none():
+    starts_at = layout_of(SLOTS)[1]
+    memory = Memory.create(starts_at, 1)
+    assert memory.batches == -1
+    memory.begin()
+    memory.tensors(SLOTS)[0].fill_(2.0)
+    memory.end(7, starts_at, b"\x80\x04K\x01.")
+    memory.done = 9
+    found = Memory(os.dup(memory.fd))  # as another process has it
+    assert (found.batches, found.done, found.rest()) == (7, 9, 1)
+    assert found.tensors(SLOTS)[0].tolist() == [[2.0] * 5] * 3
+    memory.begin()
+    assert found.batches == -1
+    for each in (memory, found):
+        each.close()
+
+
+def test_one_that_does_not_fit_is_refused():
+    with pytest.raises(CommitTooLargeError, match=r"each of the 4 ranks of this host keeps one; .* are free"):
+        Memory.create(1 << 50, 4)
+
+
+# --- arguments ---
+
+
+def test_without_torchrun_it_says_how_to_start(monkeypatch):
+    monkeypatch.delenv(RUN_ID, raising=False)
+    with pytest.raises(UnavailableHereError, match=r"torchrun --standalone .*ddp_spawn_elastic_ext"):
+        DDPElasticStrategy()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"commit_every_n_steps": 0}, ValueError, "commit_every_n_steps=0"),
+        ({"uneven_inputs": "error"}, ValueError, "uneven_inputs='error'"),
+        ({"start_method": "fork"}, ValueError, "start_method='fork'"),
+        ({"scale_learning_rate": 2}, TypeError, "scale_learning_rate"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(monkeypatch, arguments, error, message):
+    monkeypatch.setattr(Job, "of_this_process", lambda: Job("none", os.getpid(), 0.0))
+    with pytest.raises(error, match=message):
+        DDPElasticStrategy(**arguments)
