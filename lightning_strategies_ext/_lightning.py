@@ -183,9 +183,18 @@ class _ResultMetricInPlace(_ResultMetric):
 
 
 class _ResultCollectionInPlace(_ResultCollection):
+    #: What an earlier process has added up, for metrics that this one has not made yet.
+    found: dict[str, dict[str, Any]] | None = None
+
     def __setitem__(self, key: str, metric: Any) -> None:
         metric.__class__ = _ResultMetricInPlace
         super().__setitem__(key, metric)
+        for name, state in (self.found or {}).get(key, {}).items():
+            setattr(metric, name, state)
+
+    def reset(self, *args: Any, **kwargs: Any) -> None:
+        self.found = None
+        super().reset(*args, **kwargs)
 
 
 def skip_needless_moves(trainer: Any) -> None:
@@ -333,6 +342,23 @@ def set_data_fetcher(trainer: Any, fetcher: Any, num_batches: float) -> None:
 def logged_per_epoch(trainer: Any) -> list[Any]:
     """The metrics in which ``fit`` adds up what is logged with ``on_epoch=True``, ``_results`` (2.5 to 2.6)."""
     return [metric for metric in trainer.fit_loop.epoch_loop._results.values() if metric.meta.on_epoch]
+
+
+def sums_of_logging(trainer: Any) -> tuple[Any, dict[str, dict[str, Any]]]:
+    """What ``self.log`` has added up in this epoch, by the keys of ``_results``, and its position (2.5 to 2.6)."""
+    results = trainer.fit_loop.epoch_loop._results
+    return position_of_logging(trainer), {
+        key: dict(metric.metric_state)
+        for key, metric in results.items()
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+    }
+
+
+def set_sums_of_logging(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]]) -> None:
+    """Lets ``self.log`` go on from what :func:`sums_of_logging` has read in another process."""
+    position, found = sums
+    trainer.fit_loop.epoch_loop._results.found = found
+    set_position_of_logging(trainer, position)
 
 
 def position_of_logging(trainer: Any) -> tuple[Any, Any]:

@@ -1,12 +1,15 @@
 """Ranks under Fabric end together: when one fails in the user's loop, or does not come, all do.
 
 Fabric calls nothing when the loop fails. In a script, what nobody catches passes through ``sys.excepthook``; in a
-worker, through its job.
+worker, through its job. Whether a signal asks ranks to stop is for the loop to ask, see ``stopping_together``.
 """
 
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -30,6 +33,7 @@ class EndsTogether:
     """
 
     collectives: Collectives
+    world_size: int
 
     def __init__(self, *args: Any, patience: float | timedelta | None, **kwargs: Any) -> None:
         self._patience_s = check_patience(patience)
@@ -54,6 +58,49 @@ class EndsTogether:
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""
         return self._world.explained(exception)
+
+    @contextmanager
+    def stopping_together(self, signum: int = signal.SIGTERM) -> Iterator[Callable[[], bool]]:
+        """Lets a signal on any rank stop the loops of all ranks before the same step, off the training path.
+
+        All ranks enter the block, and call what it gives before each step::
+
+            with fabric.strategy.stopping_together() as must_stop:
+                for batch in loader:
+                    if must_stop():
+                        fabric.save("stopped.ckpt", state)
+                        break
+                    ...
+
+        Outside of the block the signal does what it did before. One that comes on this rank after the last call takes
+        effect then, when the block is left.
+
+        Args:
+            signum: The signal. Schedulers send SIGTERM before they take a machine away, or what they are told to.
+
+        Yields:
+            A function that takes nothing and returns whether to stop: on all ranks the same at the same call. It waits
+            for the other ranks only if one has been asked to stop.
+
+        Raises:
+            RuntimeError: If the ranks have not met (``fabric.launch()`` comes first), or a thread other than the main
+                one calls it, in which Python handles no signals.
+        """
+        world = self._world
+        if self.world_size > 1 and not self.has_met:
+            raise RuntimeError("`stopping_together` is called before the ranks have met. Call `fabric.launch()` first.")
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("`stopping_together` must be called in the main thread: others handle no signals.")
+        usual = signal.signal(signum, lambda *_: world.request_stop())
+        try:
+            world.agree_on_sigterm(_do_nothing, _do_nothing)
+            yield world.has_agreed_before_train_step
+        finally:
+            world.leave(is_over=False)
+            signal.signal(signum, usual)
+        if world.was_asked_to_stop:
+            world.was_asked_to_stop = False
+            signal.raise_signal(signum)
 
     def _engine(self) -> Collectives:
         return self.collectives
@@ -90,3 +137,7 @@ class EndsTogether:
             sys.excepthook(type(explained), explained, explained.__traceback__ or trace)
 
         sys.excepthook = note
+
+
+def _do_nothing() -> None:
+    """There is no Trainer to be told of a signal."""

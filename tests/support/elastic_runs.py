@@ -53,6 +53,10 @@ class Run:
         """(ranks, step at which they began) of each world."""
         return [(line["world"], line["step"]) for line in self.having("world") if line["rank"] == 0]
 
+    def logged(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """Samples and mean loss as ``self.log`` has them, by rank and epoch; where one was repeated, of the last."""
+        return {(line["rank"], line["epoch"]): (line["seen"], line["loss_epoch"]) for line in self.having("seen")}
+
     def counts_per_epoch(self) -> list[Counter]:
         """How often each sample counts, by epoch of the first `fit`: what a later world has begun before is undone."""
         kept: list[dict[str, Any]] = []

@@ -111,7 +111,8 @@ class Net(pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         if not self.automatic_optimization:
             self.lr_schedulers().step()
-        self.write(epoch=self.current_epoch, seen=float(self.trainer.callback_metrics["seen"]))
+        logged = {name: float(self.trainer.callback_metrics[name]) for name in ("seen", "loss_epoch")}
+        self.write(epoch=self.current_epoch, **logged)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:

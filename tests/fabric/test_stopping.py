@@ -1,0 +1,99 @@
+"""``fabric.strategy.stopping_together``: a signal on any rank stops the loops of all before the same step."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from tests.support.horovod_ranks import run_horovod
+from tests.support.models import MLP, loader
+from tests.support.ranks import run_ranks
+
+MANY = 10_000
+
+
+def step(fabric: Fabric, model: Any, optimizer: Any, batch: Any) -> None:
+    loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.001 * fabric.global_rank)  # ranks drift apart as far as collectives let them
+
+
+def train(fabric: Fabric, pid: int | None = None, signum: int = signal.SIGTERM) -> tuple[int, list[int]]:
+    """Rank 1 sends the signal to a process, itself by default; returns steps done, and the sum of all ranks' loss."""
+    module = MLP()
+    model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
+    (batch, *_) = fabric.setup_dataloaders(loader())
+    done = 0
+    with fabric.strategy.stopping_together(signum) as must_stop:
+        while done < MANY and not must_stop():
+            step(fabric, model, optimizer, batch)
+            done += 1
+            if done == 5 and fabric.global_rank == 1:
+                os.kill(pid or os.getpid(), signum)
+    assert signal.getsignal(signum) == signal.SIG_DFL
+    return done, fabric.all_gather(torch.tensor(done)).tolist()  # all are still there, at the same place
+
+
+def train_in_a_script(strategy: str, signum: int) -> tuple[int, list[int]]:
+    fabric = Fabric(strategy=strategy, devices=2, accelerator="cpu")
+    fabric.launch()
+    return train(fabric, signum=signum)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_on_one_rank_stops_all_before_the_same_step(signum: int):
+    check(run_ranks(train_in_a_script, "ddp_ext", signum))
+
+
+def test_over_horovod_too():
+    check(run_horovod("horovodrun", train_in_a_script, "horovod_ext", signal.SIGTERM))
+
+
+def check(outcomes: list[tuple[int, list[int]]]) -> None:
+    (first, gathered), (second, _) = outcomes
+    assert 5 <= first == second < MANY
+    assert gathered == [first, second]
+
+
+def test_one_to_the_process_that_has_started_workers_stops_these():
+    done, gathered = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch(train, os.getpid())
+    assert 5 <= done < MANY
+    assert gathered == [done, done]
+
+
+def signal_that_comes_late() -> list[str]:
+    fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
+    fabric.launch()
+    seen: list[str] = []
+    signal.signal(signal.SIGTERM, lambda *_: seen.append("as before"))
+    with fabric.strategy.stopping_together() as must_stop:
+        assert not must_stop()
+        if fabric.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert seen == []
+    fabric.barrier()
+    return seen if fabric.global_rank == 0 else ["as before"]
+
+
+def test_one_that_comes_after_the_last_step_is_not_lost():
+    assert run_ranks(signal_that_comes_late) == [["as before"]] * 2
+
+
+def test_one_process_stops_at_once():
+    fabric = Fabric(strategy="ddp_ext", devices=1, accelerator="cpu")
+    with fabric.strategy.stopping_together(signal.SIGUSR1) as must_stop:
+        assert not must_stop()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert must_stop()
+
+
+def test_it_is_called_after_the_ranks_have_met():
+    fabric = Fabric(strategy="ddp_ext", devices=2, accelerator="cpu")
+    with pytest.raises(RuntimeError, match=r"fabric\.launch"), fabric.strategy.stopping_together():
+        pass
