@@ -93,3 +93,28 @@ def test_what_is_logged_per_epoch_is_added_up_in_states_of_metrics() -> None:
     model = LogsBothWays()
     make_trainer("auto", devices=1, max_epochs=1).fit(model, loader(num_samples=16, batch_size=4))
     assert model.states["value"].item() == 0 + 1 + 2 + 3
+
+
+class GoesOn(LogsBothWays):
+    def __init__(self, sums: Any) -> None:
+        super().__init__()
+        self.sums = sums
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            _lightning.set_sums_of_logging(self.trainer, self.sums)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.sums = _lightning.sums_of_logging(self.trainer)
+
+
+def test_what_another_process_has_added_up_is_added_to() -> None:
+    sums: Any = ((False, None), {})
+    for expected in (6.0, 12.0):
+        trainer = make_trainer("auto", devices=1, max_epochs=1)
+        _lightning.skip_needless_moves(trainer)
+        model = GoesOn(sums)
+        trainer.fit(model, loader(num_samples=16, batch_size=4))
+        assert trainer.callback_metrics["per_epoch"].item() == expected
+        sums = model.sums
+    assert list(sums[1]) == ["training_step.per_epoch"]
