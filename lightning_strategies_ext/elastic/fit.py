@@ -53,6 +53,9 @@ SAVE_AFTER_S = 5.0
 #: How long the driver may take to say to a rank that got a SIGTERM while it waited for a place that there is none for
 #: it, in seconds. It does at once, but for when it has ended the job.
 ANSWER_S = 0.5
+#: How long a rank that got a SIGTERM within a validation goes on, in seconds: after it, no step is repeated. Whoever
+#: sends one waits for longer before a SIGKILL, torchrun's agents 30 s.
+VALIDATES_ON_S = 5.0
 #: The exit code of a rank that leaves after a SIGTERM. The driver takes 0 for the end of the whole job.
 _LEFT = 128 + 15
 _fit_numbers: Iterator[int] = count(1)
@@ -288,10 +291,12 @@ class ElasticFit:
         )
 
     def before_evaluation_step(self, world: World) -> None:
-        """Lets this rank leave within a validation; the others go back to their commit when they miss it."""
-        if self._is_leaving:
+        """Lets this rank leave within a long validation; the others go back to their commit when they miss it."""
+        asked_at = self._asked_to_leave_at
+        is_leaving = asked_at is not None and time.monotonic() - asked_at > VALIDATES_ON_S
+        if is_leaving:
             world.request_stop()
-        if world.has_agreed_before_evaluation_step() and self._is_leaving:
+        if world.has_agreed_before_evaluation_step() and is_leaving:
             self._strategy.leave_world(agreed=False)
             self._end()
 

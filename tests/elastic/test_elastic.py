@@ -118,10 +118,12 @@ def test_a_host_of_two_ranks_of_which_one_is_killed():
     assert bool(run.checkpoints) == ("There is no place for this rank in a new world" in run.output)
 
 
-@pytest.mark.parametrize(("at", "num_repeated"), [("train", 0), ("validation", 10)])
-def test_a_rank_that_gets_a_sigterm_leaves(at, num_repeated):
-    event = {"do": "signal", "signal": "SIGTERM", "at": at, "step": 70, "rank": 1}
-    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=0.5 if at == "validation" else 0.0)
+@pytest.mark.parametrize(
+    ("at", "pause_s", "num_repeated"), [("train", 0.0, 0), ("validation", 0.2, 0), ("validation", 2.0, 5)]
+)
+def test_a_rank_that_gets_a_sigterm_leaves(at, pause_s, num_repeated):
+    event = {"do": "signal", "signal": "SIGTERM", "at": at, "step": 30, "rank": 1}
+    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=pause_s)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "This rank leaves after a SIGTERM." in run.output

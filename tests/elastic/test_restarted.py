@@ -74,7 +74,7 @@ def test_a_sigterm_to_one_rank_lets_all_commit_before_they_are_started_anew(undi
     check_is_as_undisturbed(run, undisturbed)
     assert len(run.worlds) == 2
     assert run.worlds[1][1] >= 70
-    assert "; 0 steps are repeated" in run.output
+    assert "; 0 steps are repeated" in run.output, run.output
 
 
 def test_one_that_is_lost_before_the_first_step_begins_again():

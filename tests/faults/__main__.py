@@ -1,6 +1,7 @@
 """Tries cases and prints a table: ``python -m tests.faults [--strategies ...] [--every N]``, see ``make faults``.
 
-With ``--minutes``, cases are drawn at random until the time is over, see ``make soak``.
+With ``--minutes``, cases are drawn at random until the time is over, see ``make soak``. With ``--at-once``, several are
+tried beside each other, and those of ours that ended well but late are tried again alone: what counts is that.
 """
 
 import argparse
@@ -10,36 +11,61 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
+from tests.support import warm
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--strategies", nargs="+", default=[*OURS, "ddp"], help="ddp is Lightning's")
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 3])
+    parser.add_argument("--worlds", nargs="+", default=["2", "3", "1x2", "2x2"], help="ranks, or ranks x hosts")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--moments", nargs="+")
     parser.add_argument("--every", type=int, default=1, help="try each Nth case only")
     parser.add_argument("--offset", type=int, default=0, help="the first of them")
+    parser.add_argument("--at-once", type=int, default=1, help="how many at the same time")
     parser.add_argument("--minutes", type=float, help="for how long to try cases at random")
     parser.add_argument("--seed", type=int, default=0, help="of these")
     options = parser.parse_args()
+    worlds = [(int(ranks) * int(hosts or 1), int(hosts or 1)) for ranks, _, hosts in map(split, options.worlds)]
     cases = [
         case
-        for case in all_cases(tuple(options.strategies), tuple(options.world_sizes))
+        for case in all_cases(tuple(options.strategies), tuple(worlds))
         if case.kind in options.kinds and (options.moments is None or case.moment in options.moments)
     ]
-    results = []
-    for case in cases[options.offset :: options.every] if options.minutes is None else drawn(cases, options):
-        with tempfile.TemporaryDirectory() as directory:
-            result = try_case(case, Path(directory))
-        results.append(result)
-        took = "none" if result.seconds is None else f"{result.seconds:5.1f} s"
-        print(f"{case}: {took}, exit code {result.exit_code}", *result.problems, sep="\n    ", flush=True)
+    server = warm.start_server()
+    if options.minutes is not None:
+        results = [tried(case) for case in drawn(cases, options)]
+    else:
+        with ThreadPoolExecutor(options.at_once) as pool:
+            results = list(pool.map(tried, cases[options.offset :: options.every]))
+    if options.at_once > 1:
+        again = [index for index, result in enumerate(results) if result.is_late_only]
+        print(f"{len(again)} that were late are tried again, alone.", flush=True)
+        for index in again:
+            results[index] = tried(results[index].case)
+    if server is not None:
+        server.communicate()
     print(table(results))
     return int(any(result.problems for result in results if result.case.strategy != "ddp"))
+
+
+def split(world: str) -> tuple[str, str, str]:
+    """Ranks of a host and hosts."""
+    return world.partition("x")
+
+
+def tried(case: Case) -> Result:
+    """Tries a case, and says what came of it."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = try_case(case, Path(directory))
+    took = "none" if result.seconds is None else f"{result.seconds:5.1f} s"
+    codes = ", ".join(map(str, result.exit_codes))
+    print("\n    ".join([f"{case}: {took}, exit code {codes}", *result.problems]), flush=True)
+    return result
 
 
 def drawn(cases: list[Case], options: argparse.Namespace) -> Iterator[Case]:
@@ -53,17 +79,19 @@ def table(results: list[Result]) -> str:
     """How many of the cases of each kind were as they should be, by strategy, in Markdown."""
     found: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for result in results:
-        found[result.case.kind, result.case.strategy].append(not result.problems)
-    strategies = sorted({strategy for _, strategy in found})
-    lines = [
-        "| | " + " | ".join(f"`{strategy}`" for strategy in strategies) + " |",
-        "| --- " * (len(strategies) + 1) + "|",
-    ]
+        found[result.case.kind, name_of(result.case)].append(not result.problems)
+    names = sorted({name for _, name in found})
+    lines = ["| | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
     for kind in KINDS:
         if any(kind == other for other, _ in found):
-            cells = [f"{sum(good)} of {len(good)}" if (good := found.get((kind, name))) else "" for name in strategies]
+            cells = [f"{sum(good)} of {len(good)}" if (good := found.get((kind, name))) else "" for name in names]
             lines.append(f"| {kind.replace('_', ' ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def name_of(case: Case) -> str:
+    """The column of a case."""
+    return f"`{case.strategy}`" + (f", {case.hosts} hosts" if case.hosts > 1 else "")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,6 +14,8 @@ import psutil
 import torch
 
 from tests.faults.program import PATIENCE_S
+from tests.support import warm
+from tests.support.hosts import ADDRESSES, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment
 
 #: Kinds of faults, by what the user should read of them as the first cause; None where nothing failed.
@@ -30,6 +31,7 @@ KINDS = {
     "sleep": "(has|have) waited",
     "hold_gil": "does not answer",
     "collective": "collective",
+    "cable": r"(is|are) lost",
 }
 #: After these, the others have to wait for a while before they know.
 STUCK = ("sigstop", "sleep", "hold_gil")
@@ -58,8 +60,12 @@ FABRIC_MOMENTS = (
     "data-loader worker",
 )
 OURS = ("ddp_ext", "ddp_spawn_ext", "horovod_ext", "fabric")
+#: Those that can have ranks on two hosts here.
+ON_HOSTS = ("ddp_ext", "fabric", "ddp")
 #: What a process may take to end after a fault, in seconds.
 LIMIT_S = 10.0
+#: What it takes longer to know that a host is lost, in seconds.
+LOST_S = 10.0
 #: How long the script may take until the fault happens, in seconds.
 START_S = 120.0
 _NAME = "LIGHTNING_STRATEGIES_EXT_FAULT"
@@ -75,6 +81,7 @@ class Case:
         rank: On which it happens.
         strategy: Name of the strategy, or "fabric" for ours under Fabric.
         world_size: Number of ranks.
+        hosts: On how many hosts, see :mod:`tests.support.hosts`.
     """
 
     kind: str
@@ -82,14 +89,16 @@ class Case:
     rank: int
     strategy: str
     world_size: int
+    hosts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.strategy}-{self.world_size}-{self.kind}-{self.moment.replace(' ', '_')}-rank{self.rank}"
+        size = str(self.world_size) if self.hosts == 1 else f"{self.hosts}x{self.world_size // self.hosts}"
+        return f"{self.strategy}-{size}-{self.kind}-{self.moment.replace(' ', '_')}-rank{self.rank}"
 
     @property
     def limit_s(self) -> float:
         """What processes may take to end, in seconds."""
-        return LIMIT_S + (PATIENCE_S if self.kind in STUCK else 0)
+        return LIMIT_S + (PATIENCE_S if self.kind in STUCK else LOST_S if self.kind == "cable" else 0)
 
 
 @dataclass
@@ -99,7 +108,7 @@ class Result:
     Attributes:
         case: The case.
         seconds: From the fault to the end of the last process; None if some had to be killed.
-        exit_code: Of the process that the user started.
+        exit_codes: Of the process that the user started on each host.
         output: What it wrote.
         left: What is left behind, or does not load.
         limit_s: What processes were allowed to take to end, in seconds; that of the case if None.
@@ -107,10 +116,15 @@ class Result:
 
     case: Case
     seconds: float | None
-    exit_code: int | None
+    exit_codes: list[int | None]
     output: str
     left: list[str] = field(default_factory=list)
     limit_s: float | None = None
+
+    @property
+    def is_late_only(self) -> bool:
+        """Whether nothing is wrong but that it took longer than it may."""
+        return self.seconds is not None and len(self.problems) == 1 and "were allowed" in self.problems[0]
 
     @property
     def problems(self) -> list[str]:
@@ -128,23 +142,31 @@ class Result:
         is_main = self.case.rank == 0 and (
             self.case.strategy != "ddp_spawn_ext" or self.case.moment in ("before the group", "between two stages")
         )
-        if self.exit_code == 0 and not (is_main and self.case.kind == "os_exit"):
-            problems.append("the exit code is 0")
+        own = self.case.rank * self.case.hosts // self.case.world_size
+        is_first = self.case.rank * self.case.hosts % self.case.world_size == 0
+        for host, code in enumerate(self.exit_codes):
+            is_own = self.case.kind == "os_exit" and host == own and is_first and (is_main or host > 0)
+            if code == 0 and not is_own:
+                problems.append("an exit code is 0")
         is_mute = is_main and self.case.kind in ("sigkill", "sigsegv", "sigstop", "os_exit", "sleep", "hold_gil")
         if not is_mute and not re.search(expected, self.output):
             problems.append(f"nothing is said of {expected!r}")
         return problems
 
 
-def all_cases(strategies: tuple[str, ...] = OURS, world_sizes: tuple[int, ...] = (2, 3)) -> Iterator[Case]:
-    """Every case of some strategies."""
+def all_cases(
+    strategies: tuple[str, ...] = OURS, worlds: tuple[tuple[int, int], ...] = ((2, 1), (3, 1), (2, 2), (4, 2))
+) -> Iterator[Case]:
+    """Every case of some strategies in some worlds, of so many ranks on so many hosts."""
     for strategy in strategies:
-        for world_size in world_sizes:
+        for world_size, hosts in worlds:
+            if hosts > 1 and strategy not in ON_HOSTS:
+                continue
             for moment in FABRIC_MOMENTS if strategy == "fabric" else MOMENTS:
                 for kind in KINDS:
                     for rank in (0, world_size - 1):
-                        if is_possible(kind, moment, rank, strategy):
-                            yield Case(kind, moment, rank, strategy, world_size)
+                        if is_possible(kind, moment, rank, strategy) and (kind != "cable" or hosts > 1):
+                            yield Case(kind, moment, rank, strategy, world_size, hosts)
 
 
 def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
@@ -153,8 +175,10 @@ def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
     There is no collective before the ranks have met, nor in a worker of a loader, and over Horovod none of
     torch.distributed. Before they have met, and where only the main process is, nobody waits for it to move. A worker
     of a loader has its own ways with the signals that ask it to end, and a loader waits for one that is stuck as for a
-    slow disk.
+    slow disk. What becomes of a host that nobody has met yet is for the rendezvous to say.
     """
+    if kind == "cable":
+        return moment not in ("before the group", "data-loader worker")
     if kind == "collective":
         return moment not in ("before the group", "data-loader worker") and strategy != "horovod_ext"
     if moment == "before the group" or (moment == "between two stages" and strategy == "ddp_spawn_ext"):
@@ -167,29 +191,48 @@ def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
 def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Result:
     """Runs the script of a case, and waits until all its processes have ended.
 
+    It is forked as in :mod:`tests.support.warm`, and what it starts, too, but for Horovod's ranks.
+
     Args:
         case: The case.
         directory: An empty one.
         limit_s: What processes are allowed to take to end, in seconds; that of the case if None.
+
+    Raises:
+        NoHostsError: If it takes two hosts, and they cannot be had.
     """
+    if case.hosts == 1:
+        return _try_on([[]], case, directory, limit_s)
+    with two_hosts(directory) as hosts:
+        return _try_on([host.enter() for host in hosts], case, directory, limit_s)
+
+
+def _try_on(places: list[list[str]], case: Case, directory: Path, limit_s: float | None) -> Result:
     before = _shared_memory()
-    script = Path(__file__).parent / "program.py"
-    process = subprocess.Popen(
-        [sys.executable, script, json.dumps(asdict(case)), directory],
-        env={**clean_environment(), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", _NAME: str(directory)},
-        stdout=(directory / "output").open("w"),
-        stderr=subprocess.STDOUT,
-        cwd=directory,
-    )
+    script = str(Path(__file__).parent / "program.py")
+    outputs = [directory / f"output{index}" for index in range(len(places))]
+    env = {**clean_environment(), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", _NAME: str(directory)}
+    env |= warm.CHILDREN if case.strategy == "horovod_ext" else {}
+    if case.hosts > 1:
+        env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+    processes = [
+        subprocess.Popen(
+            [*place, warm.python(), script, json.dumps(asdict(case)), str(directory)],
+            env=env | ({"NODE_RANK": str(index)} if case.hosts > 1 else {}),
+            stdout=output.open("w"),
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+        )
+        for index, (place, output) in enumerate(zip(places, outputs, strict=True))
+    ]
     happened = directory / "happened"
     deadline = time.monotonic() + START_S
-    while not happened.exists() and process.poll() is None and time.monotonic() < deadline:
+    while not happened.exists() and any(each.poll() is None for each in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
     seconds = None
     begin = time.monotonic()
     while time.monotonic() < begin + (limit_s or case.limit_s) + 10:
-        process.poll()
-        if process.returncode is not None and not _processes_of(directory):
+        if all(each.poll() is not None for each in processes) and not _processes_of(directory):
             seconds = max(0.0, time.time() - json.loads(happened.read_text())[0]) if happened.exists() else None
             break
         time.sleep(0.1)
@@ -198,23 +241,27 @@ def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Resul
         with suppress(psutil.Error):
             left.append(f"process {other.pid} ({other.status()}) is left: {' '.join(other.cmdline())[:80]}")
             other.kill()
-    process.kill()
-    process.wait()
+    for process in processes:
+        process.kill()
+        process.wait()
     left += [f"{name} is left" for name in _shared_memory() - before]
     for checkpoint in directory.glob("*.ckpt"):
         try:
             torch.load(checkpoint, weights_only=False)
         except Exception as error:
             left.append(f"{checkpoint.name} does not load: {error}")
-    return Result(case, seconds, process.returncode, (directory / "output").read_text(), left, limit_s)
+    output = "".join(path.read_text() for path in outputs)
+    return Result(case, seconds, [each.returncode for each in processes], output, left, limit_s)
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
+    """The processes of a case: those that were forked for it are at home in its directory."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            is_ours = process.uids().real == os.getuid() and process.environ().get(_NAME) == str(directory)
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+            if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if Path(process.cwd()) == directory or process.environ().get(_NAME) == str(directory):
                 found.append(process)
     return found
 

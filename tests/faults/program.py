@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -81,6 +82,9 @@ class Fault:
         import torch.distributed as dist
 
         dist.all_reduce(torch.ones(3))
+
+    def cable(self) -> None:
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)  # of this rank's host
 
 
 class Rows(Dataset):
@@ -164,16 +168,22 @@ class Model(LightningModule):
 STRATEGIES = {"ddp_ext": DDPStrategy, "ddp_spawn_ext": DDPSpawnStrategy, "horovod_ext": HorovodStrategy}
 
 
+def rank_to_be(case: dict[str, Any]) -> int:
+    """Which rank this process will be."""
+    local_rank, host = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "NODE_RANK"))
+    return host * (case["world_size"] // case["hosts"]) + local_rank
+
+
 def train(case: dict[str, Any], directory: str) -> None:
     """What the script does with the Trainer."""
     fault = Fault(case["kind"], case["moment"], case["rank"], directory)
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    fault.at("before the group", rank)
+    fault.at("before the group", rank_to_be(case))
     kind = STRATEGIES.get(case["strategy"])
     trainer = Trainer(
         strategy=case["strategy"] if kind is None else kind(patience=PATIENCE_S),
         accelerator="cpu",
-        devices=case["world_size"],
+        devices=case["world_size"] // case["hosts"],
+        num_nodes=case["hosts"],
         max_epochs=2,
         limit_train_batches=NUM_BATCHES,
         limit_val_batches=2,
@@ -195,9 +205,10 @@ def train(case: dict[str, Any], directory: str) -> None:
 def loop(case: dict[str, Any], directory: str) -> None:
     """What the script does with Fabric."""
     fault = Fault(case["kind"], case["moment"], case["rank"], directory)
-    fault.at("before the group", int(os.environ.get("LOCAL_RANK", "0")))
+    fault.at("before the group", rank_to_be(case))
     strategy = FabricDDPStrategy(patience=PATIENCE_S)
-    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=case["world_size"])
+    devices, num_nodes = case["world_size"] // case["hosts"], case["hosts"]
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=devices, num_nodes=num_nodes)
     fabric.launch()
     fault.at("setup", fabric.global_rank)
     net = nn.Linear(8, 1)

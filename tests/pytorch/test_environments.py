@@ -227,7 +227,7 @@ class Dies(MLP):
 
 trainer = make_trainer("ddp_ext", max_epochs=1)
 trainer.fit(Dies(), loader())
-print("start", start, "has come to step", trainer.global_step)
+print(f"start {start} has come to step {trainer.global_step}\\n", end="")  # in one piece
 """
 
 

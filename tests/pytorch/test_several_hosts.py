@@ -1,29 +1,27 @@
 """The promises of ``ddp_ext`` over more than one host: it trains as on one, and no host waits for one that failed.
 
-Two hosts are had on one Linux machine: two network namespaces joined by a virtual cable, each with a host name of its
-own, and one torchrun agent in each. That needs root; where it cannot be had, the tests say why and are skipped.
+One torchrun agent is on each of two hosts, see :mod:`tests.support.hosts`; where these cannot be had, the tests say why
+and are skipped.
 """
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support import elastic_runs, warm
+from tests.support import elastic_runs
+from tests.support.hosts import ONE_THREAD, Host, NoHostsError, run, two_hosts
 from tests.support.models import assert_same_bits
-from tests.support.ranks import REPOSITORY, clean_environment, kill_tree, run_warm
+from tests.support.ranks import REPOSITORY, kill_tree, run_warm
 
 DIGITS = REPOSITORY / "examples" / "digits.py"
-# One thread each: with more, sums of floats come in another order and the last bits differ.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 TRAIN_WITHOUT_END = """
 import os
@@ -107,68 +105,14 @@ dist.destroy_process_group()
 """
 
 
-@dataclass
-class Host:
-    """A network namespace, which stands for a host; ``names`` is its file of host names and their addresses."""
-
-    name: str
-    address: str
-    names: Path
-
-    def start(self, *command: str | Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
-        """Starts a program on the host, forked as in :mod:`tests.support.warm`; its output goes to the file ``log``."""
-        with log.open("wb") as output:
-            return subprocess.Popen(
-                [*self.enter(), warm.python(), *map(str, command)],
-                env={**clean_environment(), **ONE_THREAD, "PYTHONPATH": str(REPOSITORY), **env},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    def enter(self) -> list[str]:
-        """What stands before a command to run it on the host."""
-        # `ip netns exec` gives the command mounts of its own, so that nobody else sees these names.
-        name_it = f"hostname {self.name} && mount --bind '{self.names}' /etc/hosts && exec \"$@\""
-        return [*f"ip netns exec {self.name} unshare --uts sh -c".split(), name_it, "sh"]
-
-    def kill_all(self) -> None:
-        """Kills whatever runs on the host."""
-        remaining = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
-        for pid in remaining.stdout.split():
-            kill_tree(int(pid))
-
-
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """Two hosts that reach each other."""
-    missing = [tool for tool in ("ip", "unshare", "hostname", "mount") if shutil.which(tool) is None]
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"no second host: it takes root and {', '.join(missing) or 'nothing else'} to make one here")
-    names = tmp_path_factory.mktemp("hosts") / "hosts"
-    hosts = [Host(f"lse-{os.getpid()}-{index}", f"10.113.97.{index + 1}", names) for index in range(2)]
-    names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in hosts))
-    try:
+    with ExitStack() as stack:
         try:
-            for host in hosts:
-                run("ip", "netns", "add", host.name)
-            first, second = (host.name for host in hosts)
-            run(*f"ip link add eth0 netns {first} type veth peer name eth0 netns {second}".split())
-            for host in hosts:
-                run(*f"ip -n {host.name} address add {host.address}/24 dev eth0".split())
-                run(*f"ip -n {host.name} link set eth0 up".split())
-                run(*f"ip -n {host.name} link set lo up".split())
-                run(*host.enter(), "true")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no second host: `{' '.join(error.cmd)}` failed: {error.stderr.strip()}")
-        yield hosts
-    finally:
-        for host in hosts:
-            host.kill_all()
-            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+            yield stack.enter_context(two_hosts(tmp_path_factory.mktemp("hosts")))
+        except NoHostsError as error:
+            pytest.skip(str(error))
 
 
 class Job:
@@ -268,11 +212,11 @@ def test_where_the_cable_is_pulled_the_ranks_of_both_hosts_end(start_job: StartJ
     script.write_text(TRAIN_WITHOUT_END)
     job = start_job(script, tmp_path, ranks=2)
     numbers_in([tmp_path / f"started{rank}" for rank in range(4)], job)
-    run(*f"ip -n {hosts[0].name} link set eth0 down".split())
+    hosts[0].set_cable("down")
     try:
         numbers_in([tmp_path / f"ended{rank}" for rank in range(4)], job, timeout_s=120)
     finally:
-        run(*f"ip -n {hosts[0].name} link set eth0 up".split())
+        hosts[0].set_cable("up")
     deadline = time.monotonic() + 120
     for this, other in ((0, 1), (1, 0)):
         while f"on {hosts[other].name} are lost" not in job.logs[this].read_text():  # said when all have ended

@@ -116,8 +116,8 @@ class Net(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
-            time.sleep(self.validation_pause_s if self.current_epoch < 2 else 0.0)
             self.happen("validation") if batch_idx == 1 else None
+            time.sleep(self.validation_pause_s if self.trainer.world_size == self.num_ranks else 0.0)
         right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
         self.log("right", right, sync_dist=True)
 

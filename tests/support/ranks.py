@@ -192,9 +192,10 @@ def kill_tree(pid: int) -> None:
     """Kills a process and all its descendants."""
     try:
         process = psutil.Process(pid)
+        victims = [*process.children(recursive=True), process]
     except psutil.NoSuchProcess:
         return
-    for victim in [*process.children(recursive=True), process]:
+    for victim in victims:
         try:
             victim.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
