@@ -175,8 +175,11 @@ def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
     There is no collective before the ranks have met, nor in a worker of a loader, and over Horovod none of
     torch.distributed. Before they have met, and where only the main process is, nobody waits for it to move. A worker
     of a loader has its own ways with the signals that ask it to end, and a loader waits for one that is stuck as for a
-    slow disk. What becomes of a host that nobody has met yet is for the rendezvous to say.
+    slow disk. What becomes of a host that nobody has met yet is for the rendezvous to say. In `predict` ranks wait for
+    nobody, and those that rank 0 has started end before it: when it is stopped then, nobody is left to notice.
     """
+    if moment == "predict" and rank == 0 and kind in ("sigstop", "hold_gil") and strategy != "ddp_spawn_ext":
+        return False
     if kind == "cable":
         return moment not in ("before the group", "data-loader worker")
     if kind == "collective":
