@@ -17,7 +17,7 @@ _IS_TRACED = "is traced"
 def death(
     signs: Mapping[int, Sign], died: Sequence[Peer], exit_code_of: Callable[[int], int | None], by: int
 ) -> Failure | None:
-    """The failure of a rank of this host whose process has ended in a stage, or before one that others have begun.
+    """The failure of a rank whose process has ended in a stage, or before one that others have begun.
 
     Args:
         signs: Of all ranks.
@@ -32,7 +32,7 @@ def death(
             return sign.failure
         if sign.state == "running" or sign.stage < stage:
             headline = f"its process (pid {peer.pid}) {how_it_ended(exit_code_of(peer.pid))}"
-            return _seen((peer.rank,), sign, headline, by, sign.stack)
+            return _seen((peer.rank,), sign, headline, by, sign.stack, peer.host_name)
     return None
 
 

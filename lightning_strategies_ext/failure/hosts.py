@@ -2,7 +2,8 @@
 
 A thread does it that may wait for the store, on a connection of its own; the watch, which waits for nobody, only looks
 at what the thread has brought, and at when it came back last. Of ``n`` hosts, each asks the store for two things per
-interval, and that of rank 0 for ``n`` more: at most :data:`REQUESTS_PER_S` together, however many ranks there are.
+interval, and that of rank 0 for ``n`` more: at most :data:`REQUESTS_PER_S` together, however many ranks there are. When
+the process goes that tells for its host, its line to the first rank says so at once, see :mod:`.lines`.
 """
 
 import json
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_strategies_ext.failure.lines import Address, Lines
 from lightning_strategies_ext.failure.signs import Failure, Sign
 
 #: How often a host tells what it knows, in seconds, if there are not so many that it takes longer.
@@ -55,7 +57,7 @@ class Hosts:
         self._came_back_at = time.monotonic()
         self._heard_at = dict.fromkeys(range(len(ranks)), self._came_back_at)
         self._beats: dict[int, list[int]] = {}
-        self._wake = threading.Event()
+        self._lines = Lines()
         self._is_closed = False
         self._store = self._connect(store, rank, number)
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext hosts", daemon=True)
@@ -66,7 +68,7 @@ class Hosts:
         self._own_signs = signs
         if failure is not None and self._to_tell is None:
             self._to_tell = failure
-            self._wake.set()
+            self._lines.wake()
 
     def lost(self) -> list[int]:
         """The ranks of a host that has told nothing for :data:`LOST_S`, as far as this rank can know; or none."""
@@ -79,6 +81,10 @@ class Hosts:
                     return ranks
         return []
 
+    def gone(self) -> set[int]:
+        """The ranks of other hosts whose processes are known to have ended without a word."""
+        return self._lines.gone
+
     def forget(self) -> None:
         """Lets time start anew: this process was stopped, say, or a stage begins."""
         now = time.monotonic()
@@ -88,26 +94,35 @@ class Hosts:
     def close(self) -> None:
         """Ends the thread; waits a moment for it to tell what it has to."""
         self._is_closed = True
-        self._wake.set()
+        self._lines.wake()
         self._thread.join(INTERVAL_S)
+        self._lines.say_goodbye()
+        if not self._thread.is_alive():
+            self._lines.close()
 
     def _connect(self, store: dist.Store, rank: int, number: int) -> dist.Store:
-        key = f"lightning_strategies_ext/hosts/{number}"
+        key, own = f"lightning_strategies_ext/hosts/{number}", _own_connection(store)
         if rank == self._ranks[0][0]:
-            store.set(key, secrets.token_hex(8))
-        token = store.get(key).decode()
-        return dist.PrefixStore(f"lightning_strategies_ext/hosts/{token}", _own_connection(store))
+            token = secrets.token_hex(16)
+            if isinstance(own, dist.TCPStore):
+                self._lines.listen([host[0] for host in self._ranks[1:]], token, own.host, own.port)
+            store.set(key, json.dumps([token, self._lines.address]))
+        token, address = json.loads(store.get(key))
+        if self._tells and not self._hears_all and address is not None:
+            self._lines.call(Address(*address), self._ranks[0][0], token, rank)
+        return dist.PrefixStore(f"lightning_strategies_ext/hosts/{token}", own)
 
     def _run(self) -> None:
-        try:
-            while True:
-                self._exchange()
-                if self._is_closed:
-                    return
-                self._wake.wait(self._interval_s if self._tells else None)
-                self._wake.clear()
-        except RuntimeError:  # the store went away with its process: `lost` says so when the time has come
-            return
+        has_store = True
+        while True:
+            try:
+                if has_store:
+                    self._exchange()
+            except RuntimeError:  # it went away with its process: `lost` says so when the time has come
+                has_store = False
+            if self._is_closed:
+                return
+            self._lines.wait(self._interval_s if self._tells and has_store else None)
 
     def _exchange(self) -> None:
         store = self._store

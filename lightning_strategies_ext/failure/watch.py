@@ -286,7 +286,8 @@ class Watch:
 
     def _failure_seen(self, signs: Mapping[int, Sign], died: set[int]) -> Failure | None:
         """What this rank sees of others that cannot say it themselves."""
-        failure = detection.death(signs, [self._here[rank] for rank in sorted(died)], self._exit_code_of, self._rank)
+        died = died if self._hosts is None else died | self._hosts.gone()
+        failure = detection.death(signs, [self._peers[rank] for rank in sorted(died)], self._exit_code_of, self._rank)
         if failure is None and self._hosts is not None:
             failure = self._hosts.failure or detection.loss(self._hosts.lost(), signs, self._peers, self._rank)
         if failure is None and self._patience_s is not None and len(signs) == len(self._peers):

@@ -33,6 +33,8 @@ KINDS = {
     "collective": "collective",
     "cable": r"(is|are) lost",
 }
+#: What torch says of a worker of a loader that is gone, however it ended.
+OF_LOADER = r"DataLoader worker \(pid\S* \d+\) (is killed by signal|exited unexpectedly)"
 #: After these, the others have to wait for a while before they know.
 STUCK = ("sigstop", "sleep", "hold_gil")
 MOMENTS = (
@@ -149,6 +151,8 @@ class Result:
             if code == 0 and not is_own:
                 problems.append("an exit code is 0")
         is_mute = is_main and self.case.kind in ("sigkill", "sigsegv", "sigstop", "os_exit", "sleep", "hold_gil")
+        if self.case.moment == "data-loader worker":
+            expected = f"{expected}|{OF_LOADER}"
         if not is_mute and not re.search(expected, self.output):
             problems.append(f"nothing is said of {expected!r}")
         return problems

@@ -1,0 +1,112 @@
+"""Lines between hosts say at once that a process at the other end is gone, and only then."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_strategies_ext.failure import lines as module
+from lightning_strategies_ext.failure.lines import Address, Lines
+
+TOKEN = "c0ffee"
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Iterator[Lines]:
+    monkeypatch.setattr(module, "_own_address", lambda towards, port: "127.0.0.1")
+    hub = Lines()
+    hub.listen([2, 4], TOKEN, "127.0.0.1", 1)
+    yield hub
+    hub.close()
+
+
+def fork_caller(address: Address, rank: int, then: str) -> int:
+    """A process that calls, and then ends in some way; one that it has forked lives on."""
+    pid = os.fork()
+    if pid == 0:
+        lines = Lines()
+        lines.call(address, 0, TOKEN, rank)
+        if os.fork() == 0:  # a loader's worker
+            time.sleep(20)
+            os._exit(0)
+        if then == "goodbye":
+            lines.say_goodbye()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pid
+
+
+def wait_until_gone(lines: Lines, ranks: set[int], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while lines.gone != ranks and time.monotonic() < deadline:
+        lines.wait(0.1)
+    assert lines.gone == ranks
+
+
+@pytest.mark.forked
+def test_one_that_is_killed_is_gone_although_a_fork_of_it_lives(hub):
+    begin = time.monotonic()
+    os.waitpid(fork_caller(hub.address, 2, "die"), 0)
+    wait_until_gone(hub, {2})
+    assert time.monotonic() - begin < 15  # the other process holds nothing open
+
+
+@pytest.mark.forked
+def test_one_that_says_goodbye_is_not(hub):
+    os.waitpid(fork_caller(hub.address, 4, "goodbye"), 0)
+    os.waitpid(fork_caller(hub.address, 2, "die"), 0)
+    wait_until_gone(hub, {2})
+
+
+def test_the_other_end_notices_too(hub):
+    caller = Lines()
+    caller.call(hub.address, 0, TOKEN, 2)
+    while not hub._ends:
+        hub.wait(0.1)
+    hub.close_ends()
+    wait_until_gone(caller, {0})
+    caller.close()
+
+
+def test_whoever_does_not_know_the_token_is_no_rank_and_takes_no_ranks_place(hub, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_STRANGERS", 5)
+    for said in (b"wrong 2\n", b"\xff\xfe 2\n", f"{TOKEN} 3\n".encode(), f"{TOKEN} 2".encode(), b""):
+        with socket.create_connection(hub.address) as stranger:
+            stranger.sendall(said)
+        hub.wait(0.1)
+    silent = []  # who say nothing hold nobody up
+    for _ in range(10):
+        silent.append(socket.create_connection(hub.address))
+        hub.wait(1.0)
+    caller = Lines()
+    caller.call(hub.address, 0, TOKEN, 2)
+    while not hub._ends:
+        hub.wait(0.1)
+    assert len(hub._strangers) <= 5
+    assert hub.gone == set()
+    caller.close()  # without a word
+    wait_until_gone(hub, {2})
+    for stranger in silent:
+        stranger.close()
+
+
+def test_who_can_be_reached_from_its_own_host_only_does_not_listen():
+    lines = Lines()
+    lines.listen([1], TOKEN, "localhost", 29500)
+    assert lines.address is None
+    lines.wake()
+    lines.wait(None)
+    lines.close()
+
+
+def test_who_cannot_be_reached_is_not_gone():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = Address(*probe.getsockname())
+    lines = Lines()
+    lines.call(address, 0, TOKEN, 1)
+    lines.wait(0.0)
+    assert lines.gone == set()
+    lines.close()
