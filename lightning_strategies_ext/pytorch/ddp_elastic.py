@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
@@ -29,7 +30,7 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
 
     Nothing is to be said in the script. When a rank is lost, the others end, torchrun starts all of them again, and
     ``fit`` goes on from the newest commit that any of them finds on its host, with the samples of the epoch that are
-    left. A ``ckpt_path`` counts at the first start only.
+    left. A ``ckpt_path`` counts where no host has one: at the first start, or when the process is gone that keeps them.
 
     Args:
         *args: Those of :class:`.DDPStrategy`.
@@ -123,9 +124,10 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
         self._membership = RestartedMembership(
             [self.collectives.broadcast(mine, rank) for rank in range(self.world_size)]
         )
-        self._make_fit(
-            trainer, number, commit, has_begun=any(member.batches >= 0 for member in self._membership.members)
-        )
+        has_begun = any(member.batches >= 0 for member in self._membership.members)
+        if not has_begun and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            rank_zero_info("No host has a commit of this `fit`: it begins as the script says, with its `ckpt_path`.")
+        self._make_fit(trainer, number, commit, has_begun=has_begun)
 
     @override
     def take_rank(self) -> None:

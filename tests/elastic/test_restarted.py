@@ -83,6 +83,13 @@ def test_one_that_is_lost_before_the_first_step_begins_again():
     assert run.worlds == [(2, 0)]
 
 
+def test_where_commits_are_lost_too_it_goes_on_from_disk():
+    run = run_torchrun(2, strategy=STRATEGY, events=[{"do": "forget", "step": 100, "rank": 0}], ckpt_path="last")
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (2, 90)]  # the end of the second epoch
+    assert "No host has a commit of this `fit`" in run.output
+
+
 def test_what_is_lost_after_fit_trains_nothing_again_and_the_keeper_ends_with_the_agent(tmp_path: Path):
     events = [{"do": "kill", "at": "validation", "step": 0, "rank": 1, "fn": "validate"}]
     run = run_torchrun(2, strategy=STRATEGY, events=events, again=True, keep=tmp_path, is_warm=False)

@@ -5,9 +5,9 @@ ranks on the way.
 
 PLAN is JSON: ``workers`` is how many ``fit`` starts, ``local_ranks`` how many torchrun has started, neither is there
 under ``horovodrun``; ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
-``{"do": "kill" | "signal" | "raise" | "hosts", "at": "train" | "commit" | "validation" | "setup", "step": N, "rank": R,
-"world": ranks that there are, "after": number of an event, "fn": stage}``, of which each happens once. DIRECTORY
-receives a file per process, of one line per batch that counts, and what the end was.
+``{"do": "kill" | "forget" | "signal" | "raise" | "hosts", "at": "train" | "commit" | "validation" | "setup", "step": N,
+"rank": R, "world": ranks that there are, "after": number of an event, "fn": stage}``, of which each happens once.
+DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
 import json
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -26,6 +27,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_strategies_ext as ext
+from lightning_strategies_ext.elastic.keeper import RUN_ID
 
 NUM_TRAINED, NUM_HELD_OUT = 1437, 360
 
@@ -74,6 +76,12 @@ class Net(pl.LightningModule):
             self.write(event=event)
             if event["do"] == "hosts":
                 (self.directory / "hosts").write_text("".join(f"{host}:1\n" for host in event["hosts"]))
+            elif event["do"] == "forget":
+                kept_by = {"lightning_strategies_ext.elastic.keeper", os.environ[RUN_ID]}
+                for process in psutil.process_iter(["cmdline"]):
+                    if kept_by <= {*(process.info["cmdline"] or ())}:
+                        process.kill()
+                os.kill(os.getpid(), signal.SIGKILL)
             elif event["do"] == "raise":
                 raise ValueError("a bad sample")
             else:
@@ -87,7 +95,8 @@ class Net(pl.LightningModule):
         self.happen("setup")
 
     def on_train_start(self) -> None:
-        batch = self.trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        batch = 0 if progress.is_last_batch else progress.current.completed
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
         self.write(world=self.trainer.world_size, epoch=epoch, batch=batch, step=self.trainer.global_step)
 
