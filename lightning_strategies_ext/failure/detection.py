@@ -64,6 +64,13 @@ def loss(ranks: Sequence[int], signs: Mapping[int, Sign], peers: Mapping[int, Pe
     return _seen(tuple(ranks), first, headline, by, host=peers[ranks[0]].host_name, verb=verb)
 
 
+def end_of_script(rank: int, waiting: Sequence[int]) -> Failure:
+    """The failure of this rank, whose script has come to its end before a stage that others have begun."""
+    who = " and ".join(f"rank {other}" for other in sorted(waiting))
+    headline = f"its script has come to its end, and {who} wait{'s' if len(waiting) == 1 else ''} for it in a stage"
+    return _seen((rank,), Sign(rank, where="between two stages"), headline, rank)
+
+
 def have_ended(signs: Mapping[int, Sign], stage: int) -> set[int]:
     """The ranks that are done with a stage, in whatever way."""
     return {

@@ -180,6 +180,26 @@ class Watch:
         assert self.failure is not None
         report.show_at_exit(exception, self.failure, self._rank, self.directory, self._is_speaker)
 
+    def announce_uncaught(self, exception: BaseException) -> None:
+        """Says that this rank's script ends with an exception between two stages: others may wait in the next one."""
+        if self._skip_to_next_stage():
+            self.announce(exception)
+
+    def announce_end(self) -> None:
+        """Says that this rank's script has come to its end, if others wait in a stage that it will not come to."""
+        with self._lock:
+            waiting = [rank for rank, sign in self._signs().items() if sign.stage > self._stage]
+        if waiting and self._skip_to_next_stage():
+            self._fail(lambda: detection.end_of_script(self._rank, waiting))
+            assert self.failure is not None
+            report.show_block(self.failure)
+
+    def _skip_to_next_stage(self) -> bool:
+        with self._lock:
+            is_between = self._state == "left"
+            self._stage += is_between
+            return is_between
+
     def reason(self, timeout_s: float) -> Failure | None:
         """What has failed first; waits so long at most to be told of something."""
         deadline = time.monotonic() + timeout_s
@@ -417,6 +437,11 @@ class Watch:
 
 
 _of_process: Watch | None = None
+
+
+def of_process() -> Watch | None:
+    """The watch of this process, if it has met others."""
+    return _of_process
 
 
 def failure_known() -> Failure | None:

@@ -18,7 +18,7 @@ from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.failure.detection import how_it_ended
 from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
 from lightning_strategies_ext.failure.report import say, show_block
-from lightning_strategies_ext.failure.watch import GRACE_S, MARGIN_S, failure_known
+from lightning_strategies_ext.failure.watch import GRACE_S, MARGIN_S, failure_known, of_process
 
 #: How often a process is asked whether it has ended, in seconds.
 _POLL_S = 0.1
@@ -83,7 +83,10 @@ def exit_code_of(pid: int) -> int | None:
 def _wait_for_all() -> None:
     """At the end of this process, which the user has started: waits for the others, not for long if one has failed."""
     say_at, deadline = time.monotonic() + _SAY_S, inf
+    watch = of_process()
     while any(process.poll() is None for process in _started) and time.monotonic() < deadline:
+        if watch is not None and failure_known() is None:
+            watch.announce_end()
         if failure_known() is not None:
             deadline = min(deadline, time.monotonic() + GRACE_S + MARGIN_S)
         elif time.monotonic() > say_at:
