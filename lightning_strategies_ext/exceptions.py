@@ -12,7 +12,15 @@ class DifferentModelsError(ValueError):
 
 
 class RankFailedError(RuntimeError):
-    """Another rank failed, and this one ended for it; the message says which, where and why."""
+    """Another rank failed, and this one ended for it; the message says which, where and why.
+
+    Attributes:
+        is_stuck: Whether the other did not come to a collective, and is ended since it does not end by itself.
+    """
+
+    def __init__(self, message: str, is_stuck: bool = False) -> None:
+        super().__init__(message)
+        self.is_stuck = is_stuck
 
 
 class WorldTooSmallError(RuntimeError):

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-from lightning_strategies_ext.failure.signs import Failure, Sign, stuck_ranks, where_all_are
+from lightning_strategies_ext.failure.signs import STUCK, Failure, Sign, stuck_ranks, where_all_are
 from lightning_strategies_ext.peers import Peer
 
 _IS_TRACED = "is traced"
@@ -107,7 +107,7 @@ def stuck(
         headline = f"{who} {has} waited {patience_s:g} s for {it} in {where}; {what}"
     else:
         headline = f"they have waited {patience_s:g} s for each other, in collectives that are not the same"
-    verb = "is stuck" if len(ranks) == 1 else "are stuck"
+    verb = STUCK[len(ranks) > 1]
     return _seen(ranks, signs[ranks[0]], headline, by, where_all_are(signs, ranks, states), verb=verb)
 
 

@@ -24,6 +24,10 @@ class Progress:
         return None
 
 
+#: The verb of ranks that do not come to a collective, of one and of several.
+STUCK = "is stuck", "are stuck"
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why ranks end: the first thing that went wrong.
@@ -54,6 +58,11 @@ class Failure:
     def named_ranks(self) -> str:
         """The ranks, as in a sentence."""
         return " and ".join(f"rank {rank}" for rank in self.ranks)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the ranks did not come to a collective."""
+        return self.verb in STUCK
 
     @classmethod
     def load(cls, content: dict[str, Any]) -> "Failure":

@@ -265,6 +265,9 @@ class Watch:
             return
         if self._state != "failed":
             self._say("ended")
+        if self.failure is not None and self.failure.by not in self.failure.ranks:
+            with self._lock:
+                self._kill_silent(self.failure)
         self.close()
         if self.failure is not None:
             end_within(GRACE_S)
@@ -410,7 +413,8 @@ class Watch:
         """Ends the ranks of this host that others wait for in vain, and whose own watch cannot: stopped ones, say."""
         for rank in failure.ranks:
             peer = self._here.get(rank)
-            if rank != self._rank and peer is not None and self._silence.seconds.get(rank, 0) >= SILENT_S:
+            is_silent = self._silence.seconds.get(rank, 0) >= SILENT_S
+            if rank != self._rank and peer is not None and is_silent and peer.is_running():
                 with suppress(psutil.NoSuchProcess):
                     psutil.Process(peer.pid).kill()
 

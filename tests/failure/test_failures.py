@@ -491,7 +491,8 @@ def test_a_rank_whose_script_fails_after_the_last_stage_is_not_forgotten(start, 
     (tmp_path / "go on").touch()
     exit_code, output = run.end(timeout_s=60)
     assert exit_code == 1, output
-    assert "has ended with exit code 1; the exit code of this one is 1." in output
+    assert "rank 1 on " in output, output
+    assert "KeyError: 'no such file'" in output
 
 
 def test_a_second_teardown_is_harmless_and_a_run_ends_without_a_word_on_process_groups(start):

@@ -186,10 +186,13 @@ def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
         return False
     if kind == "cable":
         return moment not in ("before the group", "data-loader worker")
+    is_main_only = strategy == "ddp_spawn_ext" and moment in ("before the group", "between two stages")
+    if is_main_only and rank > 0:
+        return False
     if kind == "collective":
         return moment not in ("before the group", "data-loader worker") and strategy != "horovod_ext"
-    if moment == "before the group" or (moment == "between two stages" and strategy == "ddp_spawn_ext"):
-        return kind not in STUCK and (rank == 0 or strategy != "ddp_spawn_ext")
+    if is_main_only or moment == "before the group":
+        return kind not in STUCK
     if moment == "data-loader worker":
         return kind in ("exception", "sigkill", "sigsegv", "os_exit")
     return True

@@ -308,8 +308,10 @@ class WorkerPool:
         """What the main process should raise for what workers have said, by local rank."""
         deaths = [answer for answer in answers.values() if isinstance(answer, WorkerDiedError)]
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
-        # Those that their watch has ended had another reason, if there is another.
-        deaths = [death for death in deaths if death.exit_code != ENDED] or ([] if failures else deaths)
+        # Those that a watch has ended had another reason, if there is another.
+        stuck = any(getattr(failure.exception, "is_stuck", False) for failure in failures.values())
+        ended = (ENDED, -signal.SIGKILL) if stuck else (ENDED,)
+        deaths = [death for death in deaths if death.exit_code not in ended] or ([] if failures else deaths)
         if deaths:  # what the others say then is, as a rule, that they lost it
             death = deaths[0]
             others = "".join(f"\nThen rank {rank} failed: {failure.summary}" for rank, failure in failures.items())
