@@ -164,13 +164,21 @@ def all_cases(
     """Every case of some strategies in some worlds, of so many ranks on so many hosts."""
     for strategy in strategies:
         for world_size, hosts in worlds:
-            if hosts > 1 and strategy not in ON_HOSTS:
-                continue
             for moment in FABRIC_MOMENTS if strategy == "fabric" else MOMENTS:
                 for kind in KINDS:
                     for rank in (0, world_size - 1):
-                        if is_possible(kind, moment, rank, strategy) and (kind != "cable" or hosts > 1):
+                        if is_possible(kind, moment, rank, strategy) and is_possible_on(hosts, kind, moment, strategy):
                             yield Case(kind, moment, rank, strategy, world_size, hosts)
+
+
+def is_possible_on(hosts: int, kind: str, moment: str, strategy: str) -> bool:
+    """Whether there is such a case on so many hosts.
+
+    What becomes of a host that nobody has met yet is for the timeout of the rendezvous to say.
+    """
+    if hosts == 1:
+        return kind != "cable"
+    return strategy in ON_HOSTS and moment != "before the group" and (kind != "cable" or moment != "data-loader worker")
 
 
 def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
@@ -179,13 +187,11 @@ def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
     There is no collective before the ranks have met, nor in a worker of a loader, and over Horovod none of
     torch.distributed. Before they have met, and where only the main process is, nobody waits for it to move. A worker
     of a loader has its own ways with the signals that ask it to end, and a loader waits for one that is stuck as for a
-    slow disk. What becomes of a host that nobody has met yet is for the rendezvous to say. In `predict` ranks wait for
-    nobody, and those that rank 0 has started end before it: when it is stopped then, nobody is left to notice.
+    slow disk. In `predict` ranks wait for nobody, and those that rank 0 has started end before it: when it is stopped
+    then, nobody is left to notice.
     """
     if moment == "predict" and rank == 0 and kind in ("sigstop", "hold_gil") and strategy != "ddp_spawn_ext":
         return False
-    if kind == "cable":
-        return moment not in ("before the group", "data-loader worker")
     is_main_only = strategy == "ddp_spawn_ext" and moment in ("before the group", "between two stages")
     if is_main_only and rank > 0:
         return False
