@@ -167,18 +167,24 @@ def all_cases(
             for moment in FABRIC_MOMENTS if strategy == "fabric" else MOMENTS:
                 for kind in KINDS:
                     for rank in (0, world_size - 1):
-                        if is_possible(kind, moment, rank, strategy) and is_possible_on(hosts, kind, moment, strategy):
-                            yield Case(kind, moment, rank, strategy, world_size, hosts)
+                        case = Case(kind, moment, rank, strategy, world_size, hosts)
+                        if is_possible(kind, moment, rank, strategy) and is_possible_on_hosts(case):
+                            yield case
 
 
-def is_possible_on(hosts: int, kind: str, moment: str, strategy: str) -> bool:
-    """Whether there is such a case on so many hosts.
+def is_possible_on_hosts(case: Case) -> bool:
+    """Whether there is such a case on as many hosts.
 
-    What becomes of a host that nobody has met yet is for the timeout of the rendezvous to say.
+    What becomes of a host that nobody has met yet is for the timeout of the rendezvous to say. One that is stopped, or
+    holds the interpreter, is ended by another rank of its host; if it is alone there, by whoever has started it.
     """
-    if hosts == 1:
-        return kind != "cable"
-    return strategy in ON_HOSTS and moment != "before the group" and (kind != "cable" or moment != "data-loader worker")
+    if case.hosts == 1:
+        return case.kind != "cable"
+    if case.strategy not in ON_HOSTS or case.moment == "before the group":
+        return False
+    if case.kind in ("sigstop", "hold_gil"):
+        return case.hosts < case.world_size
+    return case.kind != "cable" or case.moment != "data-loader worker"
 
 
 def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
