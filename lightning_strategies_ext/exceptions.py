@@ -1,6 +1,11 @@
 """What this package raises and users may want to catch: when workers fail, torch.multiprocessing's errors, as stock."""
 
+from typing import TYPE_CHECKING
+
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.failure.signs import Failure
 
 
 class UnevenInputsError(RuntimeError):
@@ -33,7 +38,10 @@ class WorkerRaisedError(ProcessRaisedException):
     Attributes:
         error_index: The local rank of the worker.
         error_pid: Its process id.
+        first_failure: What failed first, as the ranks know it: which, where, at which step; None if they had not met.
     """
+
+    first_failure: "Failure | None" = None
 
     def __init__(self, msg: str, error_index: int, error_pid: int) -> None:
         super().__init__(msg, error_index, error_pid)
@@ -47,7 +55,10 @@ class WorkerDiedError(ProcessExitedException):
         error_index: The local rank of the worker.
         error_pid: Its process id.
         exit_code: Its exit code, negative for a signal; -1 where it is not known.
+        first_failure: See :class:`WorkerRaisedError`.
     """
+
+    first_failure: "Failure | None" = None
 
     def __init__(
         self, msg: str, error_index: int, error_pid: int, exit_code: int, signal_name: str | None = None

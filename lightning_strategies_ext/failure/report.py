@@ -63,20 +63,20 @@ def message(failure: Failure) -> str:
     return summary(failure) if is_said else f"{summary(failure)}\n\n{failure.details}"
 
 
-def write(directory: str, failure: Failure, rank: int, text: str) -> Path | None:
+def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path | None:
     """Writes what a rank has to say of a failure to its file.
 
     Args:
         directory: In which there is a directory of failures, or will be.
         failure: What failed first: by its time ranks find their common directory.
-        rank: Which one writes.
+        rank: Which one writes; None for the process that has started the ranks.
         text: What.
 
     Returns:
         The file; None if it cannot be written.
     """
     name = time.strftime("%Y%m%d-%H%M%S", time.localtime(failure.time))
-    path = Path(directory, DIRECTORY, name, f"rank-{rank}.txt")
+    path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -87,18 +87,19 @@ def write(directory: str, failure: Failure, rank: int, text: str) -> Path | None
 
 
 def show_at_exit(
-    exception: BaseException, failure: Failure, rank: int, directory: str, is_speaker: Callable[[], bool]
+    exception: BaseException, failure: Failure, rank: int | None, directory: str, is_speaker: Callable[[], bool]
 ) -> None:
     """Shows a short account of a failure in place of the exception's long trace, if nobody catches it.
 
     Args:
         exception: The one that this rank ends with.
         failure: What failed first.
-        rank: This one.
+        rank: This one; None in the process that has started the ranks.
         directory: See :func:`write`.
         is_speaker: Asked in the end whether it shows the whole account; the others say a line.
     """
-    usual: ExceptHook = sys.excepthook
+    # Of exceptions that were caught, only the last is kept.
+    usual: ExceptHook = _replaced.get(sys.excepthook, sys.excepthook)
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if value is not exception:
@@ -108,12 +109,16 @@ def show_at_exit(
         if path is None:
             usual(kind, value, trace)
         if is_speaker():
-            ended = "" if rank in failure.ranks else f"Rank {rank} ended because {failure.named_ranks} {failure.verb}."
-            files = "" if path is None else f"What each rank says: {path.parent}{os.sep}rank-*.txt"
+            is_other = rank is not None and rank not in failure.ranks
+            ended = f"Rank {rank} ended because {failure.named_ranks} {failure.verb}." if is_other else ""
+            files = f"What each rank says: {path.parent}{os.sep}rank-*.txt" if path is not None else ""
+            files = f"Their traces: {path}" if path is not None and rank is None else files
             show_block(failure, ended, files)
         elif rank not in failure.ranks:
             say(f"rank {rank} ended because {cause(failure)}")
 
+    _replaced.clear()
+    _replaced[show] = usual
     sys.excepthook = show
 
 
@@ -127,6 +132,8 @@ def show_block(failure: Failure, *more: str) -> None:
 
 
 _shown: set[tuple[tuple[int, ...], float]] = set()
+#: The hook that shows an account, and the one that was there before.
+_replaced: dict[ExceptHook, ExceptHook] = {}
 
 
 def say(message: str) -> None:

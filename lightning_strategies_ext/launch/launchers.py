@@ -23,7 +23,7 @@ from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.job import StageJob
 from lightning_strategies_ext.launch.strategy import LaunchedStrategy, telling_the_others
-from lightning_strategies_ext.launch.worker_group import Workers
+from lightning_strategies_ext.launch.worker_group import Workers, raise_shown_in_short
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class WorkerLauncher(_lightning.Launcher):
             self.close()
             if isinstance(error, SIGTERMException):
                 _lightning.note_sigterm(trainer)
-            raise error
+            raise_shown_in_short(error, trainer.default_root_dir)
         self.workers.keep_rng(outcome)
         return value
 

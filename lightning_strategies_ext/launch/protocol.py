@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_strategies_ext.exceptions import RankFailedError
+from lightning_strategies_ext.failure.signs import Failure as FirstFailure
+from lightning_strategies_ext.failure.watch import failure_known
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump
 
@@ -138,6 +140,7 @@ class Failure:
         time: When, on the clock that all processes of a host share.
         has_results: Whether there are results to pull.
         is_consequence: Whether another rank's failure is why.
+        first: What failed first, as far as the worker's watch knows.
     """
 
     pickled: Pickled | None
@@ -146,6 +149,7 @@ class Failure:
     time: float
     has_results: bool
     is_consequence: bool
+    first: FirstFailure | None = None
 
     @classmethod
     def of(cls, exception: BaseException, has_results: bool = False) -> "Failure":
@@ -157,7 +161,7 @@ class Failure:
         lines = str(exception).strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
         is_consequence = isinstance(exception, RankFailedError)
-        return cls(pickled, summary, trace, time.monotonic(), has_results, is_consequence)
+        return cls(pickled, summary, trace, time.monotonic(), has_results, is_consequence, failure_known())
 
     @property
     def exception(self) -> BaseException | None:

@@ -8,13 +8,14 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool
@@ -173,7 +174,7 @@ class Workers:
             outcome = self.run(CallJob(self._strategy, function, args, kwargs, return_result, joins_group))
             if outcome.error is not None:
                 self.close()
-                raise outcome.error
+                raise_shown_in_short(outcome.error, os.getcwd())
             value = None
             for value in self.pool.pull(0):  # noqa: B007
                 pass
@@ -279,3 +280,16 @@ def _rendezvous(strategy: WorkersStrategy) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+
+
+def raise_shown_in_short(error: BaseException, directory: str) -> NoReturn:
+    """Raises what a job has failed with. If nobody catches it, what failed first is shown in place of its long trace.
+
+    Args:
+        error: The error.
+        directory: In which there is a directory of failures, or will be: for the trace.
+    """
+    first = getattr(error, "first_failure", None)
+    if first is not None:
+        report.show_at_exit(error, first, None, directory, lambda: True)
+    raise error

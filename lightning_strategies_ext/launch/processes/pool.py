@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
@@ -315,9 +315,14 @@ class WorkerPool:
         if deaths:  # what the others say then is, as a rule, that they lost it
             death = deaths[0]
             others = "".join(f"\nThen rank {rank} failed: {failure.summary}" for rank, failure in failures.items())
-            return WorkerDiedError(
+            error = WorkerDiedError(
                 f"{death}{others}", death.error_index, death.error_pid, death.exit_code, death.signal_name
             )
+            first = next((failure.first for failure in failures.values() if failure.first), None)
+            if first is not None and first.ranks == (death.error_index,):  # how, only the process that started it knows
+                first = replace(first, headline=str(death))
+            error.first_failure = first
+            return error
         # Who has failed because another had, or had to be ended for it, was not the first, even if it is heard first.
         rank = min(failures, key=lambda rank: (failures[rank].is_consequence, failures[rank].time))
         failure = failures[rank]
@@ -331,6 +336,7 @@ class WorkerPool:
         message = f"rank {rank} (pid {pid}) failed: {failure.summary}\n\nTrace of rank {rank}:\n{failure.trace}"
         error = WorkerRaisedError(message, rank, pid)
         error.__cause__ = failure.exception
+        error.first_failure = failure.first
         return error
 
 
