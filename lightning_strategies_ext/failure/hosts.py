@@ -23,6 +23,10 @@ from lightning_strategies_ext.failure.signs import Failure, Sign
 #: How often a host tells what it knows, in seconds, if there are not so many that it takes longer.
 INTERVAL_S = 1.0
 REQUESTS_PER_S = 1000
+#: The same once something has failed, and how long the first rank waits at its end for the others to know: they read it
+#: in a store that goes with it, as a rule.
+SOON_S = 0.25
+READ_S = 3.0
 #: A host that has told nothing for so long is gone, in seconds.
 LOST_S = 8.0
 _TIMEOUT = timedelta(seconds=30)
@@ -59,6 +63,7 @@ class Hosts:
         self._beats: dict[int, list[int]] = {}
         self._lines = Lines()
         self._is_closed = False
+        self._read_until = 0.0
         self._store = self._connect(store, rank, number)
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext hosts", daemon=True)
         self._thread.start()
@@ -92,10 +97,11 @@ class Hosts:
         self._heard_at = dict.fromkeys(self._heard_at, now)
 
     def close(self) -> None:
-        """Ends the thread; waits a moment for it to tell what it has to."""
+        """Ends the thread; waits a moment for it to tell what it has to, and for the others to read it."""
+        self._read_until = time.monotonic() + READ_S
         self._is_closed = True
         self._lines.wake()
-        self._thread.join(INTERVAL_S)
+        self._thread.join(INTERVAL_S + (READ_S if self._hears_all and self.failure is not None else 0.0))
         self._lines.say_goodbye()
         if not self._thread.is_alive():
             self._lines.close()
@@ -120,9 +126,16 @@ class Hosts:
                     self._exchange()
             except RuntimeError:  # it went away with its process: `lost` says so when the time has come
                 has_store = False
-            if self._is_closed:
+            if self._is_closed and (not has_store or self._is_read()):
                 return
-            self._lines.wait(self._interval_s if self._tells and has_store else None)
+            interval_s = self._interval_s if self.failure is None else SOON_S
+            self._lines.wait(interval_s if self._tells and has_store else None)
+
+    def _is_read(self) -> bool:
+        if not self._hears_all or self.failure is None or time.monotonic() > self._read_until:
+            return True
+        unread = [host[0] for host in self._ranks[1:] if self.signs.get(host[0], Sign(host[0])).failure is None]
+        return set(unread) <= self._lines.gone
 
     def _exchange(self) -> None:
         store = self._store

@@ -11,6 +11,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from lightning_strategies_ext.connections import spare
+
 _GOODBYE = b"."
 _CALL_S = 2.0
 #: What a caller says, at once, is one line: the token and its rank.
@@ -122,6 +124,7 @@ class Lines:
         self._ends, self._strangers, self._listener = {}, [], None
 
     def _watch(self, end: socket.socket) -> None:
+        spare(end)  # who cuts its collectives off is still there
         end.setblocking(False)
         self._selector.register(end, selectors.EVENT_READ)
 

@@ -48,6 +48,8 @@ MARGIN_S = 1.5
 SILENT_S = 2.5
 #: One that did not look for so long, in seconds, was stopped.
 STOPPED_S = 3.0
+#: How much longer the first rank waits before it takes ranks of other hosts for stuck, in seconds.
+ELSEWHERE_S = 2.0
 #: A rank is still when it has been at one place for so long, in seconds; from then on it says where.
 STILL_S = 2.0
 _POLL_S = 0.05
@@ -303,8 +305,10 @@ class Watch:
                     self._kill_silent(self.failure)
             if self._hosts is not None:
                 self._hosts.tell({rank: signs[rank] for rank in self._here if rank in signs}, self.failure)
-            failure = self.failure if self._state == "running" else None
-        if failure is not None:
+            failure, must_end = self.failure, self._state == "running"
+            # Between two stages, or in a last hook, it is in nobody's way, unless the others have waited for it.
+            must_end |= failure is not None and failure.is_stuck and self._rank in failure.ranks
+        if failure is not None and must_end:
             self._end_this_rank(failure)
 
     def _failure_seen(self, signs: Mapping[int, Sign], died: set[int]) -> Failure | None:
@@ -313,9 +317,21 @@ class Watch:
         failure = detection.death(signs, [self._peers[rank] for rank in sorted(died)], self._exit_code_of, self._rank)
         if failure is None and self._hosts is not None:
             failure = self._hosts.failure or detection.loss(self._hosts.lost(), signs, self._peers, self._rank)
-        if failure is None and self._patience_s is not None and len(signs) == len(self._peers):
-            failure = detection.stuck(signs, self._silence.seconds, self._patience_s, self._here, self._rank)
-        return failure
+        return failure or (None if self._patience_s is None else self._stuck(signs, self._patience_s))
+
+    def _stuck(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:
+        """Who does not come: of all, as the first rank sees it; of this host's, those that cannot say a word."""
+        silence, ends = self._silence.seconds, (self._here, self._rank)
+        if len(signs) < len(self._peers):
+            here = {rank: sign for rank, sign in signs.items() if rank in self._here}
+            failure = detection.stuck(here, silence, patience_s, *ends)
+            are_silent = failure is not None and all(silence[rank] >= patience_s for rank in failure.ranks)
+            return failure if are_silent else None
+        failure = detection.stuck(signs, silence, patience_s, *ends)
+        if failure is None or any(rank in self._here for rank in failure.ranks):
+            return failure
+        # Their own host knows more of them, and says so first if it can.
+        return detection.stuck(signs, silence, patience_s + ELSEWHERE_S, *ends)
 
     def _look_at_this_rank(self, elapsed_s: float) -> None:
         self._activity.sample(elapsed_s)
