@@ -246,6 +246,7 @@ class KeptCommit(Commit):
         for kept, tensor in zip(self._views, found, strict=True):
             kept.copy_(tensor.detach())
         memory.end(shared.batches, starts_at, rest)
+        memory.done = shared.step
         self.shared, self._tensors = shared, self._views
         if is_new:
             self._keeper.keep(self._prefix + self._name, memory.fd)

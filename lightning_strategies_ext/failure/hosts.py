@@ -134,8 +134,8 @@ class Hosts:
     def _is_read(self) -> bool:
         if not self._hears_all or self.failure is None or time.monotonic() > self._read_until:
             return True
-        unread = [host[0] for host in self._ranks[1:] if self.signs.get(host[0], Sign(host[0])).failure is None]
-        return set(unread) <= self._lines.gone
+        others = {host[0] for host in self._ranks[1:]} - self._lines.gone - set(self.failure.ranks)
+        return all(self.signs.get(rank, Sign(rank)).failure is not None for rank in others)
 
     def _exchange(self) -> None:
         store = self._store
