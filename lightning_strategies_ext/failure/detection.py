@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 
-from lightning_strategies_ext.failure.signs import STUCK, Failure, Sign, stuck_ranks, where_all_are
+from lightning_strategies_ext.failure.signs import LOST, STUCK, Failure, Sign, stuck_ranks, where_all_are
 from lightning_strategies_ext.peers import Peer
 
 _IS_TRACED = "is traced"
@@ -58,7 +58,7 @@ def loss(ranks: Sequence[int], signs: Mapping[int, Sign], peers: Mapping[int, Pe
     """
     if all(signs.get(rank, Sign(rank)).state == "ended" for rank in ranks):
         return None
-    verb = "is lost" if len(ranks) == 1 else "are lost"
+    verb = LOST[len(ranks) > 1]
     headline = "the host answers nothing any more: it is down, or the network between is"
     first = signs.get(ranks[0], Sign(ranks[0]))
     return _seen(tuple(ranks), first, headline, by, host=peers[ranks[0]].host_name, verb=verb)

@@ -101,7 +101,9 @@ class Hosts:
         self._read_until = time.monotonic() + READ_S
         self._is_closed = True
         self._lines.wake()
-        self._thread.join(INTERVAL_S + (READ_S if self._hears_all and self.failure is not None else 0.0))
+        is_unread = self._hears_all and self.failure is not None
+        if not self.lost():
+            self._thread.join(INTERVAL_S + (READ_S if is_unread else 0.0))
         self._lines.say_goodbye()
         if not self._thread.is_alive():
             self._lines.close()

@@ -26,6 +26,8 @@ class Progress:
 
 #: The verb of ranks that do not come to a collective, of one and of several.
 STUCK = "is stuck", "are stuck"
+#: That of ranks whose host answers no more.
+LOST = "is lost", "are lost"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Failure:
     def is_stuck(self) -> bool:
         """Whether the ranks did not come to a collective."""
         return self.verb in STUCK
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether a host answers no more, and perhaps the store with it."""
+        return self.verb in LOST
 
     @classmethod
     def load(cls, content: dict[str, Any]) -> "Failure":

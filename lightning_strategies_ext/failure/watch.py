@@ -27,7 +27,7 @@ from lightning_strategies_ext.failure import detection, report
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from lightning_strategies_ext.failure.deaths import Deaths
-from lightning_strategies_ext.failure.ending import end_process, end_within
+from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit, wait_for_no_thread
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
@@ -270,6 +270,8 @@ class Watch:
         if self.failure is not None and self.failure.by not in self.failure.ranks:
             with self._lock:
                 self._kill_silent(self.failure)
+        if self.failure is not None and self.failure.is_loss:
+            fail_at_exit()  # at once: what waits for the store would hold up the interpreter's end
         self.close()
         if self.failure is not None:
             end_within(GRACE_S)
@@ -345,6 +347,8 @@ class Watch:
         now = time.monotonic()
         if self._noticed_at is None:
             self._noticed_at = now
+            if failure.is_loss:
+                wait_for_no_thread()
             self.on_failure()
         # One that raises may do so on all ranks at once, and the script may go on from there.
         is_said = failure.by in failure.ranks
