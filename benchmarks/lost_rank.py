@@ -1,0 +1,181 @@
+"""What the loss of a rank costs, and what being prepared for it costs: elastic strategies, stock with files, torchft.
+
+    python -m benchmarks.lost_rank
+    python -m benchmarks.lost_rank --parameters 1 --rounds 11
+
+Two CPU ranks on this host, one thread each, train linear layers of width 1000 with Adam, 32 samples per rank and step.
+In each round every contender trains an epoch of four and a half intervals between commits; in the middle of the fourth
+one rank kills itself, rank 0 and rank 1 in turn:
+
+- ``ddp_spawn_elastic_ext``: workers of ``fit``;
+- ``ddp_elastic_ext``: ranks of torchrun, which starts them anew;
+- Lightning's ``ddp`` under torchrun as well, with a ModelCheckpoint that writes at the same interval, and
+  ``ckpt_path="last"``;
+- torchft (``pip install torchft-nightly``; left out if it is not there): two replica groups of one rank, with the
+  settings of its README. This program starts a group again as soon as it is killed.
+
+Plain torch DDP over gloo, in which nothing dies, says what a step takes. With a commit between them, the ends of two
+steps are further apart: by what the commit takes (medians of a run). The interval of the runs with many parameters is
+short, or they would take hours; a step at the default interval of 100 is taken for a step and a hundredth of a commit.
+"""
+
+import argparse
+import sys
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lost_rank_job import CONTENDERS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job
+from benchmarks.lost_rank_runs import HAS_TORCHFT, run
+from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, print_goals, print_table, rotated, write_json
+
+DEFAULT_INTERVAL = 100
+#: Millions of parameters from which on the interval is short.
+MANY = 10
+SHORT_INTERVAL = 4
+
+Samples = dict[str, list[dict[str, float]]]
+
+
+def measure(names: list[str], millions: int, interval: int, rounds: int, heartbeat_timeout_ms: int) -> Samples:
+    """All contenders, round by round.
+
+    Returns:
+        For each, what each round gave.
+    """
+    samples: Samples = {name: [] for name in names}
+    for number in range(rounds):
+        for name in rotated(names, number):
+            samples[name].append(run(Job("", name, millions, interval, number % 2), heartbeat_timeout_ms))
+        print(f"{millions} M parameters: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return samples
+
+
+def summarize(samples: Samples) -> dict[str, dict[str, Spread]]:
+    """The spreads of each contender by name, with what follows from several figures of a round.
+
+    These are ``at_default_ms``, a step at the default interval; ``over_plain`` and ``over_own``, that over a plain step
+    and over the contender's own without commits; and ``restart_s``, for stock, its next step without the loading.
+    """
+    summary = {}
+    for name, rounds in samples.items():
+        for one, plain in zip(rounds, samples[PLAIN], strict=True):
+            # Plain torch and torchft have no commits: what is found there is noise.
+            commit_ms = 0.0 if name in (PLAIN, TORCHFT) else one["commit_ms"]
+            one["commit_ms"] = commit_ms
+            one["at_default_ms"] = one["step_ms"] + commit_ms / DEFAULT_INTERVAL
+            one["over_plain"] = one["at_default_ms"] / plain["step_ms"]
+            one["over_own"] = one["at_default_ms"] / one["step_ms"]
+            if name == STOCK:
+                one["restart_s"] = one["next_s"] - one["loading_s"]
+        summary[name] = {figure: Spread.of([one[figure] for one in rounds]) for figure in rounds[0]}
+    return summary
+
+
+def goals(summary: dict[str, dict[str, Spread]], millions: int) -> list[dict[str, Any]]:
+    """What was to be reached, and whether it was."""
+    found = []
+
+    def add(goal: str, case: str, reached: Spread, most: float) -> None:
+        is_met = reached.median <= most
+        found.append(
+            {"goal": goal, "case": case, "wanted": f"<= {most:.2f}", "reached": reached.median, "is_met": is_met}
+        )
+
+    for name in [name for name in (SPAWN, RESTARTED) if name in summary]:
+        add("step at the default interval over plain", name, summary[name]["over_plain"], 1.02)
+        add("the same over a step without commits", name, summary[name]["over_own"], 1.02)
+    if millions == 1 and SPAWN in summary:
+        add("s from the kill to the next step", SPAWN, summary[SPAWN]["next_s"], 0.5)
+    if STOCK in summary and RESTARTED in summary:
+        restart_s = summary[STOCK]["restart_s"].median
+        add("the same: stock's restart and 1 s", RESTARTED, summary[RESTARTED]["next_s"], restart_s + 1)
+    return found
+
+
+def show(summary: dict[str, dict[str, Spread]], about: str, caption: str) -> None:
+    """Prints the tables."""
+    print_table(
+        f"Steps, {about}: median [quartiles]",
+        ["", "step, ms", "commit, ms", "at interval 100 / plain", "/ without commits"],
+        [
+            [name, *(found[figure].text(digits) for figure, digits in STEP_FIGURES.items())]
+            for name, found in summary.items()
+        ],
+        caption,
+    )
+    print_table(
+        f"From the kill, {about}: median [quartiles]",
+        ["", "to the next step, s", "to where it was, s", "samples redone", "twice", "lost"],
+        [
+            [name, *(found[figure].text(digits) for figure, digits in KILL_FIGURES.items())]
+            for name, found in summary.items()
+            if name != PLAIN
+        ],
+        f"Without the loading of its checkpoint stock takes {summary[STOCK]['restart_s'].text()} s to its next step."
+        if STOCK in summary
+        else "",
+    )
+
+
+STEP_FIGURES = {"step_ms": 2, "commit_ms": 2, "over_plain": 3, "over_own": 4}
+KILL_FIGURES = {"next_s": 2, "back_s": 2, "redone": 0, "twice": 0, "lost": 0}
+
+
+def write(output: Path, summary: dict[str, dict[str, Spread]], millions: int, settings: dict[str, Any]) -> None:
+    """Writes the JSON and draws the plot."""
+    name = f"lost_rank_{millions}m"
+    results = {name: {figure: vars(spread) for figure, spread in found.items()} for name, found in summary.items()}
+    write_json(output, name, {"settings": settings, "results": results, "goals": goals(summary, millions)})
+    labels = [name for name in summary if name != PLAIN]
+    series = {
+        "to the next step": [summary[name]["next_s"] for name in labels],
+        "to where it was": [summary[name]["back_s"] for name in labels],
+    }
+    over_plain = {"a step": [summary[name]["over_plain"] for name in labels]}
+    panels = [
+        Panel("seconds from the kill", labels, series, is_logarithmic=True),
+        Panel("at the default interval, over plain torch", labels, over_plain, line_at=1.0),
+    ]
+    draw(output, name, f"One of two ranks is killed, {millions} M parameters", panels)
+
+
+def version_of_torchft() -> str:
+    """Which distribution of it is installed, as its name and version."""
+    name = packages_distributions()["torchft"][0]
+    return f"{name} {version(name)}"
+
+
+def main() -> None:
+    """Measures, prints, writes and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="in millions")
+    parser.add_argument("--rounds", type=int, help="7, and 3 with many parameters")
+    parser.add_argument("--interval", type=int, help="steps between commits: 100, and 4 with many parameters")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS[1:], default=CONTENDERS[1:])
+    parser.add_argument(
+        "--heartbeat-timeout-ms", type=int, default=5000, help="of torchft's lighthouse; 5000 is its default"
+    )
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON files and plots")
+    arguments = parser.parse_args()
+    names = [PLAIN, *arguments.contenders]
+    if TORCHFT in names and not HAS_TORCHFT:
+        print("torchft is not there, and left out: pip install torchft-nightly", file=sys.stderr)
+        names.remove(TORCHFT)
+    about_torchft = version_of_torchft() if TORCHFT in names else ""
+    for millions in arguments.parameters:
+        is_long = millions >= MANY
+        settings = {
+            "interval": arguments.interval or (SHORT_INTERVAL if is_long else DEFAULT_INTERVAL),
+            "rounds": arguments.rounds or (3 if is_long else 7),
+            "heartbeat_timeout_ms": arguments.heartbeat_timeout_ms,
+        }
+        summary = summarize(measure(names, millions, **settings))
+        about = f"{millions} M parameters, 2 CPU ranks, a commit every {settings['interval']} steps"
+        show(summary, about, about_torchft)
+        print_goals(goals(summary, millions))
+        write(arguments.output, summary, millions, settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What all contenders of :mod:`benchmarks.lost_rank` train, and what each rank writes down of it."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+PLAIN = "plain torch DDP"
+SPAWN, RESTARTED = "ddp_spawn_elastic_ext", "ddp_elastic_ext"
+STOCK = "ddp, checkpoints on disk"
+TORCHFT = "torchft"
+CONTENDERS = (PLAIN, SPAWN, RESTARTED, STOCK, TORCHFT)
+WIDTH = 1000
+BATCH_SIZE = 32
+NUM_RANKS = 2
+#: Rows that differ; data of any length lies in memory.
+NUM_ROWS = 1024
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of one contender.
+
+    Attributes:
+        directory: Where ranks write, as text.
+        contender: Its name.
+        millions: Of parameters.
+        interval: Steps between commits, or between checkpoints.
+        killed_rank: The rank that kills itself.
+    """
+
+    directory: str
+    contender: str
+    millions: int
+    interval: int
+    killed_rank: int
+
+    @classmethod
+    def of_this_process(cls) -> "Job":
+        """The job that a script of ranks was started for."""
+        return cls(**json.loads(sys.argv[1]))
+
+    @property
+    def argument(self) -> str:
+        """What a script of ranks is started with."""
+        return json.dumps(asdict(self))
+
+    @property
+    def kill_at(self) -> int:
+        """Steps done before the kill: in the middle between two commits, so that what is lost is the mean."""
+        return self.interval * 7 // 2
+
+    @property
+    def num_steps(self) -> int:
+        """Of the epoch, with two ranks."""
+        return self.interval * 9 // 2
+
+    @property
+    def num_samples(self) -> int:
+        """Of the epoch."""
+        return self.num_steps * NUM_RANKS * BATCH_SIZE
+
+    @property
+    def killed(self) -> Path:
+        """Where the rank writes when it was killed."""
+        return Path(self.directory, "killed")
+
+    def net(self) -> nn.Module:
+        """The model, with the same weights every time."""
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(self.millions)))
+
+
+class Numbered(Dataset[tuple[int, Tensor]]):
+    """Samples that know their number.
+
+    Args:
+        num_samples: How many.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.rows = torch.randn(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.rows[index % NUM_ROWS]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step that a rank has done.
+
+    Attributes:
+        at: When it ended, in seconds of the host's monotonic clock.
+        number: Steps done by then, as the rank counts them.
+        rank: The rank.
+        world_size: Ranks that took part.
+        is_after: Whether the rank did it after it was started anew, or went back to a commit.
+        samples: Numbers of its samples.
+    """
+
+    at: float
+    number: int
+    rank: int
+    world_size: int
+    is_after: bool
+    samples: list[int]
+
+
+class Notes:
+    """What a rank writes down, one line per step: a SIGKILL leaves whole lines. Kills the rank when it is time.
+
+    Args:
+        job: The run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._is_after = job.killed.exists()
+        path = Path(job.directory, f"steps{os.getpid()}")
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def die_if_due(self, rank: int, num_done: int) -> None:
+        """Called in each step, before its gradients are exchanged."""
+        if (rank, num_done) == (self._job.killed_rank, self._job.kill_at) and not self._is_after:
+            self._job.killed.write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def step(self, number: int, rank: int, world_size: int, samples: Tensor | None) -> None:
+        """Called at the end of each step; without samples if those of this rank did not count."""
+        numbers = [] if samples is None else samples.tolist()
+        step = Step(time.monotonic(), number, rank, world_size, self._is_after, numbers)
+        os.write(self._file, json.dumps(vars(step)).encode() + b"\n")
+
+
+def read_steps(job: Job) -> list[Step]:
+    """What all ranks have written, in the order of time."""
+    lines = [line for path in Path(job.directory).glob("steps*") for line in path.read_text().splitlines()]
+    return sorted((Step(**json.loads(line)) for line in lines), key=lambda step: step.at)

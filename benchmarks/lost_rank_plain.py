@@ -1,0 +1,33 @@
+"""The script of plain torch in :mod:`benchmarks.lost_rank`: a step with DDP and nothing else. No rank dies."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from benchmarks.lost_rank_job import BATCH_SIZE, LEARNING_RATE, Job, Notes, Numbered
+
+
+def main() -> None:
+    """Trains as many steps as the others do before one dies."""
+    job = Job.of_this_process()
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # gradient_as_bucket_view as in the strategies of this package: the hand-written loop should be a good one.
+    model = DistributedDataParallel(job.net(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    samples = Numbered(job.num_samples)
+    notes = Notes(replace(job, killed_rank=-1))
+    data = DataLoader(samples, BATCH_SIZE, sampler=DistributedSampler(samples))
+    for number, (indices, rows) in zip(range(1, job.kill_at + 1), data, strict=False):
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+        notes.step(number, rank, world_size, indices)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

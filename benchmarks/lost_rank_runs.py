@@ -1,0 +1,201 @@
+"""Starts one run of a contender of :mod:`benchmarks.lost_rank`, and works out what its ranks have written."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import IO
+
+import psutil
+
+from benchmarks.lost_rank_job import NUM_RANKS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job, Step, read_steps
+from benchmarks.ranks import free_port
+
+HAS_TORCHFT = find_spec("torchft") is not None
+#: For one run, in seconds; only a hang reaches it.
+LIMIT_S = 400.0
+_POLL_S = 0.01
+
+TORCHRUN = (
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    str(NUM_RANKS),
+    "--monitor-interval",
+    "0.1",
+)
+RESTARTS = ("--max-restarts", "3", "-m")
+
+
+def run(job: Job, heartbeat_timeout_ms: int) -> dict[str, float]:
+    """Trains once.
+
+    Args:
+        job: The run; its directory is made here.
+        heartbeat_timeout_ms: After which torchft's lighthouse takes a silent replica for dead.
+
+    Returns:
+        What was measured, by name: see :func:`figures`.
+
+    Raises:
+        RuntimeError: If the run fails.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        job = replace(job, directory=directory)
+        with open(Path(directory, "output"), "w+") as output:
+            try:
+                START[job.contender](job, output, heartbeat_timeout_ms)
+            except RuntimeError as error:
+                output.seek(0)
+                raise RuntimeError(f"{job.contender}: {error}\n{output.read()[-20_000:]}") from error
+        return figures(job, read_steps(job))
+
+
+def run_torchrun(script: str, *options: str, **variables: str) -> Callable[[Job, IO[str], int], None]:
+    """What runs a script under torchrun."""
+    return lambda job, output, _: wait_for([start([*TORCHRUN, *options, script, job.argument], output, **variables)])
+
+
+def run_spawn(job: Job, output: IO[str], _: int) -> None:
+    """Runs a script that starts its own workers."""
+    wait_for([start(["-m", "benchmarks.lost_rank_lightning", job.argument], output)])
+
+
+def run_torchft(job: Job, output: IO[str], heartbeat_timeout_ms: int) -> None:
+    """Runs two replica groups and a lighthouse, and starts a group again as soon as it is killed."""
+    port = free_port()
+    # As in torchft's README, but for the address.
+    options = {
+        "bind": f"127.0.0.1:{port}",
+        "min_replicas": 1,
+        "quorum_tick_ms": 100,
+        "join_timeout_ms": 10_000,
+        "heartbeat_timeout_ms": heartbeat_timeout_ms,
+    }
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    # What torchft's command `torchft_lighthouse` runs, whose path depends on how torchft was installed.
+    script = Path(job.directory, "lighthouse.py")
+    script.write_text("from torchft._torchft import lighthouse_main\n\nlighthouse_main()\n")
+    lighthouse = start([str(script), *arguments], output)
+
+    def start_group(group: int) -> "subprocess.Popen[bytes]":
+        arguments = ["-m", "benchmarks.lost_rank_torchft", job.argument, str(group)]
+        return start(arguments, output, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
+
+    try:
+        wait_for([start_group(group) for group in range(NUM_RANKS)], start_group)
+    finally:
+        end_tree(lighthouse)
+
+
+START: dict[str, Callable[[Job, IO[str], int], None]] = {
+    PLAIN: run_torchrun("benchmarks.lost_rank_plain", "-m"),
+    SPAWN: run_spawn,
+    RESTARTED: run_torchrun("benchmarks.lost_rank_lightning", *RESTARTS),
+    # With torch 2.13 some restarts of stock wait for ever for what ranks that are gone have written to a shared store.
+    STOCK: run_torchrun("benchmarks.lost_rank_lightning", *RESTARTS, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+    TORCHFT: run_torchft,
+}
+
+
+def start(arguments: list[str], output: IO[str], **variables: str) -> "subprocess.Popen[bytes]":
+    """Starts this Python with arguments; its ranks have one thread each, and talk over the loopback interface."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
+    return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+
+def wait_for(
+    processes: list["subprocess.Popen[bytes]"],
+    start_again: Callable[[int], "subprocess.Popen[bytes]"] | None = None,
+) -> None:
+    """Waits for the end of all; in any case, none of them is left, nor any process they have started.
+
+    Args:
+        processes: To wait for.
+        start_again: Called once, with the number of the first that was killed.
+
+    Raises:
+        RuntimeError: If one fails, or they take too long.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while any(process.poll() is None for process in processes):
+            for index, process in enumerate(processes):
+                if process.poll() == -signal.SIGKILL and start_again is not None:
+                    processes[index], start_again = start_again(index), None
+                elif process.returncode:
+                    raise RuntimeError(f"It ended with exit code {process.returncode}.")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"It has not ended within {LIMIT_S:g} s.")
+            time.sleep(_POLL_S)
+        if any(process.returncode for process in processes):
+            raise RuntimeError("It failed.")
+    finally:
+        for process in processes:
+            end_tree(process)
+
+
+def end_tree(process: "subprocess.Popen[bytes]") -> None:
+    """Kills a process and all that it has started, one by one."""
+    if process.poll() is None:
+        own = psutil.Process(process.pid)
+        for one in [*own.children(recursive=True), own]:
+            try:
+                one.kill()
+            except psutil.NoSuchProcess:
+                continue
+    process.wait()
+
+
+def figures(job: Job, steps: list[Step]) -> dict[str, float]:
+    """Works out what was measured.
+
+    Returns:
+        ``step_ms``, the median between the ends of two steps without a commit between; ``commit_ms``, what it takes
+        longer with one. Unless it is the plain loop: ``next_s`` and ``back_s``, seconds from the kill to the end of
+        the next step of any rank, and of the first with all ranks that is as far as they were; ``redone``, samples of
+        steps that were thrown away; ``twice`` and ``lost``, samples that the training which was kept has too often, and
+        not at all; ``loading_s``, which of that stock took to load its checkpoint.
+    """
+    # Until the kill all ranks do the same steps; one of them says when. The first commit that has Adam's moments
+    # allocates: what counts begins after it.
+    ends = [step for step in steps if step.rank == 0 and not step.is_after and step.number <= job.kill_at]
+    periods = [
+        (before.number, after.at - before.at) for before, after in pairwise(ends) if before.number > job.interval
+    ]
+    ordinary = median(period for number, period in periods if number % job.interval)
+    found = {
+        "step_ms": 1e3 * ordinary,
+        "commit_ms": 1e3 * (median(period for number, period in periods if number % job.interval == 0) - ordinary),
+    }
+    return found if job.contender == PLAIN else {**found, **after_kill(job, steps)}
+
+
+def after_kill(job: Job, steps: list[Step]) -> dict[str, float]:
+    """Works out what the kill has cost: see :func:`figures`."""
+    killed_at = float(job.killed.read_text())
+    after = [step for step in steps if step.is_after or step.number > job.kill_at]
+    gone_back_to = min(step.number for step in after) - 1
+    before = [step for step in steps if not (step.is_after or step.number > job.kill_at)]
+    kept = [*(step for step in before if step.number <= gone_back_to), *after]
+    times_trained = Counter(sample for step in kept for sample in step.samples)
+    loading = Path(job.directory, "loading")
+    return {
+        "next_s": after[0].at - killed_at,
+        "back_s": next(step.at for step in after if step.number >= job.kill_at and step.world_size == NUM_RANKS)
+        - killed_at,
+        "redone": sum(len(step.samples) for step in before if step.number > gone_back_to),
+        "twice": times_trained.total() - len(times_trained),
+        "lost": job.num_samples - len(times_trained),
+        "loading_s": sum(map(float, loading.read_text().split())) if loading.exists() else 0.0,
+    }
