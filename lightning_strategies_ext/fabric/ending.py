@@ -97,7 +97,7 @@ class EndsTogether:
             yield world.has_agreed_before_train_step
         finally:
             world.leave(is_over=False)
-            signal.signal(signum, usual)
+            signal.signal(signum, signal.SIG_DFL if usual is None else usual)  # None is one of C's
         if world.was_asked_to_stop:
             world.was_asked_to_stop = False
             signal.raise_signal(signum)
