@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
 from tests.support import warm
+from tests.support.hosts import NoHostsError, two_hosts
 
 
 def main() -> int:
@@ -36,6 +37,13 @@ def main() -> int:
         for case in all_cases(tuple(options.strategies), tuple(worlds))
         if case.kind in options.kinds and (options.moments is None or case.moment in options.moments)
     ]
+    if any(case.hosts > 1 for case in cases):
+        try:
+            with tempfile.TemporaryDirectory() as directory, two_hosts(Path(directory)):
+                pass
+        except NoHostsError as error:
+            print(f"Nothing is tried on two hosts: {error}", flush=True)
+            cases = [case for case in cases if case.hosts == 1]
     server = warm.start_server()
     if options.minutes is not None:
         results = [tried(case) for case in drawn(cases, options)]
