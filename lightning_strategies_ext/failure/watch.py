@@ -176,16 +176,22 @@ class Watch:
         self._where = lambda: "between two stages"
         self.on_failure = _do_nothing
 
-    def announce(self, exception: BaseException) -> None:
-        """Says that this rank has failed and will end by itself; returns at once."""
+    def announce(self, exception: BaseException, *, speaks: bool = False) -> None:
+        """Says that this rank has failed and will end by itself; returns at once.
+
+        Args:
+            exception: What it ends with.
+            speaks: Whether it tells the user in any case, and not only where the others cannot.
+        """
         self._fail(lambda: report.failure_of(exception, self._rank, self._where_now()))
         assert self.failure is not None
-        report.show_at_exit(exception, self.failure, self._rank, self.directory, self._is_speaker)
+        is_speaker = _always if speaks else self._is_speaker
+        report.show_at_exit(exception, self.failure, self._rank, self.directory, is_speaker)
 
     def announce_uncaught(self, exception: BaseException) -> None:
         """Says that this rank's script ends with an exception between two stages: others may wait in the next one."""
         if self._skip_to_next_stage():
-            self.announce(exception)
+            self.announce(exception, speaks=True)  # the others may have nothing more to wait for
 
     def announce_end(self) -> None:
         """Says that this rank's script has come to its end, if others wait in a stage that it will not come to."""
@@ -475,3 +481,7 @@ def failure_known() -> Failure | None:
 
 def _do_nothing() -> None:
     """The call that nobody wants."""
+
+
+def _always() -> bool:
+    return True

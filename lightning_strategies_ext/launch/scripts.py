@@ -96,8 +96,9 @@ def _wait_for_all() -> None:
         time.sleep(_POLL_S)
     failed = {rank: process for rank, process in enumerate(_started, 1) if process.poll() != 0}
     failure = failure_known()
-    if failed and failure is not None and failure.by not in failure.ranks:  # they could not say it
+    if failure is not None and failure.by not in failure.ranks:  # they could not say it, whatever they ended with
         show_block(failure)
+        fail_at_exit()
     for rank, process in failed.items():
         fail_at_exit()
         if failure is None:
