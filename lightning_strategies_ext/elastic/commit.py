@@ -62,7 +62,7 @@ class Commit:
     def __init__(self) -> None:
         self.shared: Shared | None = None
         self._tensors: list[Tensor] = []
-        self._own: StepState | None = None
+        self._own: Any = None
         self._random: Any = None
 
     @property
@@ -90,7 +90,7 @@ class Commit:
         modes = {name: module.training for name, module in trainer.lightning_module.named_modules()}
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         position = batches, trainer.global_step
-        self._own = StepState(trainer)
+        self._own = self._copy_own(trainer)
         self._random = _lightning.random_states()
         self._write(Shared(*position, trainer.world_size, first_world_size, packed, modes, slots), found)
 
@@ -99,6 +99,13 @@ class Commit:
 
     def take_last(self, trainer: "pl.Trainer", first_world_size: int) -> None:
         """Called at the end of ``fit``: nobody goes back to here, if the memory is that of this process."""
+
+    def _copy_own(self, trainer: "pl.Trainer") -> Any:
+        """What is this rank's and in no checkpoint, random numbers aside."""
+        return StepState(trainer)
+
+    def _restore_own(self, trainer: "pl.Trainer", own: Any) -> None:
+        own.restore()
 
     def _write(self, shared: Shared, found: list[Tensor]) -> None:
         del self._tensors[len(found) :]
@@ -148,7 +155,7 @@ class Commit:
         module.zero_grad(set_to_none=True)
         _lightning.restore_checkpoint(trainer, self.checkpoint())
         if self._own is not None:
-            self._own.restore()
+            self._restore_own(trainer, self._own)
         self.restore_random()
 
     def restore_random(self) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_strategies_ext import _lightning
-from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit, Shared, Slot
 from lightning_strategies_ext.elastic.keeper import Keeper
 
@@ -173,8 +172,6 @@ class KeptCommit(Commit):
         self._slots: list[Slot] | None = None  # of that memory, as its tensors
         self._views: list[Tensor] = []
         self.done = -1
-        self._metrics: dict[str, Any] = {}
-        self._logged: Any = None
         self._load()
 
     def _load(self) -> None:
@@ -182,42 +179,29 @@ class KeptCommit(Commit):
         found = {name: Memory(fd) for name, fd in self._keeper.find(self._prefix).items()}
         newest = max(found, key=lambda name: (found[name].batches, name == self._name), default=None)
         if newest is not None and found[newest].batches >= 0:
-            self.shared, rank, self._random, self._metrics, self._logged = found[newest].rest()
+            self.shared, rank, self._random, self._own = found[newest].rest()
             assert self.shared is not None
             self._tensors = found[newest].tensors(self.shared.slots)
             self.done = max(memory.done for memory in found.values())
             if (rank, self.shared.world_size) != (self._rank, self._world_size):
-                self._random, self._metrics, self._logged = None, {}, None
+                self._random = self._own = None
         for name, memory in found.items():
             if name == self._name == newest and self.shared is not None:
                 self._memory, self._slots, self._views = memory, self.shared.slots, self._tensors
             else:
                 memory.close()
 
-    def receive(self, collectives: Collectives, src: int, shared: Shared | None, is_behind: bool) -> None:
-        """Takes the commit of another rank, see :meth:`.Commit.receive`."""
-        super().receive(collectives, src, shared, is_behind)
-        if is_behind:
-            self._metrics, self._logged = {}, None
+    def _copy_own(self, trainer: "pl.Trainer") -> Any:
+        modules = trainer.lightning_module.named_modules()
+        metrics = {name: dict(module.metric_state) for name, module in modules if isinstance(module, Metric)}
+        return metrics, _lightning.sums_of_logging(trainer)
 
-    def restore(self, trainer: "pl.Trainer") -> None:
-        """Makes a Trainer's state that of the commit."""
-        super().restore(trainer)
+    def _restore_own(self, trainer: "pl.Trainer", own: Any) -> None:
+        metrics, sums = own
         for name, module in trainer.lightning_module.named_modules():
-            for state, value in self._metrics.get(name, {}).items():
+            for state, value in metrics.get(name, {}).items():
                 setattr(module, state, list(value) if isinstance(value, list) else value.clone())
-        if self._logged is not None:
-            _lightning.set_sums_of_logging(trainer, self._logged)
-
-    def take(self, trainer: "pl.Trainer", first_world_size: int) -> None:
-        """Copies the state, between two optimizer steps."""
-        self._metrics = {
-            name: dict(module.metric_state)
-            for name, module in trainer.lightning_module.named_modules()
-            if isinstance(module, Metric)
-        }
-        self._logged = _lightning.sums_of_logging(trainer)
-        super().take(trainer, first_world_size)
+        _lightning.set_sums_of_logging(trainer, sums)
 
     def note(self, step: int) -> None:
         """Tells a later process how far this one has come."""
@@ -230,8 +214,7 @@ class KeptCommit(Commit):
 
     def _write(self, shared: Shared, found: list[Tensor]) -> None:
         try:
-            own = self._rank, self._random, self._metrics, self._logged
-            rest = pickle.dumps((shared, *own), protocol=pickle.HIGHEST_PROTOCOL)
+            rest = pickle.dumps((shared, self._rank, self._random, self._own), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise RuntimeError(
                 f"The state of this run cannot be kept for ranks that are started anew: {error}. What callbacks and"
