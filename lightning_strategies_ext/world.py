@@ -110,12 +110,16 @@ class World:
         self.watch.on_failure = self.stop_talking
 
     def agree_on_sigterm(
-        self, confirm: Callable[[], None], release: Callable[[], None], *, is_requested: bool = False
+        self,
+        confirm: Callable[[], None] | None = None,
+        release: Callable[[], None] | None = None,
+        *,
+        is_requested: bool = False,
     ) -> None:
         """Lets a SIGTERM on any rank stop all before the same step. Called by all ranks together.
 
         Args:
-            confirm: Says to the Trainer that a SIGTERM was agreed on.
+            confirm: Says to the Trainer that a SIGTERM was agreed on; None without one: nobody calls :meth:`stop`.
             release: Gives the Trainer its own handling of it back.
             is_requested: Whether the ranks know already that they have to stop.
         """

@@ -104,10 +104,6 @@ class Keeper:
         names, fds = self._ask({"find": prefix}, [])
         return dict(zip(names, fds, strict=True))
 
-    def close(self) -> None:
-        """Ends the connection; the keeper goes on."""
-        self._socket.close()
-
     def _ask(self, request: dict[str, str], fds: list[int]) -> tuple[list[str], list[int]]:
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], fds)

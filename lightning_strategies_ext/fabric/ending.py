@@ -5,13 +5,11 @@ worker, through its job. Whether a signal asks ranks to stop is for the loop to 
 """
 
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from torch.distributed import Store
@@ -20,6 +18,7 @@ from typing_extensions import override
 from lightning_strategies_ext.arguments import check_patience
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.uncaught import on_uncaught
 from lightning_strategies_ext.launch.scripts import exit_code_of
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.world import World
@@ -93,7 +92,7 @@ class EndsTogether:
             raise RuntimeError("`stopping_together` must be called in the main thread: others handle no signals.")
         usual = signal.signal(signum, lambda *_: world.request_stop())
         try:
-            world.agree_on_sigterm(_do_nothing, _do_nothing)
+            world.agree_on_sigterm()
             yield world.has_agreed_before_train_step
         finally:
             world.leave(is_over=False)
@@ -128,16 +127,9 @@ class EndsTogether:
         self._world.end_together(wake, progress, self._patience_s, exit_code_of)
         assert self._world.watch is not None
         self._world.watch.describe(lambda: "the loop under Fabric")
-        usual = sys.excepthook
+        on_uncaught(self._fail_with)
 
-        def note(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-            sys.excepthook = usual
-            explained = self.explained(value)
-            self.note_failure(explained)
-            sys.excepthook(type(explained), explained, explained.__traceback__ or trace)
-
-        sys.excepthook = note
-
-
-def _do_nothing() -> None:
-    """There is no Trainer to be told of a signal."""
+    def _fail_with(self, exception: BaseException) -> BaseException:
+        explained = self.explained(exception)
+        self.note_failure(explained)
+        return explained

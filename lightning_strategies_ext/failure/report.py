@@ -87,7 +87,11 @@ def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path
 
 
 def show_at_exit(
-    exception: BaseException, failure: Failure, rank: int | None, directory: str, is_speaker: Callable[[], bool]
+    exception: BaseException,
+    failure: Failure,
+    rank: int | None,
+    directory: str,
+    is_speaker: Callable[[], bool] = lambda: True,
 ) -> None:
     """Shows a short account of a failure in place of the exception's long trace, if nobody catches it.
 
@@ -111,8 +115,10 @@ def show_at_exit(
         if is_speaker():
             is_other = rank is not None and rank not in failure.ranks
             ended = f"Rank {rank} ended because {failure.named_ranks} {failure.verb}." if is_other else ""
-            files = f"What each rank says: {path.parent}{os.sep}rank-*.txt" if path is not None else ""
-            files = f"Their traces: {path}" if path is not None and rank is None else files
+            files = ""
+            if path is not None:
+                each = f"What each rank says: {path.parent}{os.sep}rank-*.txt"
+                files = f"Their traces: {path}" if rank is None else each
             show_block(failure, ended, files)
         elif rank not in failure.ranks:
             say(f"rank {rank} ended because {cause(failure)}")

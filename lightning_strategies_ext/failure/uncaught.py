@@ -1,28 +1,40 @@
-"""What a script ends with between two stages of the Trainer: the other ranks would wait for it in the next one."""
+"""What a script ends with, since it does not catch it: the other ranks would wait for it."""
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from lightning_strategies_ext.failure import watch
 
 _usual: Any = None
+_handle: Callable[[BaseException], BaseException]
 
 
-def announce_uncaught() -> None:
-    """Lets the others know of an exception that this script does not catch; a second call does nothing more.
+def on_uncaught(handle: Callable[[BaseException], BaseException]) -> None:
+    """Lets an exception that this script does not catch pass through a function before it is shown; the last counts.
 
-    In a stage the strategy says it, and worker processes have no script: their job does.
+    Worker processes have no script: their job says what they end with.
+
+    Args:
+        handle: Takes the exception and returns the one to show.
     """
-    global _usual
+    global _usual, _handle
+    _handle = handle
     if _usual is None:
-        _usual, sys.excepthook = sys.excepthook, _announce
+        _usual, sys.excepthook = sys.excepthook, _pass_through
 
 
-def _announce(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+def announced(exception: BaseException) -> BaseException:
+    """Says to the others what this script ends with between two stages of the Trainer: in one, the strategy does."""
+    own = watch.of_process()
+    if own is not None and not isinstance(exception, KeyboardInterrupt):  # it reaches all
+        own.announce_uncaught(exception)
+    return exception
+
+
+def _pass_through(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
     global _usual
     sys.excepthook, _usual = _usual, None
-    own = watch.of_process()
-    if own is not None and not isinstance(value, KeyboardInterrupt):  # it reaches all
-        own.announce_uncaught(value)
-    sys.excepthook(kind, value, trace)
+    shown = _handle(value)
+    sys.excepthook(type(shown), shown, shown.__traceback__ or trace)

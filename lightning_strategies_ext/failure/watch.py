@@ -176,31 +176,24 @@ class Watch:
         self._where = lambda: "between two stages"
         self.on_failure = _do_nothing
 
-    def announce(self, exception: BaseException, *, speaks: bool = False) -> None:
-        """Says that this rank has failed and will end by itself; returns at once.
-
-        Args:
-            exception: What it ends with.
-            speaks: Whether it tells the user in any case, and not only where the others cannot.
-        """
-        self._fail(lambda: report.failure_of(exception, self._rank, self._where_now()))
-        assert self.failure is not None
-        is_speaker = _always if speaks else self._is_speaker
-        report.show_at_exit(exception, self.failure, self._rank, self.directory, is_speaker)
+    def announce(self, exception: BaseException) -> None:
+        """Says that this rank has failed and will end by itself; returns at once."""
+        report.show_at_exit(exception, self._described(exception), self._rank, self.directory, self._is_speaker)
 
     def announce_uncaught(self, exception: BaseException) -> None:
         """Says that this rank's script ends with an exception between two stages: others may wait in the next one."""
-        if self._skip_to_next_stage():
-            self.announce(exception, speaks=True)  # the others may have nothing more to wait for
+        if self._skip_to_next_stage():  # it tells the user, too: the others may have nothing more to wait for
+            report.show_at_exit(exception, self._described(exception), self._rank, self.directory)
+
+    def _described(self, exception: BaseException) -> Failure:
+        return self._fail(lambda: report.failure_of(exception, self._rank, self._where_now()))
 
     def announce_end(self) -> None:
         """Says that this rank's script has come to its end, if others wait in a stage that it will not come to."""
         with self._lock:
             waiting = [rank for rank, sign in self._signs().items() if sign.stage > self._stage]
         if waiting and self._skip_to_next_stage():
-            self._fail(lambda: detection.end_of_script(self._rank, waiting))
-            assert self.failure is not None
-            report.show_block(self.failure)
+            report.show_block(self._fail(lambda: detection.end_of_script(self._rank, waiting)))
 
     def _skip_to_next_stage(self) -> bool:
         with self._lock:
@@ -245,10 +238,11 @@ class Watch:
             self._wait_for_others(GRACE_S + MARGIN_S)
         self._kill(self._unreconciled())
 
-    def _fail(self, described: Callable[[], Failure]) -> None:
+    def _fail(self, described: Callable[[], Failure]) -> Failure:
         with self._lock:  # so that its own thread does not take the failure for another rank's
-            self.failure = self.failure or described()
+            failure = self.failure = self.failure or described()
             self._say("failed")
+        return failure
 
     def close(self) -> None:
         """Ends this rank's part without a word."""
@@ -481,7 +475,3 @@ def failure_known() -> Failure | None:
 
 def _do_nothing() -> None:
     """The call that nobody wants."""
-
-
-def _always() -> bool:
-    return True

@@ -291,5 +291,5 @@ def raise_shown_in_short(error: BaseException, directory: str) -> NoReturn:
     """
     first = getattr(error, "first_failure", None)
     if first is not None:
-        report.show_at_exit(error, first, None, directory, lambda: True)
+        report.show_at_exit(error, first, None, directory)
     raise error

@@ -103,12 +103,6 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
         assert self._membership is not None
         return self._membership
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is this rank's."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         if not is_fitting(trainer):

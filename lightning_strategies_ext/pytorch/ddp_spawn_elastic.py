@@ -116,12 +116,6 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         assert self._membership is not None
         return self._membership
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is this rank's."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     @override
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
         """Refuses, before processes start, a ``fit`` that cannot work.

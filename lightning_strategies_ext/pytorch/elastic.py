@@ -34,6 +34,12 @@ class Elastic(_Base):
     def membership(self) -> Membership:
         """Who the ranks are."""
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which part of the data is this rank's: the number of ranks changes."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
     @abstractmethod
     def take_rank(self) -> None:
         """Makes this process the rank that its membership says."""

@@ -35,7 +35,7 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.signs import Progress
-from lightning_strategies_ext.failure.uncaught import announce_uncaught
+from lightning_strategies_ext.failure.uncaught import announced, on_uncaught
 from lightning_strategies_ext.launch.scripts import exit_code_of
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.registry import Registered
@@ -335,7 +335,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: Progress) -> None:
         """Lets all ranks end when one fails or does not come; called by all ranks together, on entering a stage."""
         self._world.end_together(wake, progress, self._patience_s, exit_code_of)
-        announce_uncaught()
+        on_uncaught(announced)
 
     def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
         """Lets a SIGTERM on any rank stop all before the same step; called by all ranks together."""
