@@ -5,6 +5,7 @@ Each run trains digits for as many epochs as an undisturbed one, counts every sa
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,11 @@ import torch
 from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_workers
 from tests.support.ranks import run_warm
+
+
+def awaits(after: int = 0) -> dict[str, Any]:
+    """An event: who is started anew comes when the others have gone on, however slow they were."""
+    return {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": after}
 
 
 def sizes_of(run: Run) -> list[int]:
@@ -26,7 +32,8 @@ def test_an_undisturbed_run_and_other_stages_after_it():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_is_killed_is_started_anew_and_joins(rank):
-    run = run_workers(2, strategy=STRATEGY, events=[{"do": "kill", "step": 70, "rank": rank}], pause_s=0.002)
+    events = [{"do": "kill", "step": 70, "rank": rank}, awaits()]
+    run = run_workers(2, strategy=STRATEGY, events=events, pause_s=0.002)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
     assert run.worlds[1] == (1, 60)
@@ -38,7 +45,7 @@ def test_a_worker_that_is_killed_is_started_anew_and_joins(rank):
 
 
 def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
-    events = [{"do": "kill", "step": 35, "rank": rank} for rank in (0, 2)]
+    events = [{"do": "kill", "step": 35, "rank": rank} for rank in (0, 2)] + [awaits(0), awaits(1)]
     run = run_workers(
         3,
         strategy={"commit_every_n_steps": 10},
@@ -56,14 +63,15 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
 
 
 def test_a_worker_that_is_killed_during_a_commit():
-    run = run_workers(2, strategy=STRATEGY, events=[{"do": "kill", "at": "commit", "step": 60, "rank": 1}])
+    events = [{"do": "kill", "at": "commit", "step": 60, "rank": 1}, awaits()]
+    run = run_workers(2, strategy=STRATEGY, events=events)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds[:2] == [(2, 0), (1, 60)]
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_worker_that_is_killed_during_validation_in_manual_optimization(backend):
-    events = [{"do": "kill", "at": "validation", "step": 50, "rank": 0}]
+    events = [{"do": "kill", "at": "validation", "step": 50, "rank": 0}, awaits()]
     run = run_workers(2, strategy={**STRATEGY, "process_group_backend": backend}, events=events, is_manual=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds[:2] == [(2, 0), (1, 80)]
@@ -71,6 +79,7 @@ def test_a_worker_that_is_killed_during_validation_in_manual_optimization(backen
 
 def test_a_new_worker_that_is_killed_before_it_has_joined():
     events = [{"do": "kill", "step": 70, "rank": 1}, {"do": "kill", "at": "setup", "step": 0, "rank": 1, "after": 0}]
+    events.append(awaits(after=1))
     run = run_workers(2, strategy=STRATEGY, events=events, pause_s=0.002)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]

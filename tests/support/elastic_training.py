@@ -5,8 +5,9 @@ ranks on the way.
 
 PLAN is JSON: ``workers`` is how many ``fit`` starts, ``local_ranks`` how many torchrun has started, neither is there
 under ``horovodrun``; ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
-``{"do": "kill" | "forget" | "signal" | "raise" | "hosts", "at": "train" | "commit" | "validation" | "setup", "step": N,
-"rank": R, "world": ranks that there are, "after": number of an event, "fn": stage}``, of which each happens once.
+``{"do": "kill" | "forget" | "signal" | "raise" | "hosts" | "await", "at": "train" | "commit" | "validation" | "setup",
+"step": N, "rank": R | "any", "world": ranks that there are, "after": number of an event, "fn": stage}``, of which each
+happens once; "await" is for a world of fewer ranks.
 DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
@@ -70,7 +71,7 @@ class Net(pl.LightningModule):
             is_due = is_due and event.get("world", self.trainer.world_size) == self.trainer.world_size
             is_due = is_due and ("after" not in event or (self.directory / f"event{event['after']}").exists())
             is_due = is_due and event.get("fn", "fit") == self.trainer.state.fn.value
-            if not is_due or event.get("rank", 0) != self.global_rank:
+            if not is_due or event.get("rank", 0) not in (self.global_rank, "any"):
                 continue
             mark.touch()
             self.write(event=event)
@@ -82,10 +83,17 @@ class Net(pl.LightningModule):
                     if kept_by <= {*(process.info["cmdline"] or ())}:
                         process.kill()
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif event["do"] == "await":
+                while not self.has_been_smaller():
+                    time.sleep(0.01)
             elif event["do"] == "raise":
                 raise ValueError("a bad sample")
             else:
                 os.kill(os.getpid(), getattr(signal, event.get("signal", "SIGKILL")))
+
+    def has_been_smaller(self) -> bool:
+        written = "".join(path.read_text() for path in self.directory.glob("process*"))
+        return any(f'"world": {size},' in written for size in range(1, self.num_ranks))
 
     def write(self, **what: Any) -> None:
         with (self.directory / f"process{os.getpid()}").open("a") as file:
