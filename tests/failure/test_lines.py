@@ -24,13 +24,15 @@ def hub(monkeypatch) -> Iterator[Lines]:
 
 
 def fork_caller(address: Address, rank: int, then: str) -> int:
-    """A process that calls, and then ends in some way; one that it has forked lives on."""
+    """A process that calls, and then ends in some way; one that it has forked lives on until the test has ended."""
+    reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.close(writes)
         lines = Lines()
         lines.call(address, 0, TOKEN, rank)
         if os.fork() == 0:  # a loader's worker
-            time.sleep(20)
+            os.read(reads, 1)
             os._exit(0)
         if then == "goodbye":
             lines.say_goodbye()
@@ -47,10 +49,8 @@ def wait_until_gone(lines: Lines, ranks: set[int], seconds: float = 30.0) -> Non
 
 @pytest.mark.forked
 def test_one_that_is_killed_is_gone_although_a_fork_of_it_lives(hub):
-    begin = time.monotonic()
     os.waitpid(fork_caller(hub.address, 2, "die"), 0)
     wait_until_gone(hub, {2})
-    assert time.monotonic() - begin < 15  # the other process holds nothing open
 
 
 @pytest.mark.forked
