@@ -50,10 +50,10 @@ def test_two_at_once_with_accumulation_and_a_policy():
         3,
         strategy={"commit_every_n_steps": 10},
         events=events,
-        trainer={"accumulate_grad_batches": 2, "max_epochs": 20},
+        trainer={"accumulate_grad_batches": 2, "max_epochs": 12},
         policy={"KeepGlobalBatch": {}},
     )
-    check_is_as_good_as_undisturbed(run, num_epochs=20)
+    check_is_as_good_as_undisturbed(run, num_epochs=12)
     assert run.worlds == [(3, 0), (3, 30)]
 
 

@@ -14,6 +14,9 @@ from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_workers
 from tests.support.ranks import run_warm
 
+#: Pauses while one of two is not there.
+UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.02, "pauses_in": [1]}
+
 
 def awaits(after: int = 0) -> dict[str, Any]:
     """An event: who is started anew comes when the others have gone on, however slow they were."""
@@ -33,7 +36,7 @@ def test_an_undisturbed_run_and_other_stages_after_it():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_is_killed_is_started_anew_and_joins(rank):
     events = [{"do": "kill", "step": 70, "rank": rank}, awaits()]
-    run = run_workers(2, strategy=STRATEGY, events=events, pause_s=0.002)
+    run = run_workers(2, strategy=STRATEGY, events=events, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
     assert run.worlds[1] == (1, 60)
@@ -51,11 +54,12 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
         strategy={"commit_every_n_steps": 10},
         events=events,
         num_workers=1,
-        trainer={"accumulate_grad_batches": 2, "max_epochs": 20},
+        trainer={"accumulate_grad_batches": 2, "max_epochs": 12},
         policy={"KeepGlobalBatch": {}},
-        pause_s=0.002,
+        pause_s=0.02,
+        pauses_in=[1, 2],
     )
-    check_is_as_good_as_undisturbed(run, num_epochs=20)
+    check_is_as_good_as_undisturbed(run, num_epochs=12)
     assert sizes_of(run)[0] == 3
     assert min(sizes_of(run)) in (1, 2)
     assert sizes_of(run)[-1] == 3
@@ -80,7 +84,7 @@ def test_a_worker_that_is_killed_during_validation_in_manual_optimization(backen
 def test_a_new_worker_that_is_killed_before_it_has_joined():
     events = [{"do": "kill", "step": 70, "rank": 1}, {"do": "kill", "at": "setup", "step": 0, "rank": 1, "after": 0}]
     events.append(awaits(after=1))
-    run = run_workers(2, strategy=STRATEGY, events=events, pause_s=0.002)
+    run = run_workers(2, strategy=STRATEGY, events=events, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
     assert "It had not joined them yet" in run.output
@@ -88,7 +92,7 @@ def test_a_new_worker_that_is_killed_before_it_has_joined():
 
 def test_a_worker_that_is_killed_again_and_again_ends_fit_with_the_first_cause():
     events = [{"do": "kill", "step": 30, "rank": 0}, {"do": "kill", "step": 30, "rank": 0, "world": 2, "after": 0}]
-    run = run_workers(2, strategy={**STRATEGY, "max_restarts": 1}, events=events, pause_s=0.002)
+    run = run_workers(2, strategy={**STRATEGY, "max_restarts": 1}, events=events, **UNTIL_IT_JOINS)
     assert run.code != 0
     assert "WorkerDiedError" in run.output
     assert "`max_restarts=1` workers have been started anew in the last 600 s" in run.output

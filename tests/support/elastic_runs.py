@@ -17,7 +17,7 @@ from tests.support import warm
 from tests.support.elastic_training import NUM_TRAINED
 from tests.support.ranks import run_command
 
-NUM_EPOCHS = 12
+NUM_EPOCHS = 6
 STRATEGY = {"commit_every_n_steps": 20}
 #: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
 UNDISTURBED_ACCURACY = 0.988
@@ -90,7 +90,7 @@ def run_elastic(
         arguments: Further ones of ``horovodrun``.
         timeout_s: Seconds until the run is given up.
         keep: Its directory; a temporary one if None.
-        plan: Of the script. Its pauses end when the ranks change.
+        plan: Of the script. Its pauses end when the ranks change, if it does not say in how large worlds they are.
     """
     plan["num_ranks"] = count_ranks(hosts)
 

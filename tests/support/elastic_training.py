@@ -62,6 +62,7 @@ class Net(pl.LightningModule):
         self.directory, self.events = directory, plan.get("events", [])
         self.pause_s, self.validation_pause_s = plan.get("pause_s", 0.0), plan.get("validation_pause_s", 0.0)
         self.num_ranks = plan["num_ranks"]
+        self.pauses_in = plan.get("pauses_in", [self.num_ranks])
         self.automatic_optimization = not plan.get("is_manual", False)
 
     def happen(self, at: str) -> None:
@@ -95,6 +96,9 @@ class Net(pl.LightningModule):
         written = "".join(path.read_text() for path in self.directory.glob("process*"))
         return any(f'"world": {size},' in written for size in range(1, self.num_ranks))
 
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds if self.trainer.world_size in self.pauses_in else 0.0)
+
     def write(self, **what: Any) -> None:
         with (self.directory / f"process{os.getpid()}").open("a") as file:
             print(json.dumps({"time": time.time(), "rank": self.global_rank, **what}), file=file)
@@ -109,7 +113,7 @@ class Net(pl.LightningModule):
         self.write(world=self.trainer.world_size, epoch=epoch, batch=batch, step=self.trainer.global_step)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(self.pause_s if self.trainer.world_size == self.num_ranks else 0.0)
+        self.pause(self.pause_s)
         self.happen("train")
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -134,7 +138,7 @@ class Net(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
             self.happen("validation") if batch_idx == 1 else None
-            time.sleep(self.validation_pause_s if self.trainer.world_size == self.num_ranks else 0.0)
+            self.pause(self.validation_pause_s)
         right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
         self.log("right", right, sync_dist=True)
 
@@ -143,7 +147,8 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=4e-3)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 8, gamma=0.2)]
+        decays_after = max(1, 2 * self.trainer.max_epochs // 3)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, decays_after, gamma=0.2)]
 
 
 def main() -> None:
@@ -156,7 +161,7 @@ def main() -> None:
         callbacks.append(getattr(ext, name)(**arguments))
     net = Net(directory, plan)
     arguments = {
-        "max_epochs": 12,
+        "max_epochs": 6,
         "accelerator": "cpu",
         "devices": plan.get("workers") or plan.get("local_ranks", 1),
         "logger": False,
