@@ -25,17 +25,15 @@ import torch.distributed as dist
 
 from lightning_strategies_ext.failure import detection, report
 from lightning_strategies_ext.failure.activity import Activity
-from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from lightning_strategies_ext.failure.deaths import Deaths
 from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit, wait_for_no_thread
+from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
 
 log = logging.getLogger(__name__)
 
-#: How often a watch looks, in seconds.
-INTERVAL_S = 0.25
 #: How long failing ranks may take to say so before connections are closed on the others, in seconds.
 ANNOUNCE_S = 1.0
 #: How long ranks then have to end by themselves, in seconds.
@@ -50,14 +48,7 @@ SILENT_S = 2.5
 STOPPED_S = 3.0
 #: How much longer the first rank waits before it takes ranks of other hosts for stuck, in seconds.
 ELSEWHERE_S = 2.0
-#: A rank is still when it has been at one place for so long, in seconds; from then on it says where.
-STILL_S = 2.0
 _POLL_S = 0.05
-#: Modules in which a thread waits for other ranks.
-_OF_COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed", "horovod", "lightning_strategies_ext")
-#: Where one of them is no collective.
-_OF_FAILURES = "lightning_strategies_ext.failure"
-
 _numbers = count()
 
 
@@ -92,7 +83,6 @@ class Watch:
         self.failure: Failure | None = None
         self.on_failure: Callable[[], None] = _do_nothing
         self._rank = rank
-        self._progress = progress
         self._wake = wake
         self._patience_s: float | None = None
         self._exit_code_of = exit_code_of
@@ -102,17 +92,11 @@ class Watch:
         )
         host = host_identity()
         self._here = {peer.rank: peer for peer in self._peers.values() if peer.host == host}
-        self._board = self._meet_at_board(host)
+        board = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", store)
+        self._own = HostSigns(board, rank, self._here, progress)
+        self._own.where = lambda: "between two stages"
         self._hosts = self._meet_hosts()
-        self._activity = Activity(threading.current_thread())
         self._silence = Silence()
-        self._last_signs: dict[int, Sign] = {}
-        self._state: State = "left"
-        self._stage = 0
-        self._beats = 0
-        self._waits_s = 0.0
-        self._waited_for: Any = None
-        self._where: Callable[[], str] = lambda: "between two stages"
         self.directory = os.getcwd()
         self._noticed_at: float | None = None
         self._woke_at: float | None = None
@@ -149,12 +133,12 @@ class Watch:
                 ever.
         """
         with self._lock:
-            self._activity = Activity(threading.current_thread())
+            self._own.activity = Activity(threading.current_thread())
             self._patience_s = patience_s
             self.failure = self._noticed_at = self._woke_at = None
-            self._stage += 1
+            self._own.stage += 1
             self.on_failure = _do_nothing
-            self._where = lambda: "the setup of a stage"
+            self._own.where = lambda: "the setup of a stage"
             if self._hosts is not None:
                 self._hosts.forget()
             self._say("running")
@@ -166,14 +150,14 @@ class Watch:
             where: Gives stage and step, for people.
             directory: Where to write what there is to say of a failure; the working directory if None.
         """
-        self._where, self.directory = where, directory or os.getcwd()
-        self._say(self._state)
+        self._own.where, self.directory = where, directory or os.getcwd()
+        self._say(self._own.state)
 
     def leave_stage(self) -> None:
         """Says that this rank is done with its stage."""
-        if self._state == "running":
+        if self._own.state == "running":
             self._say("left")
-        self._where = lambda: "between two stages"
+        self._own.where = lambda: "between two stages"
         self.on_failure = _do_nothing
 
     def announce(self, exception: BaseException) -> None:
@@ -186,19 +170,19 @@ class Watch:
             report.show_at_exit(exception, self._described(exception), self._rank, self.directory)
 
     def _described(self, exception: BaseException) -> Failure:
-        return self._fail(lambda: report.failure_of(exception, self._rank, self._where_now()))
+        return self._fail(lambda: report.failure_of(exception, self._rank, self._own.where_now()))
 
     def announce_end(self) -> None:
         """Says that this rank's script has come to its end, if others wait in a stage that it will not come to."""
         with self._lock:
-            waiting = [rank for rank, sign in self._signs().items() if sign.stage > self._stage]
+            waiting = [rank for rank, sign in self._signs().items() if sign.stage > self._own.stage]
         if waiting and self._skip_to_next_stage():
             report.show_block(self._fail(lambda: detection.end_of_script(self._rank, waiting)))
 
     def _skip_to_next_stage(self) -> bool:
         with self._lock:
-            is_between = self._state == "left"
-            self._stage += is_between
+            is_between = self._own.state == "left"
+            self._own.stage += is_between
             return is_between
 
     def reason(self, timeout_s: float) -> Failure | None:
@@ -231,7 +215,7 @@ class Watch:
         Args:
             trace: Of this rank's failure.
         """
-        self._fail(lambda: report.failure_from_trace(trace, self._rank, self._where_now()))
+        self._fail(lambda: report.failure_from_trace(trace, self._rank, self._own.where_now()))
         if not self._wait_for_others(ANNOUNCE_S):
             self._wake(self._unreconciled())
             self._kill([peer for peer in self._unreconciled() if self._silence.seconds.get(peer.rank, 0) >= SILENT_S])
@@ -258,14 +242,12 @@ class Watch:
         if self._hosts is not None:
             self._hosts.close()
         with self._lock:
-            if self._board is not None:
-                self._board.close()
-            self._board = None
+            self._own.close()
 
     def _end(self) -> None:
         if os.getpid() != self._pid:
             return
-        if self._state != "failed":
+        if self._own.state != "failed":
             self._say("ended")
         if self.failure is not None and self.failure.by not in self.failure.ranks:
             with self._lock:
@@ -294,20 +276,20 @@ class Watch:
 
     def _look(self, elapsed_s: float, died: set[int]) -> None:
         with self._lock:
-            self._look_at_this_rank(elapsed_s)
-            self._say(self._state)
+            self._own.look(elapsed_s)
+            self._say(self._own.state)
             signs = self._signs()
             self._silence.note(signs, elapsed_s)
             if self.failure is None:
                 # What failed in an earlier stage, and was caught on all ranks, is over.
-                now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._stage}
+                now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._own.stage}
                 self.failure = first_failure(now) or self._failure_seen(signs, died)
-                if self.failure is not None and self.failure.by == self._rank and self._state == "left":
+                if self.failure is not None and self.failure.by == self._rank and self._own.state == "left":
                     report.show_block(self.failure)
                     self._kill_silent(self.failure)
             if self._hosts is not None:
                 self._hosts.tell({rank: signs[rank] for rank in self._here if rank in signs}, self.failure)
-            failure, must_end = self.failure, self._state == "running"
+            failure, must_end = self.failure, self._own.state == "running"
             # Between two stages, or in a last hook, it is in nobody's way, unless the others have waited for it.
             must_end |= failure is not None and failure.is_stuck and self._rank in failure.ranks
         if failure is not None and must_end:
@@ -335,14 +317,6 @@ class Watch:
         # Their own host knows more of them, and says so first if it can.
         return detection.stuck(signs, silence, patience_s + ELSEWHERE_S, *ends)
 
-    def _look_at_this_rank(self, elapsed_s: float) -> None:
-        self._activity.sample(elapsed_s)
-        waiting_for = self._progress.waiting_for()
-        is_same = waiting_for is not None and waiting_for is self._waited_for
-        is_in_collective = is_same or (waiting_for is None and self._is_in_collective())
-        self._waits_s = self._waits_s + elapsed_s if is_in_collective else 0.0
-        self._waited_for = waiting_for
-
     def _end_this_rank(self, failure: Failure) -> None:
         now = time.monotonic()
         if self._noticed_at is None:
@@ -359,7 +333,7 @@ class Watch:
                 threading.Thread(target=self.wake_this_rank, name="watch wakes", daemon=True).start()
         elif now - self._woke_at > (SHORT_GRACE_S if self._rank in failure.ranks else GRACE_S):
             reason = f"rank {self._rank} ended because {report.cause(failure)}"
-            path = report.write(self.directory, failure, self._rank, f"{reason}\n{self._activity.stack()}")
+            path = report.write(self.directory, failure, self._rank, f"{reason}\n{self._own.activity.stack()}")
             report.say(f"{reason}. It did not end by itself" + (f"; where it was stands in {path}." if path else "."))
             self._kill_silent(failure)
             end_process()
@@ -374,60 +348,19 @@ class Watch:
 
     # --- board, processes ---
 
-    def _meet_at_board(self, host: str) -> Board | None:
-        store = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", self.store)
-        return Board.of_host(store, "path", self._rank, sorted(self._here))
-
     def _meet_hosts(self) -> Hosts | None:
         by_host: dict[str, list[int]] = {}
         for rank, peer in sorted(self._peers.items()):
             by_host.setdefault(peer.host, []).append(rank)
         return Hosts(self.store, list(by_host.values()), self._rank, self._number) if len(by_host) > 1 else None
 
-    def _where_now(self) -> str:
-        try:
-            return self._where()
-        except Exception:  # asked beside the training thread, while the Trainer is taken down, say
-            return ""
-
     def _say(self, state: State) -> None:
         with self._lock:
-            self._state = state
-            self._beats += 1
-            if self._board is not None:
-                self._board.write(self._sign().dump(SLOT_NUM_BYTES - 64))
-
-    def _sign(self) -> Sign:
-        is_still = self._activity.still_s >= STILL_S
-        waited_for = self._waited_for
-        return Sign(
-            rank=self._rank,
-            beats=self._beats,
-            state=self._state,
-            stage=self._stage,
-            where=self._where_now(),
-            num_begun=self._progress.num_begun(),
-            waits_s=self._waits_s,
-            still_s=self._activity.still_s,
-            idle_s=self._activity.idle_s,
-            is_debugged=is_still and self._activity.is_debugged,
-            collective=getattr(waited_for, "name", "") or ("a collective" if self._waits_s > 0 else ""),
-            frames=tuple(self._activity.user_frames()) if is_still else (),
-            stack=self._activity.stack() if is_still else "",
-            failure=self.failure,
-        )
+            self._own.state = state
+            self._own.say(self.failure)
 
     def _signs(self) -> dict[int, Sign]:
-        if self._board is not None:
-            for slot, rank in enumerate(sorted(self._here)):
-                content = self._board.read(slot)
-                if content is not None:
-                    self._last_signs[rank] = Sign.load(content)
-        return {**(self._hosts.signs if self._hosts is not None else {}), **self._last_signs}
-
-    def _is_in_collective(self) -> bool:
-        module = self._activity.module
-        return module.startswith(_OF_COLLECTIVES) and not module.startswith(_OF_FAILURES)
+        return {**(self._hosts.signs if self._hosts is not None else {}), **self._own.read()}
 
     def _kill_silent(self, failure: Failure) -> None:
         """Ends the ranks of this host that others wait for in vain, and whose own watch cannot: stopped ones, say."""
@@ -454,7 +387,7 @@ class Watch:
 
     def _unreconciled(self) -> list[Peer]:
         with self._lock:
-            done = detection.have_ended(self._signs(), self._stage)
+            done = detection.have_ended(self._signs(), self._own.stage)
         return [
             peer for rank, peer in self._here.items() if rank != self._rank and rank not in done and peer.is_running()
         ]
