@@ -22,9 +22,9 @@ import torch.distributed as dist
 from benchmarks.report import print_table
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
+from lightning_strategies_ext.failure.host_signs import INTERVAL_S
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import Sign, Silence, first_failure, stuck_ranks
-from lightning_strategies_ext.failure.host_signs import INTERVAL_S
 
 
 class _Keys(dict[str, str]):

@@ -8,6 +8,7 @@ says the main process (:mod:`.launch.processes.changing_pool`), which has the ke
 import gc
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,14 +29,17 @@ from lightning_strategies_ext.elastic.options import (
     check_whole_number,
 )
 from lightning_strategies_ext.failure.errors import is_of_collective
+from lightning_strategies_ext.failure.vigil import Vigil
 from lightning_strategies_ext.launch.membership import WorkerMembership
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
 from lightning_strategies_ext.launch.protocol import Place
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
+from lightning_strategies_ext.pytorch.parallel import where_in
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.world import World
 
 #: How long ranks may take to connect to each other, in seconds. One may die then, of which the others are not told.
@@ -57,7 +61,8 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         max_restarts: How many workers may be started anew within ``restart_window``; one more, and ``fit`` fails.
         restart_window: In seconds, or as a ``timedelta``.
         scale_learning_rate: Whether learning rates follow the number of ranks, unless a callback says so.
-        **kwargs: Those of :class:`.DDPSpawnStrategy`, but for ``patience``.
+        **kwargs: Those of :class:`.DDPSpawnStrategy`. One that the others have waited for as long as they have
+            ``patience`` is killed, and another one is started in its place.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -83,11 +88,6 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     ) -> None:
         if elastic is not True:
             raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is elastic. Use `DDPSpawnStrategy`.")
-        if "patience" in kwargs:
-            raise TypeError(
-                f"`patience={kwargs['patience']!r}`: workers of an elastic `fit` are watched for their end, not for"
-                " standing still. Leave it out, or leave `elastic=True` out."
-            )
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
         self._scale_learning_rate = check_flag("scale_learning_rate", scale_learning_rate)
         self.allowance = Allowance(
@@ -108,6 +108,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self._membership: WorkerMembership | None = None
         self._store: dist.Store | None = None  # of all worlds
         self._world_store: dist.Store | None = None
+        self._vigil: Vigil | None = None
 
     @property
     @override
@@ -215,6 +216,12 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks of a world do together."""
         store = self._world_store if self.world_size > 1 else None
+        self._end_vigil()
+        if store is not None and self._patience_s is not None:
+            peers, place = [member.peer for member in self.membership.members], partial(where_in, trainer)
+            vigil_store = dist.PrefixStore("vigil", store)
+            progress = DefaultGroupProgress()
+            self._vigil = Vigil(vigil_store, peers, self.global_rank, progress, self._patience_s, place)
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
         self.configure_ddp()
         self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
@@ -233,12 +240,26 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             self.model._remove_autograd_hooks()
             self.model = self.lightning_module
         super().leave_world(agreed=agreed)
+        if self._vigil is not None:
+            self._vigil.leave()
 
     @override
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""
+        self._end_vigil()
         super().fall_silent()
         self.membership.leave(agreed=False)
+
+    def _end_vigil(self) -> None:
+        if self._vigil is not None:
+            self._vigil.close()
+        self._vigil = None
+
+    @override
+    def teardown(self) -> None:
+        """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
+        self._end_vigil()
+        super().teardown()
 
     @override
     def request_interrupt(self) -> None:
@@ -250,7 +271,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_membership": None, "_store": None}
+        return {**super().__getstate__(), "_membership": None, "_store": None, "_vigil": None}
 
 
 def _is_loss(error: BaseException) -> bool:

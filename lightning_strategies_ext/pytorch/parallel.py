@@ -340,7 +340,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
         """Lets a SIGTERM on any rank stop all before the same step; called by all ranks together."""
         if self._world.watch is not None:
-            self._world.watch.describe(partial(_where_in, trainer), trainer.default_root_dir)
+            self._world.watch.describe(partial(where_in, trainer), trainer.default_root_dir)
         confirm = _lightning.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
         release = partial(_lightning.release_sigterm, trainer)
         self._world.agree_on_sigterm(confirm, release, is_requested=is_requested)
@@ -384,7 +384,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         self._world.was_asked_to_stop = was_asked_to_stop
 
 
-def _where_in(trainer: "pl.Trainer") -> str:
+def where_in(trainer: "pl.Trainer") -> str:
     """What a Trainer is at, for people; asked beside the thread that trains, which it costs nothing."""
     stage = trainer.state.stage
     name = "the stage's setup" if stage is None else stage.value.replace("_", " ")

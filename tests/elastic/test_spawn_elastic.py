@@ -90,6 +90,36 @@ def test_a_new_worker_that_is_killed_before_it_has_joined():
     assert "It had not joined them yet" in run.output
 
 
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        ({"do": "signal", "signal": "SIGSTOP", "rank": 0}, "rank 1 has waited 4 s for it in"),
+        ({"do": "sleep", "rank": 1}, "no move was seen in that time"),
+    ],
+)
+def test_a_worker_that_the_others_wait_for_in_vain_is_killed_and_started_anew(event, what):
+    run = run_workers(
+        2, strategy={**STRATEGY, "patience": 4}, events=[{**event, "step": 70}, awaits()], **UNTIL_IT_JOINS
+    )
+    check_is_as_good_as_undisturbed(run)
+    assert sizes_of(run) == [2, 1, 2]
+    assert run.worlds[1] == (1, 60)
+    assert f"rank {event['rank']} on " in run.output
+    assert "is stuck" in run.output
+    assert what in run.output
+    assert f"rank {event['rank']} is killed: nobody is waited for in vain." in run.output
+    assert "was killed by SIGKILL" in run.output
+
+
+def test_a_collective_by_one_worker_alone_ends_fit():
+    strategy = {**STRATEGY, "patience": 4, "process_group_backend": "gloo", "max_restarts": 0}
+    run = run_workers(2, strategy=strategy, events=[{"do": "barrier", "step": 30, "rank": 1}])
+    assert run.code != 0
+    assert "stuck" in run.output
+    assert "killed: nobody is waited for in vain." in run.output
+    assert "WorkerDiedError" in run.output
+
+
 def test_a_worker_that_is_killed_again_and_again_ends_fit_with_the_first_cause():
     events = [{"do": "kill", "step": 30, "rank": 0}, {"do": "kill", "step": 30, "rank": 0, "world": 2, "after": 0}]
     run = run_workers(2, strategy={**STRATEGY, "max_restarts": 1}, events=events, **UNTIL_IT_JOINS)
@@ -164,7 +194,7 @@ def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, num
         ({"max_restarts": 1.5}, TypeError, "max_restarts"),
         ({"restart_window": 0}, ValueError, "`restart_window` must be positive, got 0"),
         ({"commit_every_n_steps": 0}, ValueError, "commit_every_n_steps=0"),
-        ({"patience": 5}, TypeError, "patience=5"),
+        ({"patience": 0}, ValueError, "`patience` must be positive, got 0"),
         ({"uneven_inputs": "error"}, ValueError, "uneven_inputs='error'"),
         ({"start_method": "fork"}, ValueError, "start_method='fork'"),
         ({"scale_learning_rate": 2}, TypeError, "scale_learning_rate"),

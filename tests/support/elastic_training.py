@@ -5,9 +5,9 @@ ranks on the way.
 
 PLAN is JSON: ``workers`` is how many ``fit`` starts, ``local_ranks`` how many torchrun has started, neither is there
 under ``horovodrun``; ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
-``{"do": "kill" | "forget" | "signal" | "raise" | "hosts" | "await", "at": "train" | "commit" | "validation" | "setup",
-"step": N, "rank": R | "any", "world": ranks that there are, "after": number of an event, "fn": stage}``, of which each
-happens once; "await" is for a world of fewer ranks.
+``{"do": "kill" | "forget" | "signal" | "raise" | "sleep" | "barrier" | "hosts" | "await", "at": "train" | "commit" |
+"validation" | "setup", "step": N, "rank": R | "any", "world": ranks that there are, "after": number of an event, "fn":
+stage}``, of which each happens once; "await" is for a world of fewer ranks.
 DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
@@ -87,6 +87,10 @@ class Net(pl.LightningModule):
             elif event["do"] == "await":
                 while not self.has_been_smaller():
                     time.sleep(0.01)
+            elif event["do"] == "sleep":
+                time.sleep(1000)
+            elif event["do"] == "barrier":
+                self.trainer.strategy.barrier()
             elif event["do"] == "raise":
                 raise ValueError("a bad sample")
             else:

@@ -1,0 +1,124 @@
+"""The vigil: one that others wait for in vain is killed, so that the others can go on without it.
+
+Where all ranks end together, the watch sees to that (:mod:`.watch`). In a ``fit`` whose ranks may change, the others
+are told of a rank's end by the kernel, and there is nothing else to do than to bring it about.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import psutil
+import torch.distributed as dist
+
+from lightning_strategies_ext.failure import detection, report
+from lightning_strategies_ext.failure.ending import end_process
+from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
+from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence
+from lightning_strategies_ext.peers import Peer
+
+log = logging.getLogger(__name__)
+
+#: For how long more the same ranks must be stuck, in seconds: those that one has just let go by its end wake up.
+SURE_S = 1.0
+
+
+class Vigil:
+    """One rank's part in it. All ranks create theirs together, on one host; a thread looks a few times per second.
+
+    It goes on when this rank has left the others, until :meth:`close`: they may be waited for then.
+
+    Args:
+        store: Shared by the ranks, for this alone.
+        peers: All ranks.
+        rank: Of this process.
+        progress: Of this rank.
+        patience_s: For how long ranks may wait in a collective for one that does not move, in seconds.
+        where: Gives stage and step, for people.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        peers: Sequence[Peer],
+        rank: int,
+        progress: Progress,
+        patience_s: float,
+        where: Callable[[], str],
+    ) -> None:
+        self._peers = {peer.rank: peer for peer in peers}
+        self._rank = rank
+        self._patience_s = patience_s
+        self._own = HostSigns(store, rank, self._peers, progress)
+        self._own.where = where
+        self._own.state = "running"
+        self._own.say(None)
+        self._silence = Silence()
+        self._suspects: tuple[int, ...] = ()
+        self._suspected_for_s = 0.0
+        self._pid = os.getpid()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext vigil", daemon=True)
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Says that this rank is done with what the ranks do together."""
+        self._own.state = "left"
+
+    def close(self) -> None:
+        """Ends this rank's part. A second call does no harm."""
+        if os.getpid() != self._pid or self._closed.is_set():
+            return
+        self.leave()
+        self._closed.set()
+        self._thread.join()
+        self._own.say(None)
+        self._own.close()
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._closed.wait(INTERVAL_S):
+            now = time.monotonic()
+            try:
+                failure = self._look(min(now - before, 2 * INTERVAL_S))
+            except Exception:  # nobody would notice that this thread has ended
+                log.exception("the vigil of rank %d could not look, and goes on", self._rank)
+                failure = None
+            if failure is not None:
+                self._end(failure)
+                return
+            before = now
+
+    def _look(self, elapsed_s: float) -> Failure | None:
+        """Who is to be ended, if this rank is the one to do it."""
+        self._own.look(elapsed_s)
+        self._own.say(None)
+        signs = self._own.read()
+        self._silence.note(signs, elapsed_s)
+        if len(signs) < len(self._peers):
+            return None
+        alive = {rank: sign for rank, sign in signs.items() if self._peers[rank].is_running()}
+        failure = detection.stuck(alive, self._silence.seconds, self._patience_s, self._peers, self._rank)
+        ranks = () if failure is None else failure.ranks
+        if len(ranks) < len(self._peers) and any(self._is_in_collective(signs[rank]) for rank in ranks):
+            ranks = ()  # they wait for one that has left or ended, and will be told
+        self._suspected_for_s = self._suspected_for_s + elapsed_s if ranks == self._suspects else 0.0
+        self._suspects = ranks
+        is_sure = bool(ranks) and self._suspected_for_s >= SURE_S
+        return failure if is_sure and self._rank == min(alive.keys() - set(ranks) or alive) else None
+
+    def _is_in_collective(self, sign: Sign) -> bool:
+        return sign.waits_s > 0 and self._silence.seconds[sign.rank] < self._patience_s
+
+    def _end(self, failure: Failure) -> None:
+        are = "is" if len(failure.ranks) == 1 else "are"
+        report.say(f"{report.message(failure)}\n{failure.named_ranks} {are} killed: nobody is waited for in vain.")
+        for rank in failure.ranks:
+            if rank != self._rank:
+                with suppress(psutil.NoSuchProcess):
+                    psutil.Process(self._peers[rank].pid).kill()
+        if self._rank in failure.ranks:  # they wait for each other, as they would again
+            end_process()

@@ -1,0 +1,96 @@
+"""One that others wait for in vain is killed by one of them; in a whole ``fit``, see :mod:`...elastic`'s tests."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_strategies_ext.failure.ending import ENDED
+from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.vigil import SURE_S, Vigil
+from lightning_strategies_ext.peers import meet_peers
+from tests.support.ranks import Outcome, outcomes_of_ranks
+
+PATIENCE_S = 2.0
+#: Which rank 0 serves.
+stores: list[dist.TCPStore] = []
+
+
+class Waits(Progress):
+    """Of a rank that waits in a collective for ever."""
+
+    def waiting_for(self) -> Any:
+        return PATIENCE_S
+
+
+def begin(progress: Progress) -> tuple[int, Vigil]:
+    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    timeout = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world_size, rank == 0, timeout)
+    stores.append(store)
+    peers = meet_peers(dist.PrefixStore("peers", store), rank, world_size)
+    vigil_store = dist.PrefixStore("vigil", store)
+    return rank, Vigil(vigil_store, list(peers.values()), rank, progress, PATIENCE_S, lambda: "step 3")
+
+
+def codes_of(outcomes: list[Outcome]) -> list[int | None]:
+    return [outcome.exit_code for outcome in outcomes]
+
+
+def wait_for_each_other() -> None:
+    begin(Waits())
+    time.sleep(60)
+
+
+def test_all_that_wait_for_each_other_end():
+    outcomes = outcomes_of_ranks(wait_for_each_other, world_size=3)
+    assert codes_of(outcomes) == [ENDED, -signal.SIGKILL, -signal.SIGKILL], "\n".join(map(str, outcomes))
+    assert "rank 0 and rank 1 and rank 2 on " in outcomes[0].output
+    assert "are stuck, last seen in step 3:" in outcomes[0].output or "are stuck, in step 3:" in outcomes[0].output
+    assert "rank 0 and rank 1 and rank 2 are killed: nobody is waited for in vain." in outcomes[0].output
+
+
+def wait_having_left() -> bool:
+    rank, vigil = begin(Progress())
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    vigil.leave()
+    deadline = time.monotonic() + 60
+    while vigil._thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    vigil.close()
+    return vigil._closed.is_set() and time.monotonic() < deadline
+
+
+def test_one_that_is_stopped_is_killed_by_one_that_has_left_the_others():
+    outcomes = outcomes_of_ranks(wait_having_left, world_size=3)
+    assert codes_of(outcomes) == [0, -signal.SIGKILL, -signal.SIGKILL], "\n".join(map(str, outcomes))
+    assert outcomes[0].value
+    assert "rank 1 is stopped" in outcomes[0].output
+    assert "rank 1 is killed: nobody is waited for in vain." in outcomes[0].output
+
+
+def compute_and_end() -> bool:
+    rank, vigil = begin(Waits() if os.environ["LOCAL_RANK"] == "0" else Progress())
+    deadline = time.monotonic() + 2.5 * PATIENCE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.05) if rank == 0 else sum(range(10_000))
+    if rank == 1:
+        vigil.close()
+        os._exit(0)
+    time.sleep(2 * SURE_S)  # in a collective with nobody, from which it would be woken
+    vigil.close()
+    vigil.close()
+    return True
+
+
+def test_one_that_computes_is_waited_for_and_nobody_is_killed_who_waits_for_one_that_has_ended():
+    outcomes = outcomes_of_ranks(compute_and_end)
+    assert codes_of(outcomes) == [0, 0], str(outcomes[1])
+    assert outcomes[0].value
+    assert "killed" not in "".join(outcome.output for outcome in outcomes)
