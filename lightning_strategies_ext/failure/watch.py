@@ -40,6 +40,8 @@ ANNOUNCE_S = 1.0
 GRACE_S = 5.0
 #: The same for one that is ended because it does not move.
 SHORT_GRACE_S = 1.0
+#: How long the interpreter's end may take after that, in seconds: Horovod waits there for ranks that are gone.
+END_S = 4.0
 #: How much longer others wait before they kill one whose own watch would have ended it, in seconds.
 MARGIN_S = 1.5
 #: One that has said nothing for so long, in seconds, is stopped, or held where it cannot end by itself.
@@ -256,7 +258,7 @@ class Watch:
             fail_at_exit()  # at once: what waits for the store would hold up the interpreter's end
         self.close()
         if self.failure is not None:
-            end_within(GRACE_S)
+            end_within(END_S)
 
     # --- what the thread does ---
 
