@@ -63,6 +63,12 @@ class Peer:
         except psutil.NoSuchProcess:
             return False
 
+    def kill(self) -> None:
+        """Kills the process, if it is alive; only on its own host."""
+        if self.is_running():
+            with suppress(psutil.NoSuchProcess):
+                psutil.Process(self.pid).kill()
+
 
 def meet_peers(store: KeyValueStore, rank: int, world_size: int) -> dict[int, Peer]:
     """Where each rank runs, by rank; called by all of them together.

@@ -31,6 +31,7 @@ class HostSigns:
         rank: Global rank of this process.
         ranks: Those of this host, this one among them.
         progress: Of this rank.
+        where: See below.
 
     Attributes:
         activity: Of the thread that trains.
@@ -39,11 +40,13 @@ class HostSigns:
         where: Gives what this rank is at, for people.
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Iterable[int], progress: Progress) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: Iterable[int], progress: Progress, where: Callable[[], str]
+    ) -> None:
         self.activity = Activity(threading.current_thread())
         self.state: State = "left"
         self.stage = 0
-        self.where: Callable[[], str] = lambda: ""
+        self.where = where
         self._rank = rank
         self._ranks = sorted(ranks)
         self._progress = progress

@@ -9,9 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
-import psutil
 import torch.distributed as dist
 
 from lightning_strategies_ext.failure import detection, report
@@ -52,8 +50,7 @@ class Vigil:
         self._peers = {peer.rank: peer for peer in peers}
         self._rank = rank
         self._patience_s = patience_s
-        self._own = HostSigns(store, rank, self._peers, progress)
-        self._own.where = where
+        self._own = HostSigns(store, rank, self._peers, progress, where)
         self._own.state = "running"
         self._own.say(None)
         self._silence = Silence()
@@ -84,12 +81,10 @@ class Vigil:
             now = time.monotonic()
             try:
                 failure = self._look(min(now - before, 2 * INTERVAL_S))
+                if failure is not None:
+                    self._end(failure)
             except Exception:  # nobody would notice that this thread has ended
                 log.exception("the vigil of rank %d could not look, and goes on", self._rank)
-                failure = None
-            if failure is not None:
-                self._end(failure)
-                return
             before = now
 
     def _look(self, elapsed_s: float) -> Failure | None:
@@ -118,7 +113,7 @@ class Vigil:
         report.say(f"{report.message(failure)}\n{failure.named_ranks} {are} killed: nobody is waited for in vain.")
         for rank in failure.ranks:
             if rank != self._rank:
-                with suppress(psutil.NoSuchProcess):
-                    psutil.Process(self._peers[rank].pid).kill()
+                self._peers[rank].kill()
         if self._rank in failure.ranks:  # they wait for each other, as they would again
             end_process()
+        self._suspects = ()  # or all of it is said again before the kernel has ended them

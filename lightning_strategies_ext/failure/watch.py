@@ -16,11 +16,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from lightning_strategies_ext.failure import detection, report
@@ -40,7 +38,7 @@ ANNOUNCE_S = 1.0
 GRACE_S = 5.0
 #: The same for one that is ended because it does not move.
 SHORT_GRACE_S = 1.0
-#: How long the interpreter's end may take after that, in seconds: Horovod waits there for ranks that are gone.
+#: How long the interpreter's end may then take, in seconds: Horovod waits there for ranks that are gone.
 END_S = 4.0
 #: How much longer others wait before they kill one whose own watch would have ended it, in seconds.
 MARGIN_S = 1.5
@@ -95,8 +93,7 @@ class Watch:
         host = host_identity()
         self._here = {peer.rank: peer for peer in self._peers.values() if peer.host == host}
         board = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", store)
-        self._own = HostSigns(board, rank, self._here, progress)
-        self._own.where = lambda: "between two stages"
+        self._own = HostSigns(board, rank, self._here, progress, lambda: "between two stages")
         self._hosts = self._meet_hosts()
         self._silence = Silence()
         self.directory = os.getcwd()
@@ -369,15 +366,13 @@ class Watch:
         for rank in failure.ranks:
             peer = self._here.get(rank)
             is_silent = self._silence.seconds.get(rank, 0) >= SILENT_S
-            if rank != self._rank and peer is not None and is_silent and peer.is_running():
-                with suppress(psutil.NoSuchProcess):
-                    psutil.Process(peer.pid).kill()
+            if rank != self._rank and peer is not None and is_silent:
+                peer.kill()
 
     def _kill(self, peers: Sequence[Peer]) -> None:
         for peer in peers:
             report.say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end: it is killed.")
-            with suppress(psutil.NoSuchProcess):
-                psutil.Process(peer.pid).kill()
+            peer.kill()
 
     def _wait_for_others(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

@@ -6,8 +6,8 @@ Each run trains digits for as many epochs as an undisturbed one, counts every sa
 import pytest
 
 from benchmarks.horovod_launch import FIRST, SECOND, THIRD
-from tests.support.elastic_runs import NUM_EPOCHS, STRATEGY, check_is_as_good_as_undisturbed, run_elastic
-from tests.support.elastic_training import NUM_TRAINED
+from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_elastic
+from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED
 
 
 def test_an_undisturbed_run():

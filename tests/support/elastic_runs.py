@@ -14,10 +14,9 @@ import pytest
 
 from benchmarks.horovod_launch import FIRST, SECOND, count_ranks, elastic_horovodrun
 from tests.support import warm
-from tests.support.elastic_training import NUM_TRAINED
+from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED
 from tests.support.ranks import run_command
 
-NUM_EPOCHS = 6
 STRATEGY = {"commit_every_n_steps": 20}
 #: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
 UNDISTURBED_ACCURACY = 0.988

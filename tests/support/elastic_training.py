@@ -31,6 +31,7 @@ import lightning_strategies_ext as ext
 from lightning_strategies_ext.elastic.keeper import RUN_ID
 
 NUM_TRAINED, NUM_HELD_OUT = 1437, 360
+NUM_EPOCHS = 6
 
 
 class Digits(Dataset):
@@ -165,7 +166,7 @@ def main() -> None:
         callbacks.append(getattr(ext, name)(**arguments))
     net = Net(directory, plan)
     arguments = {
-        "max_epochs": 6,
+        "max_epochs": NUM_EPOCHS,
         "accelerator": "cpu",
         "devices": plan.get("workers") or plan.get("local_ranks", 1),
         "logger": False,
