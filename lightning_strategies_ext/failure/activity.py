@@ -3,12 +3,14 @@
 It costs that thread nothing: it is looked at, some times per second.
 """
 
+import gc
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -82,10 +84,8 @@ class Activity:
 
     def stack(self) -> str:
         """Where the thread is, as a trace, the outermost call first."""
-        frames = self._frames()
-        if not frames:
-            return ""
-        return "".join(traceback.format_stack(frames[0])[-_MAX_FRAMES:])
+        frames = [(frame, frame.f_lineno) for frame in reversed(self._frames())]
+        return "".join(traceback.StackSummary.extract(iter(frames)).format())
 
     def user_frames(self) -> list[str]:
         """Where the thread is in code that is none of a framework's, each as ``file:line in function``."""
@@ -107,12 +107,31 @@ class Activity:
         return 0
 
     def _frames(self) -> list[FrameType]:
-        frame = sys._current_frames().get(self._ident)
         frames: list[FrameType] = []
-        while frame is not None and len(frames) < _MAX_FRAMES:
-            frames.append(frame)
-            frame = frame.f_back
+        with _nothing_collected():
+            frame = sys._current_frames().get(self._ident)
+            while frame is not None and len(frames) < _MAX_FRAMES:
+                frames.append(frame)
+                frame = frame.f_back
         return frames
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Lets no garbage be collected, while this thread looks at the frames of another.
+
+    Python 3.11 makes an object for each frame that is looked at, which may set off a collection; what that calls may
+    let the other thread go on, and its frame is gone before the object refers to it: the process crashes. Before 3.11
+    frames are objects anyway, and from 3.12 on nothing is collected there.
+    """
+    if sys.version_info[:2] != (3, 11) or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def described(frames: list[tuple[str, int | None, str]]) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
+from tests.support.ranks import run_script
 
 
 def sleep(ended: threading.Event) -> None:
@@ -149,3 +150,52 @@ def test_a_board_of_another_users_is_none(tmp_path, monkeypatch):
 def test_where_there_is_no_such_memory_there_is_no_board(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     assert Board.of_host(Store(), "path", 0, [0, 1]) is None
+
+
+LOOKED_AT = """
+import gc
+import threading
+import time
+
+from lightning_strategies_ext.failure.activity import Activity
+
+looked_at = threading.get_ident()
+
+
+def let_it_go_on(phase, info):
+    if threading.get_ident() != looked_at and phase == "start":
+        time.sleep(0.001)
+
+
+def descend(depth):
+    return descend(depth - 1) if depth else 0
+
+
+def look():
+    while not has_ended.is_set():
+        activity.sample(0.1)
+        activity.stack()
+
+
+gc.callbacks.append(let_it_go_on)
+gc.set_threshold(5)
+activity, has_ended = Activity(threading.current_thread()), threading.Event()
+looks = threading.Thread(target=look)
+looks.start()
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    descend(400)
+has_ended.set()
+looks.join()
+print(gc.isenabled())
+gc.disable()
+activity.sample(0.1)
+print(gc.isenabled())
+"""
+
+
+def test_garbage_may_be_collected_while_a_thread_is_looked_at(tmp_path):
+    script = tmp_path / "looked_at.py"
+    script.write_text(LOOKED_AT)
+    result = run_script(script)
+    assert (result.returncode, result.stdout.split()) == (0, ["True", "False"]), result.stdout
