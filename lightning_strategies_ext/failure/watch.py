@@ -161,12 +161,21 @@ class Watch:
 
     def announce(self, exception: BaseException) -> None:
         """Says that this rank has failed and will end by itself; returns at once."""
-        report.show_at_exit(exception, self._described(exception), self._rank, self.directory, self._is_speaker)
+        failure = self._described(exception)
+        report.show_at_exit(exception, failure, self._rank, self.directory, lambda: self._ends_with(failure))
 
     def announce_uncaught(self, exception: BaseException) -> None:
         """Says that this rank's script ends with an exception between two stages: others may wait in the next one."""
         if self._skip_to_next_stage():  # it tells the user, too: the others may have nothing more to wait for
             report.show_at_exit(exception, self._described(exception), self._rank, self.directory)
+
+    def _ends_with(self, failure: Failure) -> bool:
+        """Says that this rank's script ends: others may have gone on to the next stage. Whether it tells the user."""
+        is_speaker = self._is_speaker(failure)
+        with self._lock:
+            self._own.stage = max([self._own.stage + 1, *(sign.stage for sign in self._signs().values())])
+            self._say("failed")
+        return is_speaker
 
     def _described(self, exception: BaseException) -> Failure:
         return self._fail(lambda: report.failure_of(exception, self._rank, self._own.where_now()))
@@ -174,7 +183,9 @@ class Watch:
     def announce_end(self) -> None:
         """Says that this rank's script has come to its end, if others wait in a stage that it will not come to."""
         with self._lock:
-            waiting = [rank for rank, sign in self._signs().items() if sign.stage > self._own.stage]
+            waiting = [
+                rank for rank, sign in self._signs().items() if sign.state == "running" and sign.stage > self._own.stage
+            ]
         if waiting and self._skip_to_next_stage():
             report.show_block(self._fail(lambda: detection.end_of_script(self._rank, waiting)))
 
@@ -337,12 +348,13 @@ class Watch:
             self._kill_silent(failure)
             end_process()
 
-    def _is_speaker(self) -> bool:
+    def _is_speaker(self, failure: Failure) -> bool:
         """Whether this rank tells the user what has failed: rank 0, or the first that can where that cannot."""
-        assert self.failure is not None
-        mute = set() if self.failure.by in self.failure.ranks else set(self.failure.ranks)
+        mute = set() if failure.by in failure.ranks else set(failure.ranks)
         with self._lock:
-            mute |= {rank for rank, sign in self._signs().items() if sign.state in ("left", "ended")}
+            signs, stage = self._signs(), self._own.stage
+        mute |= {rank for rank, sign in signs.items() if sign.state in ("left", "ended")}
+        mute |= {rank for rank, sign in signs.items() if sign.state == "running" and sign.stage > stage}
         return self._rank == min({self._rank, *self._peers} - mute)
 
     # --- board, processes ---

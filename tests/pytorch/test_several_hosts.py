@@ -261,7 +261,7 @@ def test_an_elastic_host_goes_and_comes_back(hosts: list[Host], tmp_path: Path):
     directory.mkdir()
     plan = {"num_ranks": 1, "local_ranks": 1, "strategy": elastic_runs.STRATEGY, "pause_s": 0.05}  # while it is alone
     rendezvous = (
-        f"--rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint={hosts[0].name}:29400 --rdzv-conf=last_call_timeout=1"
+        f"--rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint={hosts[0].name}:29400 --rdzv-conf=last_call_timeout=3"
     )
     torchrun = f"-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 {rendezvous} -m".split()
     script = "tests.support.elastic_training", directory, json.dumps(plan)
