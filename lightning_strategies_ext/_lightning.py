@@ -38,6 +38,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torchmetrics import Metric
 
 # The launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C, and
 # Fabric asks for its `_MultiProcessingLauncher`, so ours must be of those classes. In the Trainer, ours must not be a
@@ -49,6 +50,7 @@ __all__ = [
     "Launcher",
     "SubprocessScriptLauncher",
     "TunerExitException",
+    "add_sums_of_logging",
     "after_setup_data",
     "call_children_scripts",
     "checkpoint_io_of",
@@ -66,6 +68,8 @@ __all__ = [
     "loader_states",
     "logged_per_epoch",
     "loops_of",
+    "merging_of_logging",
+    "merging_of_metric",
     "move_optimizers",
     "note_sigterm",
     "position_of_logging",
@@ -359,6 +363,33 @@ def set_sums_of_logging(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]
     position, found = sums
     trainer.fit_loop.epoch_loop._results.found = found
     set_position_of_logging(trainer, position)
+
+
+def add_sums_of_logging(trainer: Any, sums: tuple[Any, dict[str, dict[str, Any]]]) -> None:
+    """The same of some values, also where this process has them already; the others stay as they are."""
+    position, found = sums
+    results = trainer.fit_loop.epoch_loop._results
+    for key in found.keys() & results.keys():
+        for name, state in found[key].items():
+            setattr(results[key], name, state.to(results[key].device))
+    set_sums_of_logging(trainer, (position, {**(getattr(results, "found", None) or {}), **found}))
+
+
+def merging_of_logging(trainer: Any) -> dict[str, str]:
+    """How ``self.log`` makes one of what ranks have added up, by the keys of ``_results``, where it does (2.5 to 2.6).
+
+    That is "sum" (for means, too), "max" or "min", as ``meta`` has it.
+    """
+    return {
+        key: "max" if metric.meta.is_max_reduction else "min" if metric.meta.is_min_reduction else "sum"
+        for key, metric in trainer.fit_loop.epoch_loop._results.items()
+        if metric.meta.sync.should and not metric.meta.sync.rank_zero_only
+    }
+
+
+def merging_of_metric(metric: Metric) -> dict[str, Any]:
+    """How a metric makes one of what processes have, by state; ``_reductions`` tells it (torchmetrics 1.0 to 1.9)."""
+    return dict(metric._reductions)
 
 
 def position_of_logging(trainer: Any) -> tuple[Any, Any]:

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torchmetrics import MaxMetric, SumMetric
+from torchmetrics.utilities.data import dim_zero_max, dim_zero_sum
 
 from lightning_strategies_ext import _lightning
 from tests.support.models import MLP, loader, make_trainer
@@ -106,6 +108,42 @@ class GoesOn(LogsBothWays):
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.sums = _lightning.sums_of_logging(self.trainer)
+
+
+class AddsMore(MLP):
+    """Adds ten to what is there after the first batch, and what is not there yet."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            position, sums = _lightning.sums_of_logging(self.trainer)
+            states = {"value": sums["training_step.per_epoch"]["value"] + 10.0}
+            more = {"training_step.per_epoch": states, "training_step.late": {"value": torch.tensor(5.0)}}
+            _lightning.add_sums_of_logging(self.trainer, (position, more))
+            self.merging = _lightning.merging_of_logging(self.trainer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx > 1:
+            self.log("late", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        for op in ("max", "min", "mean", "sum"):
+            self.log(op, 1.0, on_epoch=True, sync_dist=True, reduce_fx=op)
+        self.log("per_epoch", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+        return self.loss(batch)
+
+
+@pytest.mark.forked
+def test_sums_of_logging_can_be_set_in_the_middle_of_an_epoch_and_how_ranks_merge_them_is_known() -> None:
+    trainer = make_trainer("ddp_ext", devices=1, max_epochs=1)
+    model = AddsMore()
+    trainer.fit(model, loader(num_samples=16, batch_size=4))
+    assert trainer.callback_metrics["per_epoch"].item() == 6.0 + 10.0
+    assert trainer.callback_metrics["late"].item() == 5.0 + 2.0
+    ops = {"max": "max", "min": "min", "mean": "sum", "sum": "sum"}
+    assert model.merging == {f"training_step.{name}": op for name, op in ops.items()}
+
+
+def test_how_processes_merge_the_states_of_a_metric_is_known() -> None:
+    assert _lightning.merging_of_metric(SumMetric()) == {"sum_value": dim_zero_sum}
+    assert _lightning.merging_of_metric(MaxMetric()) == {"max_value": dim_zero_max}
 
 
 def test_what_another_process_has_added_up_is_added_to() -> None:

@@ -1,7 +1,8 @@
 """A commit: the state of a run, copied into the memory of each rank.
 
 What a checkpoint of Lightning's has is the same on all ranks: weights, optimizers, schedulers, precision, loops with
-the position in the data, callbacks. What is each rank's own stays with it: random numbers, metrics, buffers.
+the position in the data, callbacks. What is each rank's own stays with it: random numbers, metrics, buffers. What they
+count together is in it as a whole, too (:mod:`.totals`).
 
 Tensors are copied into those of the commit before, so that commits after the first allocate nothing.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.elastic.totals import Totals
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
 from lightning_strategies_ext.uneven.step_state import StepState
 
@@ -41,6 +43,7 @@ class Shared:
         checkpoint: Lightning's, with a slot for each tensor.
         modes: ``training`` of each submodule by name.
         slots: Those slots.
+        totals: What the ranks have added up in this epoch, if that can be said.
     """
 
     batches: int
@@ -50,6 +53,7 @@ class Shared:
     checkpoint: Any
     modes: dict[str, bool]
     slots: list[Slot]
+    totals: Totals | None
 
 
 class Commit:
@@ -75,15 +79,21 @@ class Commit:
         """Optimizer steps that were done; -1 without a commit."""
         return -1 if self.shared is None else self.shared.step
 
-    def take(self, trainer: "pl.Trainer", first_world_size: int) -> None:
-        """Copies the state, between two optimizer steps.
+    def has_parts_of(self, world_size: int) -> bool:
+        """Whether this rank has what is its own, and the ranks have been as many."""
+        return self._own is not None and self.shared is not None and self.shared.world_size == world_size
+
+    def take(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
+        """Copies the state, between two optimizer steps; called by all ranks together.
 
         Args:
             trainer: The Trainer.
             first_world_size: Number of ranks when ``fit`` began.
+            collectives: Of the ranks.
         """
-        # Users' hooks are called here, which may wait for other ranks. From then on nothing does.
+        # Users' hooks are called here, which may wait for other ranks. After the totals nothing does.
         checkpoint = _lightning.dump_checkpoint(trainer)
+        totals = Totals.of(trainer, collectives)
         found: list[Tensor] = []
         slots: list[Slot] = []
         packed = _packed(checkpoint, found, slots)
@@ -92,12 +102,12 @@ class Commit:
         position = batches, trainer.global_step
         self._own = self._copy_own(trainer)
         self._random = _lightning.random_states()
-        self._write(Shared(*position, trainer.world_size, first_world_size, packed, modes, slots), found)
+        self._write(Shared(*position, trainer.world_size, first_world_size, packed, modes, slots, totals), found)
 
     def note(self, step: int) -> None:
         """Called before each step with the number of those done; it is of use to nobody else."""
 
-    def take_last(self, trainer: "pl.Trainer", first_world_size: int) -> None:
+    def take_last(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
         """Called at the end of ``fit``: nobody goes back to here, if the memory is that of this process."""
 
     def _copy_own(self, trainer: "pl.Trainer") -> Any:
@@ -144,8 +154,14 @@ class Commit:
         filled: dict[str, Any] = _filled(self.shared.checkpoint, self._tensors)
         return filled
 
-    def restore(self, trainer: "pl.Trainer") -> None:
-        """Makes a Trainer's state that of the commit."""
+    def restore(self, trainer: "pl.Trainer", rank: int, *, are_the_same: bool) -> None:
+        """Makes a Trainer's state that of the commit.
+
+        Args:
+            trainer: The Trainer.
+            rank: Of this process.
+            are_the_same: Whether each rank has what was its own, so that nothing is missing when that is added up.
+        """
         assert self.shared is not None
         module = trainer.lightning_module
         _lightning.leave_evaluation(trainer)
@@ -156,6 +172,8 @@ class Commit:
         _lightning.restore_checkpoint(trainer, self.checkpoint())
         if self._own is not None:
             self._restore_own(trainer, self._own)
+        if not are_the_same and self.shared.totals is not None:
+            self.shared.totals.restore(trainer, rank)
         self.restore_random()
 
     def restore_random(self) -> None:

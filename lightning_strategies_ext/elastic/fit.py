@@ -17,7 +17,7 @@ A rank that joins runs its script from the beginning. All that comes before the 
 collectives return its own values until it has entered the world.
 
 What it does not promise: that a rank may die before the first training step, or while Horovod connects the ranks of a
-new world (some 0.1 s); the job then ends. Epoch means that ``self.log`` adds up lack what a lost rank has seen.
+new world (some 0.1 s); the job then ends.
 """
 
 import logging
@@ -181,7 +181,7 @@ class ElasticFit:
                 self._enter()
                 train()
                 self._strategy.barrier("end of elastic training")  # or one may be gone that the others need
-                self._commit.take_last(self._trainer, self._first_world_size)
+                self._commit.take_last(self._trainer, self._first_world_size, self._strategy.collectives)
             except _WorldChange:
                 self._strategy.leave_world(agreed=True)
             except Exception as error:
@@ -235,7 +235,9 @@ class ElasticFit:
         trainer, shared = self._trainer, self._commit.shared
         assert shared is not None
         _lightning.forget_data(trainer)
-        self._commit.restore(trainer)
+        has_parts = self._commit.has_parts_of(len(self._membership.members))
+        are_the_same = self._strategy.collectives.reduce_boolean_decision(has_parts, all=True)
+        self._commit.restore(trainer, self._strategy.global_rank, are_the_same=are_the_same)
         self._first_world_size = shared.first_world_size
         self._is_first_step = True
         self._num_shared_out = 0
@@ -281,7 +283,7 @@ class ElasticFit:
             world.request_stop()
         must_change = world.has_agreed_before_train_step()
         if must_change or self._is_due():
-            self._commit.take(trainer, self._first_world_size)
+            self._commit.take(trainer, self._first_world_size, self._strategy.collectives)
         if must_change:
             raise _WorldChange
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit, Shared, Slot
 from lightning_strategies_ext.elastic.keeper import Keeper
 
@@ -208,9 +209,9 @@ class KeptCommit(Commit):
         if self._memory is not None:
             self._memory.done = step
 
-    def take_last(self, trainer: "pl.Trainer", first_world_size: int) -> None:
+    def take_last(self, trainer: "pl.Trainer", first_world_size: int, collectives: Collectives) -> None:
         """Copies the state at the end of ``fit``: should a later stage fail, nothing is trained again."""
-        self.take(trainer, first_world_size)
+        self.take(trainer, first_world_size, collectives)
 
     def _write(self, shared: Shared, found: list[Tensor]) -> None:
         try:

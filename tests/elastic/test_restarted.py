@@ -17,7 +17,6 @@ from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
 from lightning_strategies_ext.elastic.kept import CommitTooLargeError, Memory, layout_of
 from lightning_strategies_ext.registry import UnavailableHereError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
-from tests.support.elastic_training import NUM_TRAINED
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,6 @@ def check_is_as_undisturbed(run: Run, undisturbed: Run) -> None:
     """Whether weights and means over epochs have the same bits, with dropout and the order of samples."""
     assert run.ends[0]["weights"] == undisturbed.ends[0]["weights"]
     assert run.logged() == undisturbed.logged()
-    assert {seen for seen, _ in run.logged().values()} == {NUM_TRAINED}
 
 
 def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_workers(undisturbed):

@@ -70,7 +70,7 @@ def test_a_worker_that_is_killed_during_a_commit():
     events = [{"do": "kill", "at": "commit", "step": 60, "rank": 1}, awaits()]
     run = run_workers(2, strategy=STRATEGY, events=events)
     check_is_as_good_as_undisturbed(run)
-    assert run.worlds[:2] == [(2, 0), (1, 60)]
+    assert run.worlds[:2] == [(2, 0), (1, 40)]
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -129,7 +129,8 @@ def test_a_worker_that_is_killed_again_and_again_ends_fit_with_the_first_cause()
 
 
 def test_all_that_have_a_state_are_killed():
-    events = [{"do": "kill", "step": 30, "rank": 0}, {"do": "kill", "step": 0, "rank": 0, "world": 1, "after": 0}]
+    killed = {"do": "kill", "step": 0, "rank": 0, "world": 1, "after": 0}
+    events = [{"do": "kill", "step": 30, "rank": 0}, killed, awaits()]
     run = run_workers(2, strategy=STRATEGY, events=events)
     assert run.code != 0
     assert "No other worker is left that has a state to go on with" in run.output

@@ -26,6 +26,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import SumMetric
 
 import lightning_strategies_ext as ext
 from lightning_strategies_ext.elastic.keeper import RUN_ID
@@ -60,6 +61,7 @@ class Net(pl.LightningModule):
             *(nn.Conv2d(12, 24, 3, stride=2), nn.BatchNorm2d(24), nn.ReLU()),
             *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(216, 10)),
         )
+        self.counted = SumMetric()
         self.directory, self.events = directory, plan.get("events", [])
         self.pause_s, self.validation_pause_s = plan.get("pause_s", 0.0), plan.get("validation_pause_s", 0.0)
         self.num_ranks = plan["num_ranks"]
@@ -122,6 +124,8 @@ class Net(pl.LightningModule):
         self.happen("train")
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
+        self.counted(len(batch[1]))
+        self.log("counted", self.counted, on_epoch=True, on_step=False)
         self.log("seen", float(len(batch[1])), on_epoch=True, on_step=False, reduce_fx="sum", sync_dist=True)
         if not self.automatic_optimization:
             optimizer = self.optimizers()
@@ -137,7 +141,7 @@ class Net(pl.LightningModule):
     def on_train_epoch_end(self) -> None:
         if not self.automatic_optimization:
             self.lr_schedulers().step()
-        logged = {name: float(self.trainer.callback_metrics[name]) for name in ("seen", "loss_epoch")}
+        logged = {name: float(self.trainer.callback_metrics[name]) for name in ("seen", "counted", "loss_epoch")}
         self.write(epoch=self.current_epoch, **logged)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
