@@ -6,14 +6,15 @@ r"""Trains on the handwritten digits of ``examples/digits.py`` over Horovod, als
     horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script examples/horovod_hosts.sh \
         python examples/horovod_digits.py --elastic --epochs 100
 
-With ``--elastic``, ranks may die, leave and join while it trains. Each says the number of its process when it begins:
-kill one, and the others go on. Write a line more into the file that ``examples/horovod_hosts.sh`` reads, and a rank
-joins.
+With ``--elastic``, ranks may die, leave and join while it trains. Each says the number of its process when it has begun
+to train: kill one, and the others go on. Write a line more into the file that ``examples/horovod_hosts.sh`` reads, and
+a rank joins.
 """
 
 import argparse
 import os
 import warnings
+from typing import Any
 
 import lightning.pytorch as pl
 from digits import NUM_HELD_OUT, DigitsData, DigitsNet
@@ -29,11 +30,18 @@ class Worlds(Callback):
 
     def __init__(self) -> None:
         self.num_ranks: list[int] = []
+        self._has_said = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Is called again when ranks have gone or joined."""
         self.num_ranks.append(trainer.world_size)
-        print(f"rank {trainer.global_rank} of {trainer.world_size} is process {os.getpid()}", flush=True)
+        self._has_said = False
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """By now there is a commit, to which the others can go back without this rank."""
+        if not self._has_said:
+            self._has_said = True
+            print(f"rank {trainer.global_rank} of {trainer.world_size} is process {os.getpid()}", flush=True)
 
 
 def main() -> None:
