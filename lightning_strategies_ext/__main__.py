@@ -11,6 +11,7 @@ from rich.table import Table
 
 from lightning_strategies_ext import names
 from lightning_strategies_ext.horovod_build.command import add_arguments, install_horovod
+from lightning_strategies_ext.registry import COMPRESSIONS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +62,11 @@ def _print_tables(console: Console, facts: dict[str, str], has_variants: dict[An
         if finding.problem is not None:
             reasons.append(f"[bold]{finding.name}[/]: {escape(finding.problem)}")
     console.print(table)
-    console.print("* also with _find_unused_parameters_true and _find_unused_parameters_false at the end")
+    console.print(
+        "* also with _find_unused_parameters_true or _find_unused_parameters_false at the end; ddp_ext and"
+        f" ddp_spawn_ext also with {', '.join(f'_{name}' for name in COMPRESSIONS)}, Fabric's of them with _bf16 and"
+        " _fp16"
+    )
     for reason in reasons:
         console.print(reason)
 

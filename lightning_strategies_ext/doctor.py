@@ -16,9 +16,10 @@ from typing import Any
 import lightning.fabric.strategies as fabric_strategies
 import lightning.pytorch.strategies as pytorch_strategies
 
-from lightning_strategies_ext.registry import STRATEGIES, LazyStrategy, UnavailableHereError
+from lightning_strategies_ext.registry import COMPRESSIONS, STRATEGIES, LazyStrategy, UnavailableHereError
 
 _ABSENT = "not installed"
+_VARIANT = re.compile(f"_(find_unused_parameters_(true|false)|{'|'.join(COMPRESSIONS)})$")
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def families(findings: list[Finding]) -> dict[Finding, bool]:
     by_name = {finding.name: finding for finding in findings}
     has_variants: dict[Finding, bool] = {}
     for finding in findings:
-        base = by_name.get(re.sub("_find_unused_parameters_(true|false)$", "", finding.name), finding)
-        is_variant = base != finding and replace(finding, name=base.name) == base
+        base = by_name.get(_VARIANT.sub("", finding.name), finding)
+        is_variant = base != finding and replace(finding, name=base.name, front_ends=base.front_ends) == base
         shown = base if is_variant else finding
         has_variants[shown] = is_variant or has_variants.get(shown, False)
     return has_variants

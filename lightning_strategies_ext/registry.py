@@ -35,6 +35,16 @@ _HOROVOD_CLASS = {
     PYTORCH: "lightning_strategies_ext.pytorch.horovod:HorovodStrategy",
     FABRIC: "lightning_strategies_ext.fabric.horovod:HorovodStrategy",
 }
+#: Name of a compression → where there is a strategy with it, and what it is, for people.
+COMPRESSIONS = {
+    "bf16": ((PYTORCH, FABRIC), "gradients exchanged in bfloat16"),
+    "fp16": ((PYTORCH, FABRIC), "gradients exchanged in float16"),
+    "powersgd": ((PYTORCH,), "gradients exchanged as products of thin matrices"),
+    "topk": ((PYTORCH,), "the largest gradients exchanged"),
+    "localsgd": ((PYTORCH,), "models averaged every 16 steps"),
+    "diloco": ((PYTORCH,), "models moved on together every 16 steps"),
+}
+
 _SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn:DDPSpawnStrategy"}
 
 
@@ -74,6 +84,15 @@ def _ddp_family() -> Iterator[NamedStrategy]:
                 f"DDP, {how}, find_unused_parameters={value}",
                 {**init_params, "find_unused_parameters": value},
             )
+        if base in ("ddp_ext", "ddp_spawn_ext"):
+            for compression, (faces, what) in COMPRESSIONS.items():
+                yield NamedStrategy(
+                    f"{base}_{compression}",
+                    {face: classes[face] for face in faces},
+                    "torch.distributed",
+                    f"DDP, {how}, {what}",
+                    {**init_params, "compression": compression},
+                )
 
 
 #: The names that Lightning 2 has dropped stand last, and in the front end only that has no strategy of that name.

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from types import NoneType
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -31,6 +32,7 @@ from lightning_strategies_ext.launch.launchers import FabricScriptLauncher, Fabr
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
+from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Float16, compression_of
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
@@ -54,6 +56,8 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         ddp_comm_wrapper: Takes the hook and returns one.
         patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end, with an error that says where that one is. None leaves it to ``timeout``.
+        compression: What ranks exchange in place of whole gradients: "bf16" or "fp16". Others keep something from step
+            to step, which the Trainer looks after and Fabric does not.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -80,6 +84,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         process_group_options: Any | None = None,
         patience: float | timedelta | None = DEFAULT_PATIENCE,
+        compression: Literal["bf16", "fp16"] | BFloat16 | Float16 | None = None,
         **kwargs: Any,
     ) -> None:
         check_start_method(start_method)
@@ -97,7 +102,14 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
                 " Trainer."
             )
         check_ddp_kwargs(kwargs)
-        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
+        asked_for = compression_of(compression)
+        if not isinstance(asked_for, (BFloat16, Float16, NoneType)):
+            raise ValueError(
+                f"`compression={compression!r}` keeps something from step to step that belongs into checkpoints and"
+                " needs the optimizers. Fabric's strategy has 'bf16' and 'fp16'; the Trainer's has all."
+            )
+        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=asked_for)
+        self._gradient_sync.check_goes_with(kwargs)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

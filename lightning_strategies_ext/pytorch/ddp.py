@@ -42,10 +42,12 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.pytorch.compressed import Compressed
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName, compression_of
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share, check_can_join
+from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,
     ModelAveraging,
@@ -60,7 +62,7 @@ from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 from lightning_strategies_ext.world import World
 
 
-class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
+class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
     """Multi-process data parallelism on one or several hosts.
 
     Args:
@@ -82,6 +84,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             then all end, with an error that says where that one is. None leaves it to ``timeout``.
         uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
             with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
+        compression: What ranks exchange in place of whole gradients, where the network is the limit: a name, or an
+            object with its parameters, such as ``PowerSGD(rank=2)``; see :mod:`.compression.options`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless
             set otherwise.
 
@@ -114,6 +118,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         process_group_options: Any | None = None,
         patience: float | timedelta | None = DEFAULT_PATIENCE,
         uneven_inputs: UnevenInputs = "error",
+        compression: CompressionName | Compression | None = None,
         **kwargs: Any,
     ) -> None:
         check_way(uneven_inputs)
@@ -122,9 +127,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         process_group.check_options(process_group_options, process_group_backend)
         process_group.check_timeout(timeout)
         check_ddp_kwargs(kwargs)
-        self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
-        if uneven_inputs == "join":
-            check_can_join(model_averaging_period, kwargs)
+        self._gradient_sync = GradientSync(
+            ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, compression_of(compression)
+        )
+        self._gradient_sync.check_goes_with(kwargs, has_to_join=uneven_inputs == "join")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -167,6 +173,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
+        self._check_precision(self._gradient_sync.compression)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         check_start_method_here(self._start_method)
         if self._start_method == "popen":
@@ -261,6 +268,8 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
             _lightning.move_optimizers(self.optimizers, self.root_device)
             inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
             self._averaging = self._gradient_sync.create_averaging(inner, self.num_processes)
+            if self._compressed is not None:
+                self._compressed.attach(inner)
         _lightning.skip_needless_moves(trainer)
         self._begin_stage(trainer)
 
@@ -284,7 +293,10 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
         share = Share()
-        self._gradient_sync.register_hook(ddp_model, None if self._uneven_inputs == "error" else share)
+        self._end_compression()
+        self._compressed = self._gradient_sync.register_hook(
+            ddp_model, None if self._uneven_inputs == "error" else share
+        )
         self._world.exchange = DDPExchange(ddp_model, share)
         return ddp_model
 
@@ -334,14 +346,15 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         model: Any | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Steps the optimizer; with post-local SGD, averages its parameters over ranks when it is time.
+        """Steps the optimizer; with local SGD, averages its parameters over ranks when it is time.
 
         Returns:
             What the optimizer's ``step`` returned.
         """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._averaging is not None:
-            self._averaging.after_step(optimizer)
+        for exchange in (self._averaging, self._compressed):
+            if exchange is not None:
+                exchange.after_step(optimizer)
         return output
 
     # --- exception, teardown ---
@@ -367,6 +380,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
         if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.model = layer_sync.revert(self.model)
         self._averaging = None
+        self._end_compression()
         super().teardown()
 
     @property
@@ -380,7 +394,7 @@ class DDPStrategy(ParallelStrategy, LightningDDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_averaging": None, "_worker": None}
+        return {**super().__getstate__(), "_averaging": None, "_compressed": None, "_worker": None}
 
 
 def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:

@@ -25,6 +25,7 @@ from lightning_strategies_ext.launch.launchers import WorkerLauncher
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, get_metrics, put_metrics
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
+from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
 from lightning_strategies_ext.uneven.control import UnevenInputs
 
 
@@ -52,6 +53,7 @@ class DDPSpawnStrategy(DDPStrategy):
             process, and ends them otherwise.
         patience: See :class:`.DDPStrategy`.
         uneven_inputs: See :class:`.DDPStrategy`; "join" with ``elastic=True``.
+        compression: See :class:`.DDPStrategy`.
         elastic: Whether a worker may die during ``fit``: True makes a :class:`.DDPSpawnElasticStrategy`.
         min_workers: See there.
         commit_every_n_steps: See there.
@@ -92,6 +94,7 @@ class DDPSpawnStrategy(DDPStrategy):
         keep_workers: bool = True,
         patience: float | timedelta | None = DEFAULT_PATIENCE,
         uneven_inputs: UnevenInputs = "error",
+        compression: CompressionName | Compression | None = None,
         elastic: bool = False,
         min_workers: int | None = None,
         commit_every_n_steps: int | None = None,
@@ -127,6 +130,7 @@ class DDPSpawnStrategy(DDPStrategy):
             process_group_options=process_group_options,
             patience=patience,
             uneven_inputs=uneven_inputs,
+            compression=compression,
             **kwargs,
         )
         self._wants_sync_batchnorm = False

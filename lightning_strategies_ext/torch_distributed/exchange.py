@@ -9,7 +9,7 @@ contributes. Such hooks divide by the number of ranks, so they get gradients tha
 much.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,15 +144,19 @@ class DDPExchange:
                     parameter.grad = None
 
 
-def check_can_join(model_averaging_period: int | None, ddp_kwargs: dict[str, Any]) -> None:
+def check_can_join(averages_models: str | None, ddp_kwargs: Mapping[str, Any]) -> None:
     """Refuses what does not average gradients over all ranks that have data.
+
+    Args:
+        averages_models: The argument that has models averaged instead, with its value, if there is one.
+        ddp_kwargs: Arguments of DistributedDataParallel.
 
     Raises:
         ValueError: If that was asked for.
     """
     what = None
-    if model_averaging_period is not None:
-        what = f"`model_averaging_period={model_averaging_period}` averages the models of all"
+    if averages_models is not None:
+        what = f"`{averages_models}` averages the models of all"
     for name in ("process_group", "device_mesh"):
         if ddp_kwargs.get(name) is not None:
             what = f"`{name}` exchanges them among some"

@@ -6,7 +6,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_strategies_ext.torch_distributed.exchange import Share
+from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange, begin
+from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD, PowerSGD, TopK
+from lightning_strategies_ext.torch_distributed.exchange import Share, check_can_join
 
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
@@ -38,6 +40,7 @@ class GradientSync:
         comm_hook: ``hook(state, bucket) -> Future[Tensor]``, used instead of DDP's all-reduce, on any backend.
         comm_wrapper: Takes the hook and returns one, e.g. ``fp16_compress_wrapper``.
         averaging_period: Optimizer steps between two averagings of the models; with ``PostLocalSGDState`` only.
+        compression: What is exchanged in place of gradients, without a hook of the user's.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -48,26 +51,70 @@ class GradientSync:
     comm_hook: Callable[..., Any] | None = None
     comm_wrapper: Callable[..., Any] | None = None
     averaging_period: int | None = None
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         self._check_hook()
         self._check_averaging()
 
-    def register_hook(self, model: DistributedDataParallel, share: Share | None = None) -> None:
+    def check_goes_with(self, ddp_kwargs: Mapping[str, Any], *, has_to_join: bool = False) -> None:
+        """Refuses what cannot be together.
+
+        Args:
+            ddp_kwargs: Arguments of DistributedDataParallel.
+            has_to_join: Whether gradients are averaged over the ranks that have data.
+
+        Raises:
+            ValueError: If something was asked for that cannot.
+        """
+        if self.compression is not None:
+            asked_for = f"`compression={self.compression!r}`"
+            if self.comm_hook is not None:
+                raise ValueError(
+                    f"{asked_for} and `ddp_comm_hook={self.comm_hook!r}` both exchange the gradients. Leave one out."
+                )
+            for name in ("process_group", "device_mesh"):
+                if ddp_kwargs.get(name) is not None:
+                    raise ValueError(
+                        f"{asked_for} is an exchange among all ranks, and `{name}` is for one among some. Leave one of"
+                        " them out."
+                    )
+            if isinstance(self.compression, (PowerSGD, TopK)) and ddp_kwargs.get("find_unused_parameters"):
+                raise ValueError(
+                    f"{asked_for} sends with a step's gradients what was left out of earlier ones, which DDP drops for"
+                    " parameters that no rank has used, with `find_unused_parameters=True`. Leave that out, or use the"
+                    " compression 'bf16' or 'fp16'."
+                )
+        if has_to_join:
+            averages_models = None
+            if self.averaging_period is not None:
+                averages_models = f"model_averaging_period={self.averaging_period}"
+            elif isinstance(self.compression, LocalSGD):
+                averages_models = f"compression={self.compression!r}"
+            check_can_join(averages_models, ddp_kwargs)
+
+    def register_hook(self, model: DistributedDataParallel, share: Share | None = None) -> CompressedExchange | None:
         """Has ``model`` exchange its gradients through the communication hook, if there is one.
 
         Args:
             model: Without a hook so far.
             share: What this rank contributes, if that may be nothing.
+
+        Returns:
+            The exchange, if it is compressed; made by all ranks together.
         """
+        exchange = None if self.compression is None else begin(self.compression, model)
         hook = self.comm_hook
-        if hook is not None:
+        if exchange is not None:
+            hook = exchange.hook
+        elif hook is not None:
             hook = hook if self.comm_wrapper is None else self.comm_wrapper(hook)
             hook = hook if model.device.type == "cuda" else _renamed(hook)
         if share is not None:
             hook = share.hook(hook, model.process_group)
         if hook is not None:
             model.register_comm_hook(state=self.comm_state, hook=hook)
+        return exchange
 
     def create_averaging(self, optimizers: Iterable[Optimizer], num_local_ranks: int) -> "ModelAveraging | None":
         """Returns what averages the models of post-local SGD, or None if that was not asked for.

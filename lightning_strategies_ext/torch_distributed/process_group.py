@@ -285,6 +285,16 @@ def stop() -> None:
         held.clear()
 
 
+def leave(group: Any) -> None:
+    """Leaves a group that was made beside the default one. A second call does no harm."""
+    from torch.distributed.distributed_c10d import _world
+
+    if group in _world.pg_map:
+        held = _backends_held()
+        dist.destroy_process_group(group)
+        held.clear()
+
+
 def _backends_held() -> list[Any]:
     """References to the backends of all groups, so that none ends with its group.
 

@@ -1,0 +1,85 @@
+"""Compressed exchanges under the Trainer: when models are brought together, and what of it is in checkpoints."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange
+from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Compression, Float16
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
+else:
+    _Base = object
+
+#: Under which the state of an exchange is in that of the first optimizer; torch's optimizers ignore what else is there.
+_KEY = "lightning_strategies_ext.compression"
+
+
+class Compressed(_Base):
+    """The part of a strategy that looks after a compressed exchange, if it has one; inherited from first."""
+
+    _compressed: CompressedExchange | None = None
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state. Ranks whose models differ have the same from here on; called by all together then."""
+        self._bring_models_together()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state; in the first one's is that of the exchange. Called by all together if there is one."""
+        exchange = self._compressed
+        if exchange is None or self._world.alone is not None or optimizer is not self.optimizers[0]:
+            return super().optimizer_state(optimizer)
+        state = exchange.state_dict()  # it may change the optimizers' state
+        return {**super().optimizer_state(optimizer), **({_KEY: state} if state else {})}
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the optimizers' states, and that of the exchange."""
+        super().load_optimizer_state_dict(checkpoint)
+        states = checkpoint["optimizer_states"]
+        if self._compressed is not None and states:
+            self._compressed.load_state_dict(states[0].get(_KEY, {}))
+
+    @override
+    def on_validation_start(self) -> None:
+        """Lets all ranks validate the same model."""
+        super().on_validation_start()
+        self._bring_models_together()
+
+    @override
+    def on_train_end(self) -> None:
+        """Lets all ranks leave training with the same model."""
+        super().on_train_end()
+        self._bring_models_together()
+
+    def _bring_models_together(self) -> None:
+        if self._compressed is not None and self._world.alone is None:
+            self._compressed.bring_models_together()
+
+    def _end_compression(self) -> None:
+        if self._compressed is not None:
+            self._compressed.close()
+        self._compressed = None
+
+    def _check_precision(self, compression: Compression | None) -> None:
+        """Refuses to keep what is left of gradients that are scaled by a factor which changes.
+
+        Raises:
+            ValueError: If that was asked for.
+        """
+        precision = self.precision_plugin
+        if compression is None or isinstance(compression, (BFloat16, Float16)):
+            return
+        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+            raise ValueError(
+                f"`compression={compression!r}` does not go with `precision={precision.precision!r}`, which scales"
+                " gradients by a factor that each rank may change. Use `precision='bf16-mixed'`, or the compression"
+                " 'bf16' or 'fp16'."
+            )

@@ -1,0 +1,46 @@
+"""What a strategy asks of a compression while it trains, and which one that is."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_strategies_ext.torch_distributed.compression.gradients import CompressedGradients
+from lightning_strategies_ext.torch_distributed.compression.models import LocalModels
+from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD
+
+
+class CompressedExchange(Protocol):
+    """The exchange of one model in DDP."""
+
+    def attach(self, optimizers: Iterable[Optimizer]) -> None:
+        """Begins to look after the optimizers of the model."""
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Averages a bucket of gradients; for ``register_comm_hook``."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after each step of an optimizer."""
+
+    def bring_models_together(self) -> None:
+        """Gives all ranks the same model, if theirs differ; called by all together."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What stays from step to step, as a whole, with which all ranks go on; called by all together."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave, on this number of ranks or another."""
+
+    def close(self) -> None:
+        """Leaves the groups of the exchange. A second call does no harm."""
+
+
+def begin(compression: Compression, model: DistributedDataParallel) -> CompressedExchange:
+    """Makes the exchange of a model; called by all ranks of the default group together."""
+    if isinstance(compression, LocalSGD):
+        return LocalModels(model, compression)
+    return CompressedGradients(model, compression)

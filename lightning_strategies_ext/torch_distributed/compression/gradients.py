@@ -1,0 +1,172 @@
+"""Gradients of a model in DDP, exchanged compressed: what its communication hook does, and what stays between steps."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_strategies_ext.torch_distributed.compression.in_order import InOrder
+from lightning_strategies_ext.torch_distributed.compression.levels import Levels
+from lightning_strategies_ext.torch_distributed.compression.options import (
+    BFloat16,
+    Compression,
+    Float16,
+    PowerSGD,
+    TopK,
+)
+from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
+from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
+from lightning_strategies_ext.torch_distributed.compression.top_k import TopKCodec
+
+
+class Codec(Protocol):
+    """Sums gradients over ranks without sending all of them."""
+
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, group: Any) -> None:
+        """Sums the gradients of some parameters over the ranks of a group, in place.
+
+        Args:
+            parameters: In their order in ``flat``.
+            flat: Their gradients, next to each other, of one dimension; float32 or float64.
+            group: The ranks.
+        """
+
+    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+        """What is the same on all ranks and stays from step to step, by name of the parameter."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Takes over what :meth:`state_dict` gave."""
+
+
+class CastCodec:
+    """Sums in fewer bits; see :class:`Codec`.
+
+    Args:
+        dtype: Of what is sent.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, group: Any) -> None:
+        """Sums the gradients of some parameters over the ranks of a group, approximately and in place."""
+        cast = flat.to(self._dtype)
+        dist.all_reduce(cast, group=group)
+        flat.copy_(cast)
+
+    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+        """Nothing stays."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Takes nothing over."""
+
+
+class CompressedGradients:
+    """The exchange of one model's gradients; see :class:`.exchange.CompressedExchange`.
+
+    Args:
+        model: In DDP, on all ranks of the default group.
+        compression: What is exchanged.
+    """
+
+    def __init__(self, model: DistributedDataParallel, compression: Compression) -> None:
+        self._world_size = dist.get_world_size()
+        self._group = model.process_group
+        self._levels = Levels.of_all_ranks(model.device)
+        self._in_order = InOrder(model.device)
+        self._parameters = {name: each for name, each in model.module.named_parameters() if each.requires_grad}
+        self._residuals = Residuals()
+        self._warmup_steps = getattr(compression, "warmup_steps", 0)
+        self._num_steps = 0
+        self._codec: Codec
+        self._cast: torch.dtype | None = None
+        if isinstance(compression, PowerSGD):
+            self._codec = PowerSGDCodec(compression.rank, self._residuals)
+        elif isinstance(compression, TopK):
+            self._codec = TopKCodec(compression.fraction, self._residuals)
+        else:
+            self._cast = {BFloat16: torch.bfloat16, Float16: torch.float16}[type(compression)]
+            self._codec = CastCodec(self._cast)
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Averages a bucket over all ranks; for ``register_comm_hook``."""
+        flat, parameters = bucket.buffer(), bucket.parameters()
+        is_warming_up = self._num_steps < self._warmup_steps
+        self._num_steps += bucket.is_last()
+        flat.mul_(1.0 / self._world_size)
+        if is_warming_up or flat.is_sparse:
+            return _all_reduced(flat, self._group)
+        if self._cast is not None and self._levels.inside is None:  # one collective, beside the next bucket's
+            summed = _all_reduced(flat.to(self._cast), self._levels.between)
+            return summed.then(lambda cast: flat.copy_(cast.value()))
+        return self._in_order.submit(lambda: self._sum(parameters, flat), flat)
+
+    def _sum(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
+        levels = self._levels
+        sizes = [parameter.numel() for parameter in parameters]
+        shares = levels.shares(sizes)
+        pieces = flat.split([sum(sizes[share.start : share.stop]) for share in shares])
+        parts = [parameters[share.start : share.stop] for share in shares]
+        for index, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
+            if index != levels.index_inside:
+                self._residuals.hand_over(part, piece)
+        own = pieces[levels.index_inside]
+
+        def between() -> None:
+            wide = own.to(torch.promote_types(own.dtype, torch.float32))
+            self._codec.sum(parts[levels.index_inside], wide, levels.between)
+            if wide is not own:
+                own.copy_(wide)
+
+        levels.exchange(pieces, between)
+
+    def attach(self, optimizers: Iterable[Optimizer]) -> None:
+        """There is nothing to do."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """There is nothing to do."""
+
+    def bring_models_together(self) -> None:
+        """They never differ."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What stays from step to step, as a whole; called by all ranks together, after the last exchange of a step.
+
+        Ranks go on from the same then, with or without being restored.
+        """
+        if isinstance(self._codec, CastCodec):
+            return {}
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        size, parameters = self._world_size, self._parameters
+        self._residuals.take_together(parameters.values(), self._levels.sum, size)
+        return {
+            "num_steps": self._num_steps,
+            "residuals": {name: self._residuals.total(each, size) for name, each in parameters.items()},
+            "codec": self._codec.state_dict(names),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave, on this number of ranks or another."""
+        if not state:
+            return
+        self._num_steps = state["num_steps"]
+        for name, total in state["residuals"].items():
+            if name in self._parameters:
+                self._residuals.put(self._parameters[name], total, self._world_size)
+        self._codec.load_state_dict(state["codec"], self._parameters)
+
+    def close(self) -> None:
+        """Leaves the groups of the exchange. A second call does no harm."""
+        self._in_order.close()
+        self._levels.close()
+
+
+def _all_reduced(tensor: Tensor, group: Any) -> Future[Tensor]:
+    future: Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+    return future.then(lambda reduced: reduced.value()[0])

@@ -1,0 +1,109 @@
+"""Who exchanges what with whom: shares of a tensor inside a host first, so that each crosses between hosts once.
+
+Each rank of a host carries a share between the hosts, and only what goes between them is worth compressing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_strategies_ext import shm
+from lightning_strategies_ext.peers import host_identity
+from lightning_strategies_ext.torch_distributed import process_group
+
+
+class Levels(NamedTuple):
+    """The groups of one rank. They are its own: nobody else's collectives come between those of an exchange.
+
+    Attributes:
+        inside: The ranks of its host; None where the ranks do not make two levels.
+        between: The ranks that it exchanges its share with, one of each host; all ranks if there are no two levels.
+        num_inside: Ranks per host; 1 if there are no two levels.
+        index_inside: Which of them this one is.
+    """
+
+    inside: Any
+    between: Any
+    num_inside: int
+    index_inside: int
+
+    @classmethod
+    def of_all_ranks(cls, device: torch.device) -> "Levels":
+        """Makes the groups; called by all ranks of the default group together.
+
+        There are two levels if there are several hosts, with the same number of ranks each and more than one.
+        """
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, host_identity())
+        counts = Counter(hosts)
+        num_inside = next(iter(counts.values()))
+        if len(counts) == 1 or num_inside == 1 or len(set(counts.values())) > 1:
+            return cls(None, dist.new_group(), 1, 0)
+        ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
+        backend = shm.NAME if device.type == "cpu" and shm.is_available() else None
+        here, insides, betweens = dist.get_rank(), [], []
+        for ranks in ranks_of:  # all ranks make all groups, in the same order
+            insides.append(dist.new_group(ranks, backend=backend))
+        for column in zip(*ranks_of, strict=True):
+            betweens.append(dist.new_group(list(column)))
+        own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
+        index = ranks_of[own].index(here)
+        return cls(insides[own], betweens[index], num_inside, index)
+
+    def shares(self, sizes: Sequence[int]) -> list[range]:
+        """Which tensors each rank of a host carries between the hosts, next to each other, of about the same size.
+
+        Args:
+            sizes: Of the tensors, in elements.
+
+        Returns:
+            Their indices, by rank.
+        """
+        shares, end, total, begun = [], 0, sum(sizes), 0
+        for index in range(self.num_inside):
+            begin, limit = end, total * (index + 1) / self.num_inside
+            while end < len(sizes) and (begun + sizes[end] / 2 <= limit or index == self.num_inside - 1):
+                begun += sizes[end]
+                end += 1
+            shares.append(range(begin, end))
+        return shares
+
+    def exchange(self, pieces: Sequence[Tensor], between: Callable[[], None]) -> None:
+        """Sums pieces in place over all ranks.
+
+        Args:
+            pieces: What each rank of a host carries, in its order; one if there are no two levels.
+            between: Sums this rank's piece over :attr:`between`.
+        """
+        if self.inside is None:
+            between()
+            return
+        ranks = dist.get_process_group_ranks(self.inside)
+        for rank, piece in zip(ranks, pieces, strict=True):
+            if piece.numel():
+                dist.reduce(piece, rank, group=self.inside)
+        if pieces[self.index_inside].numel():
+            between()
+        for rank, piece in zip(ranks, pieces, strict=True):
+            if piece.numel():
+                dist.broadcast(piece, rank, group=self.inside)
+
+    def sum(self, flat: Tensor) -> None:
+        """Sums a tensor of one dimension in place over all ranks, whole."""
+        pieces = list(flat.tensor_split(self.num_inside))
+        own = pieces[self.index_inside]
+        self.exchange(pieces, lambda: _all_reduce(own, self.between))
+
+    def close(self) -> None:
+        """Leaves the groups."""
+        for group in (self.inside, self.between):
+            if group is not None:
+                process_group.leave(group)
+
+
+def _all_reduce(tensor: Tensor, group: Any) -> None:
+    dist.all_reduce(tensor, group=group)

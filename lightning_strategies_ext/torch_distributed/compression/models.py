@@ -1,0 +1,205 @@
+"""Models that drift apart and are brought together every so many steps: local SGD and DiLoCo."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_strategies_ext.torch_distributed.compression.levels import Levels
+from lightning_strategies_ext.torch_distributed.compression.options import DiLoCo, LocalSGD
+
+
+class LocalModels:
+    """The exchange of models in place of their gradients; see :class:`.exchange.CompressedExchange`.
+
+    Args:
+        model: In DDP, on all ranks of the default group.
+        options: How often, and how.
+    """
+
+    def __init__(self, model: DistributedDataParallel, options: LocalSGD) -> None:
+        self._model = model
+        self._options = options
+        self._world_size = dist.get_world_size()
+        self._levels = Levels.of_all_ranks(model.device)
+        self._outer = _OuterSteps(options.learning_rate, options.momentum) if isinstance(options, DiLoCo) else None
+        self._optimizers: list[Optimizer] = []
+        self._num_steps: list[int] = []
+        self._is_apart = False  # whether ranks take steps of their own
+        self._num_apart: list[int] = []  # steps since then
+        self._may_differ = False
+
+    def attach(self, optimizers: Iterable[Optimizer]) -> None:
+        """Begins to count the steps of optimizers, whose parameters are what is to be brought together.
+
+        Raises:
+            ValueError: If one of them distributes its own work.
+        """
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+        self._optimizers = list(optimizers)
+        self._num_steps, self._num_apart = [0] * len(self._optimizers), [0] * len(self._optimizers)
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, (PostLocalSGDOptimizer, ZeroRedundancyOptimizer)):
+                raise ValueError(
+                    f"`compression={self._options.name!r}` cannot be combined with {type(optimizer).__name__}, which"
+                    " distributes its own work. Use a plain optimizer."
+                )
+        self._part_if_due()
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Averages a bucket over those ranks whose models stay the same; for ``register_comm_hook``."""
+        flat = bucket.buffer()
+        group = self._levels.inside if self._is_apart else self._model.process_group
+        if group is None:
+            future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
+            future.set_result(flat)
+            return future
+        flat.mul_(1.0 / group.size())
+        reduced: Future[list[Tensor]] = dist.all_reduce(flat, group=group, async_op=True).get_future()
+        return reduced.then(lambda done: done.value()[0])
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Counts a step of an optimizer, and brings its parameters together when it is time."""
+        index = next((index for index, each in enumerate(self._optimizers) if each is optimizer), None)
+        if index is None:
+            return
+        self._num_steps[index] += 1
+        if not self._is_apart:
+            self._part_if_due()
+            return
+        self._num_apart[index] += 1
+        self._may_differ = True
+        if self._num_apart[index] % self._options.period == 0:
+            parameters = list(_trained_by([optimizer]))
+            self._average([*parameters, *self._buffers()])
+            if self._outer is not None:
+                self._outer.step(parameters)
+            self._may_differ = len(self._optimizers) > 1
+
+    def bring_models_together(self) -> None:
+        """Gives all ranks the mean of their models, in the middle of a period; called by all together."""
+        if self._may_differ:
+            self._average([*_trained_by(self._optimizers), *self._buffers()])
+            self._may_differ = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What stays from step to step; called by all ranks together, who have the same then."""
+        self._average(self._states_of_optimizers())
+        names = {each: name for name, each in self._model.module.named_parameters()}
+        return {
+            "num_steps": list(self._num_steps),
+            "num_apart": list(self._num_apart),
+            "is_apart": self._is_apart,
+            "outer": {} if self._outer is None else self._outer.state_dict(names),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave, on this number of ranks or another."""
+        if not state or len(state["num_steps"]) != len(self._optimizers):
+            return
+        self._num_steps, self._num_apart = list(state["num_steps"]), list(state["num_apart"])
+        if state["is_apart"]:
+            self._part()
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"], dict(self._model.module.named_parameters()))
+
+    def close(self) -> None:
+        """Leaves the groups of the exchange. A second call does no harm."""
+        self._levels.close()
+
+    def _part_if_due(self) -> None:
+        if min(self._num_steps, default=0) >= self._options.warmup_steps:
+            self._part()
+
+    def _part(self) -> None:
+        self._is_apart = True
+        self._model.broadcast_buffers = False  # rank 0's, in each forward pass
+        if self._outer is not None:
+            self._outer.begin(_trained_by(self._optimizers))
+
+    def _buffers(self) -> list[Tensor]:
+        ignored = self._model.parameters_to_ignore
+        named = self._model.module.named_buffers()
+        return [each for name, each in named if each.is_floating_point() and name not in ignored]
+
+    def _states_of_optimizers(self) -> list[Tensor]:
+        """Those that all ranks have; one that has not used a parameter yet has none of it."""
+        own = {
+            (number, place, name, tuple(value.shape)): value
+            for number, optimizer in enumerate(self._optimizers)
+            for place, parameter in enumerate(_trained_by([optimizer]))
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, list(own))
+        return [value for key, value in own.items() if all(key in keys for keys in told)]
+
+    def _average(self, tensors: Sequence[Tensor]) -> None:
+        device = self._model.device
+        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+            alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1).to(device) for tensor in alike])
+            flat.mul_(1.0 / self._world_size)
+            self._levels.sum(flat)
+            for tensor, mean in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+
+
+class _OuterSteps:
+    """The steps of all ranks together, each from the last common model along the mean of what the ranks have gone.
+
+    Args:
+        learning_rate: Of Nesterov's momentum, as ``torch.optim.SGD(nesterov=True)`` has it.
+        momentum: The same.
+    """
+
+    def __init__(self, learning_rate: float, momentum: float) -> None:
+        self._learning_rate = learning_rate
+        self._momentum = momentum
+        self._starts: dict[Tensor, Tensor] = {}
+        self._velocities: dict[Tensor, Tensor] = {}
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter not in self._starts:
+                self._starts[parameter] = parameter.detach().clone()
+                self._velocities[parameter] = torch.zeros_like(parameter)
+
+    def step(self, parameters: Iterable[Tensor]) -> None:
+        """Moves the common model on; parameters are the mean over ranks before, and the common model after it."""
+        for parameter in parameters:
+            start, velocity = self._starts[parameter], self._velocities[parameter]
+            gradient = start - parameter.detach()
+            velocity.mul_(self._momentum).add_(gradient)
+            start.sub_(gradient.add_(velocity, alpha=self._momentum), alpha=self._learning_rate)
+            parameter.detach().copy_(start)
+
+    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, dict[str, Tensor]]:
+        return {
+            "starts": {names[parameter]: start.clone() for parameter, start in self._starts.items()},
+            "velocities": {names[parameter]: velocity.clone() for parameter, velocity in self._velocities.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]], parameters: Mapping[str, Tensor]) -> None:
+        for own, kept in ((self._starts, state["starts"]), (self._velocities, state["velocities"])):
+            for name, value in kept.items():
+                if name in parameters:
+                    own[parameters[name]] = value.to(parameters[name].device, copy=True)
+
+
+def _trained_by(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
+    """The parameters of optimizers, each once."""
+    seen: set[Tensor] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in seen:
+                    seen.add(parameter)
+                    yield parameter

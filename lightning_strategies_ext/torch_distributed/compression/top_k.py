@@ -1,0 +1,84 @@
+"""The largest gradients with their places."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
+
+#: Parameters of fewer elements are sent whole: biases, the weights of norms.
+_MIN_SIZE = 1024
+#: How many gradients are looked at to find out which are large: so many at least, and one in so many.
+_MIN_SAMPLE = 4096
+_SAMPLED = 64
+#: How many more than are asked for pass for large at first, since a sample errs.
+_MARGIN = 1.2
+
+
+class TopKCodec:
+    """See :class:`.gradients.Codec`.
+
+    Args:
+        fraction: Of each parameter's gradients that are sent.
+        residuals: Of this rank.
+    """
+
+    def __init__(self, fraction: float, residuals: Residuals) -> None:
+        self._fraction = fraction
+        self._residuals = residuals
+
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, group: Any) -> None:
+        """Sums the gradients of some parameters over the ranks of a group, approximately and in place.
+
+        Args:
+            parameters: In their order in ``flat``.
+            flat: Their gradients, next to each other, of one dimension.
+            group: The ranks.
+        """
+        residual = self._residuals.flat(parameters, flat)
+        residual.add_(flat)
+        sizes = [parameter.numel() for parameter in parameters]
+        begins = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        places = torch.cat(
+            [self._chosen(each).add_(begin) for each, begin in zip(residual.split(sizes), begins, strict=False)]
+        )
+        values = residual[places].float()
+        residual[places] -= values.to(residual.dtype)  # zero, but for what float64 has more
+        # Both in one message; a place fits into the four bytes of a value.
+        message = torch.cat([values, places.to(torch.int32).view(torch.float32)])
+        messages = message.new_empty(group.size(), len(message))
+        dist.all_gather(list(messages), message, group=group)
+        flat.zero_()
+        for of_rank in messages:
+            values, places = of_rank.chunk(2)
+            flat.index_add_(0, places.view(torch.int32), values.to(flat.dtype))
+
+    def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+        """Nothing but the residuals stays."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        """Takes nothing over."""
+
+    def _chosen(self, values: Tensor) -> Tensor:
+        size = len(values)
+        if size < _MIN_SIZE:
+            return torch.arange(size, device=values.device)
+        return _largest(values, max(1, round(self._fraction * size)))
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """The places of ``count`` values that are large: nearly all are among the largest, and the same ones each time."""
+    size, magnitudes = len(values), values.abs()
+    stride = size // max(_MIN_SAMPLE, size // _SAMPLED) | 1  # odd, so that it does not follow rows
+    if values.device.type == "cpu" and stride > 1:
+        sample = magnitudes[::stride]
+        num_above = min(len(sample), max(1, round(_MARGIN * count / size * len(sample))))
+        limit = sample.kthvalue(len(sample) - num_above + 1).values
+        places = (magnitudes >= limit).nonzero().view(-1)
+        if len(places) >= count:
+            return places[magnitudes[places].topk(count, sorted=False).indices]
+    return magnitudes.topk(count, sorted=False).indices

@@ -1,0 +1,244 @@
+"""``compression=...`` in training: beside torch's own hooks and one process, in checkpoints, and when a rank fails."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader
+
+from lightning_strategies_ext import Compression, DDPStrategy, DiLoCo, LocalSGD, PowerSGD, RankFailedError, TopK
+from tests.support.models import (
+    LOADS_EVERYTHING,
+    MLP,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    TwoOptimizers,
+    assert_same_bits,
+    dataset,
+    loader,
+    make_trainer,
+    state_of,
+)
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+
+NUM_STEPS = 16  # of two epochs
+BATCH_SIZE = 4
+WITH_STATE = {
+    "powersgd": PowerSGD(rank=2, warmup_steps=3),
+    "topk": TopK(fraction=0.05, warmup_steps=3),
+    "localsgd": LocalSGD(period=3),
+    "diloco": DiLoCo(period=3, warmup_steps=2),
+}
+
+
+class Wide(MLP):
+    """Has a matrix that is worth compressing, running means, and says what is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[dict[str, Tensor]] = []
+
+    def make_net(self) -> nn.Module:
+        layers = [nn.Linear(NUM_FEATURES, 48, bias=False), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(48, NUM_CLASSES))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(state_of(self))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def batches_of(rank: int) -> Any:
+    """What a rank of two gets of an epoch."""
+    samples = torch.utils.data.Subset(dataset(), range(rank, len(dataset()), 2))
+    return DataLoader(samples, batch_size=BATCH_SIZE)
+
+
+def train(model: pl.LightningModule, compression: Any, ckpt_path: Path | None = None, **arguments: Any) -> dict:
+    trainer = make_trainer(DDPStrategy(compression=compression), use_distributed_sampler=False, **arguments)
+    resumed = {} if ckpt_path is None else {"ckpt_path": ckpt_path, **LOADS_EVERYTHING}
+    trainer.fit(model, batches_of(trainer.global_rank), loader(batch_size=BATCH_SIZE), **resumed)
+    assert trainer.global_step == NUM_STEPS
+    return state_of(model)
+
+
+def seeded(kind: type[pl.LightningModule]) -> Any:
+    pl.seed_everything(5, verbose=False)
+    return kind()
+
+
+# --- beside torch's hooks ---
+
+
+def train_with_casts() -> dict[str, list[dict]]:
+    found: dict[str, list[dict]] = {}
+    arguments = {"accumulate_grad_batches": 2}
+    for name in ("bf16", "fp16"):
+        hook = getattr(default_hooks, f"{name}_compress_hook")
+        found[name] = []
+        for strategy in (f"ddp_ext_{name}", DDPStrategy(ddp_comm_hook=hook), "ddp_ext"):
+            model = seeded(Wide)
+            make_trainer(strategy, **arguments).fit(model, loader(batch_size=BATCH_SIZE))
+            found[name].append(state_of(model))
+    return found
+
+
+def test_casts_are_those_of_torch() -> None:
+    for found in run_ranks(train_with_casts):
+        for name, (ours, torchs, uncompressed) in found.items():
+            if name == "bf16":
+                assert_same_bits(ours, torchs)
+            else:  # torch divides what it has rounded, here it is rounded when it is divided
+                for key, tensor in ours.items():
+                    torch.testing.assert_close(tensor, torchs[key], rtol=1e-3, atol=1e-5)
+            assert any(not torch.equal(ours[name], uncompressed[name]) for name in ours)
+
+
+# --- beside one process ---
+
+
+def train_apart(make_loss: Any, period: int, outer: Any) -> dict[str, Tensor]:
+    """Two models in one process, each with its optimizer, and the steps from the common model between."""
+    common = seeded(MLP)
+    models = [deepcopy(common) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    outer_optimizer = None if outer is None else outer(common.parameters())
+    for step in range(NUM_STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            batch = list(batches_of(rank))[step % len(batches_of(rank))]
+            optimizer.zero_grad()
+            make_loss(model, batch).backward()
+            optimizer.step()
+        is_last = step == NUM_STEPS - 1
+        if (step + 1) % period == 0 or is_last:
+            with torch.no_grad():
+                for whole, *parts in zip(common.parameters(), *(model.parameters() for model in models), strict=True):
+                    mean = sum(part * 0.5 for part in parts)
+                    whole.grad = whole - mean
+                    if outer_optimizer is None or (step + 1) % period:
+                        whole.copy_(mean)
+            if outer_optimizer is not None and (step + 1) % period == 0:
+                outer_optimizer.step()
+            for model in models:
+                model.load_state_dict(common.state_dict())
+    return state_of(common)
+
+
+@pytest.mark.parametrize(
+    ("compression", "outer"),
+    [
+        (LocalSGD(period=5), None),
+        (DiLoCo(period=5), lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
+    ],
+    ids=["localsgd", "diloco"],
+)
+def test_models_apart_are_those_of_one_process(compression: Compression, outer: Any) -> None:
+    expected = train_apart(lambda model, batch: model.loss(batch), 5, outer)
+    for found in run_ranks(train_mlp, compression):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def train_mlp(compression: Compression) -> dict:
+    return train(seeded(MLP), compression, limit_val_batches=0)
+
+
+# --- checkpoints ---
+
+
+def train_and_resume(directory: Path) -> dict[str, Any]:
+    found = {}
+    for name, compression in WITH_STATE.items():
+        results = []
+        for directory_of_run, ckpt_path in (
+            (directory / name, None),
+            (directory / f"{name} resumed", directory / name / "epoch=0.ckpt"),
+        ):
+            saves = ModelCheckpoint(directory_of_run, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+            arguments = {"callbacks": [saves], "enable_checkpointing": True, "limit_val_batches": 0}
+            results.append(train(seeded(Wide), compression, ckpt_path, **arguments))
+        found[name] = results
+    return found
+
+
+def test_who_resumes_has_the_weights_of_who_was_not_stopped(tmp_path: Path) -> None:
+    first, second = run_ranks(train_and_resume, tmp_path)
+    for name, (whole, resumed) in first.items():
+        # MKL's products may end in another bit where a matrix stands elsewhere in memory, as after a new start.
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if name == "powersgd" else {"rtol": 0, "atol": 0}
+        for key, tensor in whole.items():
+            torch.testing.assert_close(resumed[key], tensor, **tolerance)
+        others = second[name][1]
+        # Buffers are rank 0's in each forward pass, and a rank's own after it; where models are averaged, so are they.
+        compared = whole.keys() if name in ("localsgd", "diloco") else dict(Wide().named_parameters())
+        assert_same_bits({key: resumed[key] for key in compared}, {key: others[key] for key in compared})
+        saved = torch.load(tmp_path / name / "epoch=1.ckpt", weights_only=False)
+        assert_same_bits(saved["state_dict"], whole)
+    # Whoever does not compress can read it, on one device too.
+    trainer = make_trainer("auto", devices=1, max_epochs=2)
+    trainer.fit(seeded(Wide), loader(), ckpt_path=tmp_path / "powersgd" / "epoch=0.ckpt", **LOADS_EVERYTHING)
+    assert trainer.global_step == NUM_STEPS // 2 + 16
+
+
+def validate_apart() -> tuple[list[dict], dict]:
+    model = seeded(Wide)
+    state = train(model, LocalSGD(period=100), val_check_interval=5)
+    return model.validated, state
+
+
+def test_ranks_validate_one_model_and_end_with_one() -> None:
+    (first, end), (second, other_end) = run_ranks(validate_apart)
+    assert len(first) == len(second) > 2
+    for one, another in zip(first, second, strict=True):
+        assert_same_bits(one, another)
+    assert_same_bits(end, other_end)
+
+
+# --- two optimizers, workers, failures ---
+
+
+def train_two_optimizers() -> dict:
+    model = seeded(TwoOptimizers)
+    strategy = DDPStrategy(compression=LocalSGD(period=3, warmup_steps=2), find_unused_parameters=True)
+    make_trainer(strategy).fit(model, loader())
+    return state_of(model)
+
+
+def test_manual_optimization_with_two_optimizers_ends_with_one_model() -> None:
+    first, second = run_ranks(train_two_optimizers)
+    assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("name", ["topk", "diloco"])
+def test_workers_bring_the_model_back(name: str) -> None:
+    model = seeded(Wide)
+    before = state_of(model)
+    trainer = make_trainer(f"ddp_spawn_ext_{name}")
+    trainer.fit(model, loader())
+    assert not torch.equal(model.net[3].weight, before["net.3.weight"])
+
+
+class FailsOnRank1(Wide):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 4:
+            raise ValueError("rank 1 has had enough")
+        return super().training_step(batch, batch_idx)
+
+
+def fail(compression: Compression) -> None:
+    train(seeded(FailsOnRank1), compression)
+
+
+@pytest.mark.parametrize("name", ["powersgd", "localsgd"])
+def test_who_waits_for_a_rank_that_fails_is_told(name: str) -> None:
+    first, second = outcomes_of_ranks(fail, WITH_STATE[name])
+    assert "rank 1 has had enough" in second.error
+    assert RankFailedError.__name__ in first.error
+    assert "rank 1 has had enough" in first.error

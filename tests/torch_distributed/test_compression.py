@@ -1,0 +1,239 @@
+"""Compressed exchanges: how far they are from the exact mean, and that what is left out is not lost."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_strategies_ext import BFloat16, Compression, DDPStrategy, DiLoCo, Float16, LocalSGD, PowerSGD, TopK
+from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
+from lightning_strategies_ext.torch_distributed.compression import levels, top_k
+from lightning_strategies_ext.torch_distributed.compression.exchange import begin
+from lightning_strategies_ext.torch_distributed.compression.levels import Levels
+from tests.support.models import make_trainer
+from tests.support.ranks import run_ranks
+
+SHAPES = [(96, 64), (96,), (16, 4, 9, 3), (2, 3), ()]
+CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
+    "bf16": (BFloat16(), torch.float32, 2),
+    "fp16": (Float16(), torch.float32, 2),
+    "powersgd": (PowerSGD(rank=2, warmup_steps=0), torch.float64, 5),
+    "powersgd of bf16": (PowerSGD(rank=2, warmup_steps=0), torch.bfloat16, 3),
+    "powersgd after two steps": (PowerSGD(rank=2, warmup_steps=2), torch.float64, 3),
+    "topk": (TopK(fraction=0.1, warmup_steps=0), torch.float64, 5),
+}
+
+
+# --- what is asked for ---
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (
+            lambda: DDPStrategy(compression="zip"),
+            ValueError,
+            "`compression='zip'` is none that there is. Use one of 'bf",
+        ),
+        (lambda: DDPStrategy(compression=4), TypeError, "`compression` must be a name such as 'bf16'"),
+        (lambda: DDPStrategy(compression=Compression()), TypeError, "`compression` must be a name such as 'bf16'"),
+        (lambda: PowerSGD(rank=0), ValueError, "`rank` must be at least 1, got 0"),
+        (lambda: PowerSGD(rank=1.5), TypeError, "`rank` must be an integer, got 1.5"),
+        (lambda: TopK(fraction=0), ValueError, "`fraction` must be above 0 and at most 1, got 0"),
+        (lambda: TopK(warmup_steps=-1), ValueError, "`warmup_steps` must be at least 0, got -1"),
+        (lambda: LocalSGD(period=0), ValueError, "`period` must be at least 1, got 0"),
+        (lambda: DiLoCo(momentum=1), ValueError, "`momentum` must be at least 0 and below 1, got 1"),
+        (lambda: DiLoCo(learning_rate="0.7"), TypeError, "`learning_rate` must be a number, got '0.7'"),
+        (
+            lambda: DDPStrategy(compression="bf16", ddp_comm_hook=lambda state, bucket: None),
+            ValueError,
+            "both exchange the gradients",
+        ),
+        (
+            lambda: DDPStrategy(compression="topk", process_group=object()),
+            ValueError,
+            "`process_group` is for one among",
+        ),
+        (
+            lambda: DDPStrategy(compression="localsgd", uneven_inputs="join"),
+            ValueError,
+            "period=16, warmup_steps=0)` averages the models of all",
+        ),
+        (
+            lambda: DDPStrategy(compression="topk", find_unused_parameters=True),
+            ValueError,
+            "which DDP drops for parameters that no rank has used",
+        ),
+        (lambda: FabricDDPStrategy(compression="powersgd"), ValueError, "Fabric's strategy has 'bf16' and 'fp16'"),
+    ],
+)
+def test_what_cannot_work_is_refused(make: Callable[[], Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert said in str(raised.value)
+
+
+def test_what_is_kept_of_scaled_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaled = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="does not go with `precision='16-mixed'`, which scales"):
+        make_trainer(DDPStrategy(compression="powersgd", precision_plugin=scaled))
+    make_trainer(DDPStrategy(compression="fp16", precision_plugin=scaled))
+
+
+# --- gradients ---
+
+
+class Parameters(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.of = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in SHAPES)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return sum((parameter * gradient).sum() for parameter, gradient in zip(self.of, gradients, strict=True))
+
+
+def gradients_of(rank: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+    """What a rank contributes to a step; the first one is a matrix of rank two."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    found = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    columns = torch.randn(2, 96, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    found[0] = columns.T @ torch.randn(2, 64, generator=generator, dtype=torch.float64)
+    return [each.to(dtype) for each in found]
+
+
+def exchange_some(compression: Compression, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
+    """Some steps of a model in DDP: what comes of each, the exact means, and what is missing at the end."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(Parameters(dtype), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+    exchange = begin(compression, model)
+    model.register_comm_hook(None, exchange.hook)
+    got, exact, magnitude = [], [], []
+    for step in range(num_steps):
+        model.zero_grad()
+        model(gradients_of(rank, step, dtype)).backward()
+        got.append([parameter.grad.clone() for parameter in model.parameters()])
+        of_all = list(zip(*(gradients_of(other, step, dtype) for other in range(size)), strict=True))
+        exact.append([sum(each).div(size) for each in of_all])
+        magnitude.append([sum(part.abs() for part in each).div(size) for each in of_all])
+    state = exchange.state_dict()
+    exchange.close()
+    return {"got": got, "exact": exact, "magnitude": magnitude, "state": state}
+
+
+def exchange_all(backend: str, num_hosts: int) -> dict[str, Any]:
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    levels.host_identity = lambda: f"host {rank * num_hosts // size}"
+    dist.init_process_group(backend, rank=rank, world_size=size)
+    found = {name: exchange_some(*case) for name, case in CASES.items()}
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module", params=[("gloo", 2, 1), ("shm", 2, 1), ("gloo", 4, 2), ("gloo", 3, 2)], ids=str)
+def exchanged(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """By rank, what has come of the cases with a backend, a number of ranks, and one of hosts."""
+    backend, size, num_hosts = request.param
+    return run_ranks(exchange_all, backend, num_hosts, world_size=size)
+
+
+def test_all_ranks_have_the_same_to_the_last_bit(exchanged: list[dict[str, Any]]) -> None:
+    for name in CASES:
+        for other in exchanged[1:]:
+            for one, another in zip(_flat(exchanged[0][name]["got"]), _flat(other[name]["got"]), strict=True):
+                assert torch.equal(one, another), name
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bf16", 8), ("fp16", 11)])
+def test_a_cast_rounds_each_gradient_and_each_sum(exchanged: list[dict[str, Any]], name: str, bits: int) -> None:
+    found = exchanged[0][name]
+    for got, exact, magnitude in zip(*(_flat(found[key]) for key in ("got", "exact", "magnitude")), strict=True):
+        # A rounding errs by half a unit in the last of `bits` bits; fp16 has no smaller unit than 2^-24.
+        limit = len(exchanged) * (1.01 * 2.0**-bits * magnitude + 2.0**-24)
+        assert ((got - exact).abs() <= limit).all()
+    assert any(not torch.equal(*pair) for pair in zip(_flat(found["got"]), _flat(found["exact"]), strict=True))
+    assert not found["state"]
+
+
+@pytest.mark.parametrize("name", ["powersgd", "topk", "powersgd of bf16"])
+def test_what_is_left_out_is_kept_and_comes_later(exchanged: list[dict[str, Any]], name: str) -> None:
+    found = exchanged[0][name]
+    is_half = "bf16" in name
+    missing = found["state"]["residuals"]
+    for index, shape in enumerate(SHAPES):
+        got, exact = (sum(step[index].double() for step in found[key]) for key in ("got", "exact"))
+        left = missing[f"of.{index}"].view(shape)
+        torch.testing.assert_close(got + left, exact, rtol=0, atol=0.15 if is_half else 1e-5, check_dtype=False)
+        assert left.dtype == (torch.float32 if is_half else torch.float64)
+    assert missing["of.2"].abs().max() > 1e-2, "nothing was left out"
+
+
+def test_a_matrix_of_as_many_directions_as_are_sent_is_exact(exchanged: list[dict[str, Any]]) -> None:
+    found = exchanged[0]["powersgd"]
+    for got, exact in zip(found["got"], found["exact"], strict=True):
+        torch.testing.assert_close(got[0], exact[0], rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(got[2], exact[2], atol=1e-2)
+
+
+def test_the_first_steps_can_be_exact(exchanged: list[dict[str, Any]]) -> None:
+    found = exchanged[0]["powersgd after two steps"]
+    are_exact = [
+        all(torch.allclose(*pair, rtol=1e-12) for pair in zip(got, exact, strict=True))
+        for got, exact in zip(found["got"], found["exact"], strict=True)
+    ]
+    assert are_exact == [True, True, False]
+
+
+def test_what_is_sent_of_the_largest_is_as_many_as_asked_for(exchanged: list[dict[str, Any]]) -> None:
+    """A share is one rank's of each host; each sends so many, and they may send the same."""
+    num_senders = len(exchanged) if len(exchanged) < 4 else 2
+    matrix = exchanged[0]["topk"]["got"][0][0]
+    sent, asked_for = int((matrix != 0).sum()), round(0.1 * matrix.numel())
+    assert asked_for <= sent <= num_senders * asked_for
+
+
+def _flat(steps: list[list[Tensor]]) -> list[Tensor]:
+    return [tensor for step in steps for tensor in step]
+
+
+# --- which gradients are large ---
+
+
+@pytest.mark.parametrize("size", [1024, 5000, 300_000])
+@pytest.mark.parametrize(
+    "make",
+    [torch.randn, lambda size: torch.randn(size) ** 5, torch.ones, torch.zeros],
+    ids=["normal", "heavy tails", "all alike", "zeros"],
+)
+def test_what_is_chosen_leaves_no_more_than_a_random_choice_would(size: int, make: Callable[[int], Tensor]) -> None:
+    """The bound that convergence rests on: Stich et al. 2018, definition 2.1."""
+    values, count = make(size), size // 100
+    places = top_k._largest(values, count)
+    assert len(places.unique()) == len(places) == count
+    left = values.index_fill(0, places, 0.0)
+    assert left.square().sum() <= (1 - count / size) * values.square().sum() * (1 + 1e-5)
+
+
+def test_chosen_are_nearly_the_largest() -> None:
+    values = torch.randn(300_000, generator=torch.Generator().manual_seed(1)).pow(3)
+    chosen = values[top_k._largest(values, 3000)].abs().sum()
+    assert chosen >= 0.99 * values.abs().topk(3000).values.sum()
+
+
+# --- shares ---
+
+
+@pytest.mark.parametrize("num_inside", [1, 2, 3, 5])
+@pytest.mark.parametrize("sizes", [[7], [1, 1, 1], [100, 1, 1, 1, 100], [0, 5, 0], [1] * 20])
+def test_each_tensor_is_in_one_share(num_inside: int, sizes: list[int]) -> None:
+    shares = Levels(None, None, num_inside, 0).shares(sizes)
+    assert [index for share in shares for index in share] == list(range(len(sizes)))
+    assert len(shares) == num_inside
+    largest = max(sum(sizes[index] for index in share) for share in shares)
+    assert largest <= sum(sizes) / num_inside + max(sizes)
