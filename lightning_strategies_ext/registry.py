@@ -41,8 +41,8 @@ COMPRESSIONS = {
     "fp16": ((PYTORCH, FABRIC), "gradients exchanged in float16"),
     "powersgd": ((PYTORCH,), "gradients exchanged as products of thin matrices"),
     "topk": ((PYTORCH,), "the largest gradients exchanged"),
-    "localsgd": ((PYTORCH,), "models averaged every 16 steps"),
-    "diloco": ((PYTORCH,), "models moved on together every 16 steps"),
+    "localsgd": ((PYTORCH,), "models averaged every 32 steps"),
+    "diloco": ((PYTORCH,), "models moved on together every 32 steps"),
 }
 
 _SPAWN_CLASS = {**_DDP_CLASS, PYTORCH: "lightning_strategies_ext.pytorch.ddp_spawn:DDPSpawnStrategy"}

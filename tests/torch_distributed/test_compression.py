@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
         (
             lambda: DDPStrategy(compression="localsgd", uneven_inputs="join"),
             ValueError,
-            "period=16, warmup_steps=0)` averages the models of all",
+            "period=32, warmup_steps=0)` averages the models of all",
         ),
         (
             lambda: DDPStrategy(compression="topk", find_unused_parameters=True),

@@ -23,16 +23,20 @@ from lightning_strategies_ext.torch_distributed.compression.power_sgd import Pow
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 from lightning_strategies_ext.torch_distributed.compression.top_k import TopKCodec
 
+#: Elements.
+_CAST_AT_ONCE = 1 << 20
+
 
 class Codec(Protocol):
     """Sums gradients over ranks without sending all of them."""
 
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, group: Any) -> None:
-        """Sums the gradients of some parameters over the ranks of a group, in place.
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> None:
+        """Sums the gradients of some parameters, times a factor, over the ranks of a group, in place.
 
         Args:
             parameters: In their order in ``flat``.
             flat: Their gradients, next to each other, of one dimension; float32 or float64.
+            scale: The factor.
             group: The ranks.
         """
 
@@ -53,9 +57,9 @@ class CastCodec:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, group: Any) -> None:
-        """Sums the gradients of some parameters over the ranks of a group, approximately and in place."""
-        cast = flat.to(self._dtype)
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> None:
+        """See :meth:`Codec.sum`."""
+        cast = flat.mul_(scale).to(self._dtype)
         dist.all_reduce(cast, group=group)
         flat.copy_(cast)
 
@@ -77,6 +81,7 @@ class CompressedGradients:
 
     def __init__(self, model: DistributedDataParallel, compression: Compression) -> None:
         self._world_size = dist.get_world_size()
+        self._scale = 1.0 / self._world_size
         self._group = model.process_group
         self._levels = Levels.of_all_ranks(model.device)
         self._in_order = InOrder(model.device)
@@ -99,13 +104,21 @@ class CompressedGradients:
         flat, parameters = bucket.buffer(), bucket.parameters()
         is_warming_up = self._num_steps < self._warmup_steps
         self._num_steps += bucket.is_last()
-        flat.mul_(1.0 / self._world_size)
         if is_warming_up or flat.is_sparse:
-            return _all_reduced(flat, self._group)
-        if self._cast is not None and self._levels.inside is None:  # one collective, beside the next bucket's
-            summed = _all_reduced(flat.to(self._cast), self._levels.between)
-            return summed.then(lambda cast: flat.copy_(cast.value()))
+            return _all_reduced(flat.mul_(self._scale), self._group)
+        if self._cast is not None and self._levels.inside is None:
+            return self._cast_and_sum(flat.mul_(self._scale), self._cast)
         return self._in_order.submit(lambda: self._sum(parameters, flat), flat)
+
+    def _cast_and_sum(self, flat: Tensor, dtype: torch.dtype) -> Future[Tensor]:
+        """In pieces: one is cast while another is on its way."""
+
+        def begin(piece: Tensor) -> Future[Tensor]:
+            summed = _all_reduced(piece.to(dtype), self._levels.between)
+            return summed.then(lambda cast: piece.copy_(cast.value()))
+
+        begun = [begin(piece) for piece in flat.split(_CAST_AT_ONCE)]
+        return torch.futures.collect_all(begun).then(lambda pieces: _all_of(pieces.value(), flat))
 
     def _sum(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
         levels = self._levels
@@ -115,12 +128,12 @@ class CompressedGradients:
         parts = [parameters[share.start : share.stop] for share in shares]
         for index, (part, piece) in enumerate(zip(parts, pieces, strict=True)):
             if index != levels.index_inside:
-                self._residuals.hand_over(part, piece)
+                self._residuals.hand_over(part, piece, self._world_size)
         own = pieces[levels.index_inside]
 
         def between() -> None:
             wide = own.to(torch.promote_types(own.dtype, torch.float32))
-            self._codec.sum(parts[levels.index_inside], wide, levels.between)
+            self._codec.sum(parts[levels.index_inside], wide, self._scale, levels.between)
             if wide is not own:
                 own.copy_(wide)
 
@@ -170,3 +183,9 @@ class CompressedGradients:
 def _all_reduced(tensor: Tensor, group: Any) -> Future[Tensor]:
     future: Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
     return future.then(lambda reduced: reduced.value()[0])
+
+
+def _all_of(pieces: list[Future[Tensor]], whole: Tensor) -> Tensor:
+    for piece in pieces:
+        piece.value()  # raises what has gone wrong
+    return whole

@@ -102,7 +102,7 @@ class LocalSGD(Compression):
     """
 
     name: ClassVar[str] = "localsgd"
-    period: int = 16
+    period: int = 32
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:

@@ -22,8 +22,8 @@ class _Matrix(NamedTuple):
     """One of those that are compressed.
 
     Attributes:
-        gradient: Shape ``(n, m)``; what is left over of earlier steps is in it.
-        residual: The same shape.
+        gradient: Shape ``(n, m)``.
+        residual: The same shape: what is left over of earlier steps; then with the gradient; then what is left again.
         query: Shape ``(r, m)``: where the gradients were largest last time, the same on all ranks.
         left: Shape ``(r, n)``, a part of the first message.
         right: Shape ``(r, m)``, a part of the second.
@@ -50,32 +50,27 @@ class PowerSGDCodec:
         self._queries: dict[Tensor, Tensor] = {}
         self._noises: dict[int, Tensor] = {}
 
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, group: Any) -> None:
-        """Sums the gradients of some parameters over the ranks of a group, approximately and in place.
-
-        Args:
-            parameters: In their order in ``flat``.
-            flat: Their gradients, next to each other, of one dimension.
-            group: The ranks.
-        """
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> None:
+        """See :meth:`.gradients.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
-        flat.add_(residual)
         sizes = [parameter.numel() for parameter in parameters]
         pieces = list(zip(parameters, flat.split(sizes), residual.split(sizes), strict=True))
-        whole = [gradient for parameter, gradient, _ in pieces if not self._is_smaller_thin(parameter)]
+        whole = [piece for piece in pieces if not self._is_smaller_thin(piece[0])]
         thin = [piece for piece in pieces if self._is_smaller_thin(piece[0])]
         shapes = [_shape_of(parameter) for parameter, _, _ in thin]
-        first = _Message([gradient.numel() for gradient in whole] + [self._rank * n for n, _ in shapes], flat)
+        first = _Message([parameter.numel() for parameter, _, _ in whole] + [self._rank * n for n, _ in shapes], flat)
         second = _Message([self._rank * m for _, m in shapes], flat)
-        for part, gradient in zip(first.parts, whole, strict=False):
-            part.copy_(gradient)
+        for part, (_, gradient, left_over) in zip(first.parts, whole, strict=False):
+            torch.mul(gradient, scale, out=part)
+            part.add_(left_over)
+            left_over.zero_()
         lefts = first.parts[len(whole) :]
         matrices = [
             _Matrix(g.view(n, m), e.view(n, m), self._query(parameter, m), left.view(-1, n), right.view(-1, m))
             for (parameter, g, e), (n, m), left, right in zip(thin, shapes, lefts, second.parts, strict=True)
         ]
-        _sum(matrices, first.whole, second.whole, group)
-        for part, gradient in zip(first.parts, whole, strict=False):
+        _sum(matrices, scale, first.whole, second.whole, group)
+        for part, (_, gradient, _) in zip(first.parts, whole, strict=False):
             gradient.copy_(part)
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
@@ -120,14 +115,16 @@ class _Message:
         self.parts = list(self.whole.split(list(sizes))) if sizes else []
 
 
-def _sum(matrices: Sequence[_Matrix], first: Tensor, second: Tensor, group: Any) -> None:
+def _sum(matrices: Sequence[_Matrix], scale: float, first: Tensor, second: Tensor, group: Any) -> None:
+    # One matrix after the other, of which each is in the core's caches then.
     for each in matrices:
-        torch.mm(each.query, each.gradient.T, out=each.left)
+        each.residual.add_(each.gradient, alpha=scale)
+        torch.mm(each.query, each.residual.T, out=each.left)
     dist.all_reduce(first, group=group)
     for each in matrices:
         _orthonormalize(each.left)
-        torch.mm(each.left, each.gradient, out=each.right)
-        torch.addmm(each.gradient, each.left.T, each.right, alpha=-1, out=each.residual)
+        torch.mm(each.left, each.residual, out=each.right)
+        each.residual.addmm_(each.left.T, each.right, alpha=-1)
     if matrices:
         dist.all_reduce(second, group=group)
     for each in matrices:
@@ -141,7 +138,11 @@ def _shape_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def _orthonormalize(rows: Tensor) -> None:
-    """Gram and Schmidt's, in place; it asks the device for no number, which would have to be waited for."""
+    """Makes rows orthogonal and of unit length, in place."""
+    if rows.device.type == "cpu":
+        rows.copy_(torch.linalg.qr(rows.T).Q.T)
+        return
+    # Gram and Schmidt's way asks a GPU for no number, which would have to be waited for.
     for index, row in enumerate(rows):
         if index:
             before = rows[:index]

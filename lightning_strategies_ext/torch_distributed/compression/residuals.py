@@ -34,17 +34,18 @@ class Residuals:
             self._flats[key] = flat
         return flat
 
-    def hand_over(self, parameters: Sequence[Tensor], flat: Tensor) -> None:
+    def hand_over(self, parameters: Sequence[Tensor], flat: Tensor, size: int) -> None:
         """Adds to gradients what is left over of earlier ones, for who will exchange them in place of this rank.
 
         Args:
             parameters: In their order in ``flat``.
-            flat: Their gradients, next to each other, of one dimension.
+            flat: Their gradients, next to each other, of one dimension, before they are divided by ``size``.
+            size: Number of ranks.
         """
         pieces = flat.split([parameter.numel() for parameter in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
             if (own := self._of.pop(parameter, None)) is not None:
-                piece.add_(own)
+                piece.add_(own, alpha=size)
                 own.zero_()
 
     def take_together(self, parameters: Iterable[Tensor], sum_over_ranks: Callable[[Tensor], None], size: int) -> None:

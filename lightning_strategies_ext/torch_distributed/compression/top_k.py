@@ -30,16 +30,10 @@ class TopKCodec:
         self._fraction = fraction
         self._residuals = residuals
 
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, group: Any) -> None:
-        """Sums the gradients of some parameters over the ranks of a group, approximately and in place.
-
-        Args:
-            parameters: In their order in ``flat``.
-            flat: Their gradients, next to each other, of one dimension.
-            group: The ranks.
-        """
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> None:
+        """See :meth:`.gradients.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
-        residual.add_(flat)
+        residual.add_(flat, alpha=scale)
         sizes = [parameter.numel() for parameter in parameters]
         begins = torch.tensor([0, *sizes]).cumsum(0).tolist()
         places = torch.cat(

@@ -1,0 +1,137 @@
+"""Hosts on one Linux machine: network namespaces, each with a host name, joined by virtual cables. Needs root."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+_NETWORK = "10.113.97"
+_numbers = count()
+
+
+class NoHostsError(Exception):
+    """They cannot be had here; the text says why."""
+
+
+@dataclass
+class Host:
+    """A network namespace, which stands for a host.
+
+    Attributes:
+        name: Of the host, and of the namespace.
+        address: Of its end of the cable, ``eth0``.
+        names: File of all hosts' names with their addresses.
+    """
+
+    name: str
+    address: str
+    names: Path
+
+    def enter(self) -> list[str]:
+        """What stands before a command to run it on the host."""
+        # `ip netns exec` gives the command mounts of its own, so that nobody else sees these names.
+        name_it = f"hostname {self.name} && mount --bind '{self.names}' /etc/hosts && exec \"$@\""
+        return [*f"ip netns exec {self.name} unshare --uts sh -c".split(), name_it, "sh"]
+
+    def set_cable(self, state: str) -> None:
+        """Plugs the cable in ("up") or pulls it ("down")."""
+        run(*f"ip -n {self.name} link set eth0 {state}".split())
+
+    def set_rate(self, megabits: float) -> None:
+        """Lets no more leave by the cable, in megabits per second."""
+        # A burst of 2 ms, and at most 50 ms in the queue; a packet is as long as the kernel makes them, up to 64 KiB.
+        burst = max(round(megabits * 1e6 / 8 * 0.002), 70_000)
+        run(
+            *f"ip netns exec {self.name} tc qdisc replace dev eth0 root tbf".split(),
+            *f"rate {megabits}mbit burst {burst} latency 50ms".split(),
+        )
+
+    def num_bytes_sent(self) -> int:
+        """How many bytes have left by the cable."""
+        command = f"ip netns exec {self.name} cat /sys/class/net/eth0/statistics/tx_bytes"
+        return int(run(*command.split()))
+
+    def pids(self) -> list[int]:
+        """The processes on the host."""
+        found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def kill_all(self) -> None:
+        """Kills whatever runs on the host."""
+        for pid in self.pids():
+            try:
+                psutil.Process(pid).kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+H = TypeVar("H", bound=Host)
+
+
+@contextmanager
+def hosts(number: int, directory: Path, kind: type[H] = Host) -> Iterator[list[H]]:  # type: ignore[assignment]
+    """Hosts that reach each other, until the block ends.
+
+    Args:
+        number: Of hosts. Two have one cable, more a switch.
+        directory: For the file of their names.
+        kind: Of the objects.
+
+    Raises:
+        NoHostsError: If they cannot be had.
+    """
+    missing = [tool for tool in ("ip", "unshare", "hostname", "mount") if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        raise NoHostsError(f"no second host: it takes root and {', '.join(missing) or 'nothing else'} to make one here")
+    names, prefix = directory / "hosts", f"lse-{os.getpid()}-{next(_numbers)}"
+    made = [kind(f"{prefix}-{index}", address_of(index), names) for index in range(number)]
+    names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in made))
+    switch = f"{prefix}-switch"
+    try:
+        try:
+            for host in made:
+                run("ip", "netns", "add", host.name)
+            _join(made, switch)
+            for host in made:
+                run(*f"ip -n {host.name} address add {host.address}/24 dev eth0".split())
+                run(*f"ip -n {host.name} link set lo up".split())
+                host.set_cable("up")
+                run(*host.enter(), "true")
+        except subprocess.CalledProcessError as error:
+            raise NoHostsError(f"no second host: `{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from error
+        yield made
+    finally:
+        for host in made:
+            host.kill_all()
+        for name in [host.name for host in made] + [switch]:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def address_of(index: int) -> str:
+    """The address of one of the hosts."""
+    return f"{_NETWORK}.{index + 1}"
+
+
+def _join(made: Sequence[Host], switch: str) -> None:
+    if len(made) == 2:
+        first, second = (host.name for host in made)
+        run(*f"ip link add eth0 netns {first} type veth peer name eth0 netns {second}".split())
+        return
+    run("ip", "netns", "add", switch)
+    run(*f"ip -n {switch} link add switch type bridge".split())
+    run(*f"ip -n {switch} link set switch up".split())
+    for index, host in enumerate(made):
+        run(*f"ip link add eth0 netns {host.name} type veth peer name port{index} netns {switch}".split())
+        run(*f"ip -n {switch} link set port{index} master switch up".split())
+
+
+def run(*command: str) -> str:
+    """Runs a program that must succeed, and returns what it has said."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
