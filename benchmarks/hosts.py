@@ -147,7 +147,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="per host")
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=32, help="that are timed; whole periods of local SGD, which are 32 steps")
+    parser.add_argument(
+        "--steps", type=int, default=32, help="that are timed; whole periods of local SGD, which are 32 steps"
+    )
     parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--context", type=int, default=16, help="bytes per window")

@@ -26,13 +26,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 HOOKS = {
     "all-reduce": {"ddp_comm_hook": default_hooks.allreduce_hook},
     "bf16": {"ddp_comm_hook": default_hooks.bf16_compress_hook},
+    "compressed to bf16": {"compression": "bf16"},
     "wrapped in fp16": {
         "ddp_comm_hook": default_hooks.allreduce_hook,
         "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
     },
 }
 #: Of the weights after 12 steps: such hooks round each gradient to 8 or 11 bits.
-TOLERANCES = {"all-reduce": 0.0, "bf16": 2e-3, "wrapped in fp16": 2e-4}
+TOLERANCES = {"all-reduce": 0.0, "bf16": 2e-3, "compressed to bf16": 2e-3, "wrapped in fp16": 2e-4}
 
 
 class Branches(Model):
@@ -71,6 +72,9 @@ def train_all() -> dict[Any, Any]:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
     strategy = strategy_of("shm", "join", ddp_comm_hook=powerSGD_hook.powerSGD_hook, ddp_comm_state=state)
     results["PowerSGD"] = train(strategy, LENGTHS, "counted", Model)["weights"]
+    for name in ("powersgd", "topk"):
+        strategy = strategy_of("shm", "join", compression=name)
+        results[name] = train(strategy, LENGTHS, "counted", Model)["weights"]
     model = Branches()
     strategy = strategy_of("shm", "join", find_unused_parameters=True)
     train(strategy, LENGTHS, "counted", lambda: model, EPOCH)
@@ -107,7 +111,7 @@ def test_a_static_graph_joins(ranks):
         assert torch.equal(ranks[0]["static graph"][key], value)
 
 
-@pytest.mark.parametrize("name", ["PowerSGD", "bf16-mixed"])
+@pytest.mark.parametrize("name", ["PowerSGD", "powersgd", "topk", "bf16-mixed"])
 def test_what_rounds_comes_near_and_keeps_ranks_equal(ranks, name):
     for key, value in reference("join", LENGTHS, "counted").items():
         assert torch.equal(ranks[0][name][key], ranks[1][name][key])
