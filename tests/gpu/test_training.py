@@ -9,11 +9,12 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.utils.data import DistributedSampler
 
-from lightning_strategies_ext import DDPStrategy
+from lightning_strategies_ext import DDPStrategy, DiLoCo, LocalSGD, PowerSGD, TopK
 from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks, cuda_only, run_main, two_gpus
 from tests.support.models import (
     LOADS_EVERYTHING,
@@ -138,6 +139,19 @@ def test_a_communication_hook_has_the_effect_that_it_has_with_stock(
     for ours, theirs, plain in ranks.run(train_with_hook, hook):
         assert_same_bits(ours, theirs)
         assert any(not torch.equal(tensor, plain[name]) for name, tensor in ours.items()), "the hook did nothing"
+
+
+def train_compressed(where: dict[str, Any], compression: Any) -> dict[str, Tensor]:
+    _, model = fit(DDPStrategy(compression=compression), **REPEATABLE, **where)
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("compression", ["bf16", "fp16", PowerSGD(2, 1), TopK(0.1, 1), LocalSGD(3), DiLoCo(3)], ids=str)
+def test_ranks_whose_exchange_is_compressed_end_with_one_model(ranks: Ranks, compression: Any) -> None:
+    first, *others = ranks.run(train_compressed, compression)
+    assert all(tensor.isfinite().all() for tensor in first.values())
+    for other in others:
+        assert_same_bits(first, other)
 
 
 # --- SyncBatchNorm ---

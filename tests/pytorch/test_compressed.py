@@ -201,6 +201,20 @@ def test_ranks_validate_one_model_and_end_with_one() -> None:
     assert_same_bits(end, other_end)
 
 
+def train_alone() -> tuple[dict, dict]:
+    found = []
+    for strategy in ("ddp_ext", "ddp_ext_powersgd"):
+        model = seeded(Wide)
+        make_trainer(strategy, devices=1, max_epochs=1).fit(model, loader())
+        found.append(state_of(model))
+    return found[0], found[1]
+
+
+def test_one_rank_loses_nothing() -> None:
+    [(plain, compressed)] = run_ranks(train_alone, world_size=1)
+    assert_same_bits(plain, compressed)
+
+
 # --- two optimizers, workers, failures ---
 
 

@@ -39,8 +39,12 @@ class CompressedExchange(Protocol):
         """Leaves the groups of the exchange. A second call does no harm."""
 
 
-def begin(compression: Compression, model: DistributedDataParallel) -> CompressedExchange:
-    """Makes the exchange of a model; called by all ranks of the default group together."""
+def begin(compression: Compression, model: DistributedDataParallel) -> CompressedExchange | None:
+    """Makes the exchange of a model; called by all ranks of the default group together.
+
+    Returns:
+        None for a rank that has nobody to exchange gradients with.
+    """
     if isinstance(compression, LocalSGD):
         return LocalModels(model, compression)
-    return CompressedGradients(model, compression)
+    return CompressedGradients(model, compression) if dist.get_world_size() > 1 else None

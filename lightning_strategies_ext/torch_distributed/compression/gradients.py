@@ -111,12 +111,14 @@ class CompressedGradients:
         return self._in_order.submit(lambda: self._sum(parameters, flat), flat)
 
     def _cast_and_sum(self, flat: Tensor, dtype: torch.dtype) -> Future[Tensor]:
-        """In pieces: one is cast while another is on its way."""
+        """On CPUs in pieces: one is cast while another is on its way."""
 
         def begin(piece: Tensor) -> Future[Tensor]:
             summed = _all_reduced(piece.to(dtype), self._levels.between)
             return summed.then(lambda cast: piece.copy_(cast.value()))
 
+        if flat.is_cuda:
+            return begin(flat)
         begun = [begin(piece) for piece in flat.split(_CAST_AT_ONCE)]
         return torch.futures.collect_all(begun).then(lambda pieces: _all_of(pieces.value(), flat))
 
