@@ -32,8 +32,8 @@ SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 #: its ranks begin collectives in different orders, and gloo ends the process.
 CONTENDERS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
-    "ddp_ext": lambda: DDPStrategy(),
-    "ddp_ext, shm in hosts": lambda: DDPStrategy(process_group_backend="shm"),
+    "ddp_ext": DDPStrategy,
+    "ddp_ext over gloo": partial(DDPStrategy, process_group_backend="gloo"),
     "bf16 hook of torch": lambda: DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook),
     "bf16": partial(DDPStrategy, compression="bf16"),
     "powersgd": partial(DDPStrategy, compression="powersgd"),

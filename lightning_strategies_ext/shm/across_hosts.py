@@ -13,6 +13,9 @@ from lightning_strategies_ext.shm.calls import Kind, number_of
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import SPIN_S, Rounds
 
+#: What is exchanged between hosts at once, while what comes next is added up inside, and what came before is spread.
+_PIECE_NUM_BYTES: Final = 2**21
+
 
 class AllReduceAcrossHosts:
     """The all-reduces of one rank.
@@ -31,6 +34,7 @@ class AllReduceAcrossHosts:
         self._rounds = rounds
         self._leaders = leaders
         self._between: Any = None
+        self._waits_between = False
 
     def go_through(
         self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float
@@ -45,16 +49,21 @@ class AllReduceAcrossHosts:
         Raises:
             RuntimeError: What the rounds, or gloo, have raised.
         """
+        before: Tensor | None = None
         for flat, reduction in zip(flats, reductions, strict=True):
-            if self._rounds.size > 1:
-                steps, lookahead = collectives.reduce(self._rounds, flat, 0, reduction.undivided())
-                number = number_of(Kind.REDUCE, [flat], reduction.op)
-                yield from self._rounds.go_through(number, steps, lookahead, deadline)
-            if self._leaders is not None:
-                yield from self._reduce_between(flat, reduction.undivided(), deadline)
-            if self._rounds.size > 1:
-                steps, lookahead = collectives.broadcast(self._rounds, flat, 0)
-                yield from self._rounds.go_through(number_of(Kind.BROADCAST, [flat]), steps, lookahead, deadline)
+            undivided = reduction.undivided()
+            for piece in flat.split(max(1, _PIECE_NUM_BYTES // flat.element_size())):
+                yield from self._reduce_inside(piece, undivided, deadline)
+                yield from self._finish_between()
+                if self._leaders is not None:
+                    self._begin_between(piece, undivided, deadline)
+                if before is not None:  # while this one is on its way
+                    yield from self._spread_inside(before, deadline)
+                before = piece
+        yield from self._finish_between()
+        if before is not None:
+            yield from self._spread_inside(before, deadline)
+        for flat, reduction in zip(flats, reductions, strict=True):
             reduction.divide(flat)
 
     def wait(self, deadline: float) -> None:
@@ -64,7 +73,7 @@ class AllReduceAcrossHosts:
             PeerLostError: If one of this host is gone.
             TimeoutError: If nothing came before the deadline.
         """
-        if self._between is None:
+        if not self._waits_between:
             self._rounds.wait(deadline)
             return
         try:
@@ -73,13 +82,32 @@ class AllReduceAcrossHosts:
             if not self._between.is_completed():
                 raise TimeoutError("nothing has come from other hosts") from None
 
-    def _reduce_between(self, flat: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
+    def _reduce_inside(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
+        if self._rounds.size > 1:
+            steps, lookahead = collectives.reduce(self._rounds, piece, 0, reduction)
+            number = number_of(Kind.REDUCE, [piece], reduction.op)
+            yield from self._rounds.go_through(number, steps, lookahead, deadline)
+
+    def _spread_inside(self, piece: Tensor, deadline: float) -> Generator[None, None, None]:
+        if self._rounds.size > 1:
+            steps, lookahead = collectives.broadcast(self._rounds, piece, 0)
+            yield from self._rounds.go_through(number_of(Kind.BROADCAST, [piece]), steps, lookahead, deadline)
+
+    def _begin_between(self, piece: Tensor, reduction: Reduction, deadline: float) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = reduction.op
         options.timeout = _left_until(deadline)
-        self._between = self._leaders.allreduce([flat], options)
-        while not self._between.is_completed():
-            yield
+        self._between = self._leaders.allreduce([piece], options)
+
+    def _finish_between(self) -> Generator[None, None, None]:
+        if self._between is None:
+            return
+        self._waits_between = True
+        try:
+            while not self._between.is_completed():
+                yield
+        finally:
+            self._waits_between = False
         between, self._between = self._between, None
         between.wait()  # raises what has gone wrong
 

@@ -44,12 +44,13 @@ class Levels(NamedTuple):
         if len(counts) == 1 or num_inside == 1 or len(set(counts.values())) > 1:
             return cls(None, dist.new_group(), 1, 0)
         ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
-        backend = shm.NAME if device.type == "cpu" and shm.is_available() else None
+        is_cpu = device.type == "cpu"
+        backend = shm.NAME if is_cpu and shm.is_available() else None
         here, insides, betweens = dist.get_rank(), [], []
         for ranks in ranks_of:  # all ranks make all groups, in the same order
             insides.append(dist.new_group(ranks, backend=backend))
         for column in zip(*ranks_of, strict=True):
-            betweens.append(dist.new_group(list(column)))
+            betweens.append(dist.new_group(list(column), backend="gloo" if is_cpu else None))
         own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
         index = ranks_of[own].index(here)
         return cls(insides[own], betweens[index], num_inside, index)
