@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,9 +22,14 @@ _KEY = "lightning_strategies_ext.compression"
 
 
 class Compressed(_Base):
-    """The part of a strategy that looks after a compressed exchange, if it has one; inherited from first."""
+    """The part of a strategy that looks after a compressed exchange, if it has one; inherited from first.
+
+    Attributes:
+        exchange_state: What the exchange of the last ``fit`` has left, for checkpoints that are saved after it.
+    """
 
     _compressed: CompressedExchange | None = None
+    exchange_state: dict[str, Any] | None = None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -33,10 +40,11 @@ class Compressed(_Base):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state; in the first one's is that of the exchange. Called by all together if there is one."""
-        exchange = self._compressed
-        if exchange is None or self._world.alone is not None or optimizer is not self.optimizers[0]:
-            return super().optimizer_state(optimizer)
-        state = exchange.state_dict()  # it may change the optimizers' state
+        state = None
+        if optimizer is self.optimizers[0]:
+            state = self.exchange_state
+            if self._compressed is not None and self._world.alone is None:
+                state = self._compressed.state_dict()  # before the optimizer's, which it may change
         return {**super().optimizer_state(optimizer), **({_KEY: state} if state else {})}
 
     @override
@@ -55,13 +63,19 @@ class Compressed(_Base):
 
     @override
     def on_train_end(self) -> None:
-        """Lets all ranks leave training with the same model."""
+        """Lets all ranks leave training with the same model, and keeps the exchange's state."""
         super().on_train_end()
         self._bring_models_together()
+        if self._compressed is not None and self._world.alone is None:
+            self.exchange_state = move_data_to_device(self._compressed.state_dict(), torch.device("cpu"))
 
     def _bring_models_together(self) -> None:
         if self._compressed is not None and self._world.alone is None:
             self._compressed.bring_models_together()
+
+    def _begin_compression(self, exchange: CompressedExchange | None) -> None:
+        self._end_compression()
+        self._compressed, self.exchange_state = exchange, None
 
     def _end_compression(self) -> None:
         if self._compressed is not None:

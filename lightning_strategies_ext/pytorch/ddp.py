@@ -293,10 +293,8 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
         share = Share()
-        self._end_compression()
-        self._compressed = self._gradient_sync.register_hook(
-            ddp_model, None if self._uneven_inputs == "error" else share
-        )
+        has_all = self._uneven_inputs == "error"
+        self._begin_compression(self._gradient_sync.register_hook(ddp_model, None if has_all else share, self._timeout))
         self._world.exchange = DDPExchange(ddp_model, share)
         return ddp_model
 
@@ -394,7 +392,13 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_averaging": None, "_compressed": None, "_worker": None}
+        return {
+            **super().__getstate__(),
+            "_averaging": None,
+            "_compressed": None,
+            "exchange_state": None,
+            "_worker": None,
+        }
 
 
 def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -93,17 +94,20 @@ class GradientSync:
                 averages_models = f"compression={self.compression!r}"
             check_can_join(averages_models, ddp_kwargs)
 
-    def register_hook(self, model: DistributedDataParallel, share: Share | None = None) -> CompressedExchange | None:
+    def register_hook(
+        self, model: DistributedDataParallel, share: Share | None = None, timeout: timedelta | None = None
+    ) -> CompressedExchange | None:
         """Has ``model`` exchange its gradients through the communication hook, if there is one.
 
         Args:
             model: Without a hook so far.
             share: What this rank contributes, if that may be nothing.
+            timeout: Of the groups of a compressed exchange.
 
         Returns:
             The exchange, if it is compressed; made by all ranks together.
         """
-        exchange = None if self.compression is None else begin(self.compression, model)
+        exchange = None if self.compression is None else begin(self.compression, model, timeout)
         hook = self.comm_hook
         if exchange is not None:
             hook = exchange.hook

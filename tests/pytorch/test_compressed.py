@@ -66,6 +66,8 @@ def train(model: pl.LightningModule, compression: Any, ckpt_path: Path | None = 
     resumed = {} if ckpt_path is None else {"ckpt_path": ckpt_path, **LOADS_EVERYTHING}
     trainer.fit(model, batches_of(trainer.global_rank), loader(batch_size=BATCH_SIZE), **resumed)
     assert trainer.global_step == NUM_STEPS
+    if trainer.checkpoint_callback is not None:
+        trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath, "after.ckpt"))
     return state_of(model)
 
 
@@ -181,10 +183,25 @@ def test_who_resumes_has_the_weights_of_who_was_not_stopped(tmp_path: Path) -> N
         assert_same_bits({key: resumed[key] for key in compared}, {key: others[key] for key in compared})
         saved = torch.load(tmp_path / name / "epoch=1.ckpt", weights_only=False)
         assert_same_bits(saved["state_dict"], whole)
+        after = torch.load(tmp_path / name / "after.ckpt", weights_only=False)
+        [kept], [kept_after] = saved["optimizer_states"], after["optimizer_states"]
+        assert kept.keys() == kept_after.keys() > {"state", "param_groups"}
+        assert numbers_in(kept) == pytest.approx(numbers_in(kept_after), abs=1e-6)
     # Whoever does not compress can read it, on one device too.
     trainer = make_trainer("auto", devices=1, max_epochs=2)
     trainer.fit(seeded(Wide), loader(), ckpt_path=tmp_path / "powersgd" / "epoch=0.ckpt", **LOADS_EVERYTHING)
     assert trainer.global_step == NUM_STEPS // 2 + 16
+
+
+def numbers_in(state: Any) -> list[float]:
+    """All numbers and sums of tensors, whatever they are in."""
+    if isinstance(state, dict):
+        return [number for part in state.values() for number in numbers_in(part)]
+    if isinstance(state, list | tuple):
+        return [number for part in state for number in numbers_in(part)]
+    return (
+        [float(state.sum())] if isinstance(state, Tensor) else [float(state)] if isinstance(state, int | float) else []
+    )
 
 
 def validate_apart() -> tuple[list[dict], dict]:
@@ -231,11 +248,14 @@ def test_manual_optimization_with_two_optimizers_ends_with_one_model() -> None:
 
 
 @pytest.mark.parametrize("name", ["topk", "diloco"])
-def test_workers_bring_the_model_back(name: str) -> None:
+def test_workers_bring_the_model_back_and_what_is_to_be_saved(name: str, tmp_path: Path) -> None:
     model = seeded(Wide)
     before = state_of(model)
     trainer = make_trainer(f"ddp_spawn_ext_{name}")
     trainer.fit(model, loader())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    [state] = torch.load(tmp_path / "after.ckpt", weights_only=False)["optimizer_states"]
+    assert state["lightning_strategies_ext.compression"]["num_steps"] in (NUM_STEPS, [NUM_STEPS])
     assert not torch.equal(model.net[3].weight, before["net.3.weight"])
 
 

@@ -174,7 +174,12 @@ class TrainerSnapshot:
         training = loaders = None
         if trainer.state.fn == TrainerFn.FITTING:
             strategy = trainer.strategy
-            parts = list(_new_parts(module, before.names, shared)), strategy.optimizers, strategy.lr_scheduler_configs
+            parts = (
+                list(_new_parts(module, before.names, shared)),
+                strategy.optimizers,
+                strategy.lr_scheduler_configs,
+                strategy.exchange_state,
+            )
             training = _told(teller, parts, "The optimizers' state")
             loaders = _told(teller, _lightning.states_of_loaders(trainer), "The position in the training data")
         now = names_in(module)
@@ -214,7 +219,7 @@ class TrainerSnapshot:
             else:
                 _set(shared.object_of(number), name, _loaded(told, shared, name))
         if self.training is not None:
-            new, optimizers, schedulers = self.training.load(shared)
+            new, optimizers, schedulers, strategy.exchange_state = self.training.load(shared)
             for path, part, is_persistent in new:
                 parent, _, name = path.rpartition(".")
                 if isinstance(part, (Module, Parameter)):

@@ -1,6 +1,7 @@
 """What a strategy asks of a compression while it trains, and which one that is."""
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -39,12 +40,19 @@ class CompressedExchange(Protocol):
         """Leaves the groups of the exchange. A second call does no harm."""
 
 
-def begin(compression: Compression, model: DistributedDataParallel) -> CompressedExchange | None:
+def begin(
+    compression: Compression, model: DistributedDataParallel, timeout: timedelta | None = None
+) -> CompressedExchange | None:
     """Makes the exchange of a model; called by all ranks of the default group together.
+
+    Args:
+        compression: What is exchanged.
+        model: In DDP.
+        timeout: Of the collectives; torch's default if None.
 
     Returns:
         None for a rank that has nobody to exchange gradients with.
     """
     if isinstance(compression, LocalSGD):
-        return LocalModels(model, compression)
-    return CompressedGradients(model, compression) if dist.get_world_size() > 1 else None
+        return LocalModels(model, compression, timeout)
+    return CompressedGradients(model, compression, timeout) if dist.get_world_size() > 1 else None

@@ -1,6 +1,7 @@
 """Gradients of a model in DDP, exchanged compressed: what its communication hook does, and what stays between steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -77,13 +78,14 @@ class CompressedGradients:
     Args:
         model: In DDP, on all ranks of the default group.
         compression: What is exchanged.
+        timeout: Of its collectives.
     """
 
-    def __init__(self, model: DistributedDataParallel, compression: Compression) -> None:
+    def __init__(self, model: DistributedDataParallel, compression: Compression, timeout: timedelta | None) -> None:
         self._world_size = dist.get_world_size()
         self._scale = 1.0 / self._world_size
         self._group = model.process_group
-        self._levels = Levels.of_all_ranks(model.device)
+        self._levels = Levels.of_all_ranks(model.device, timeout)
         self._in_order = InOrder(model.device)
         self._parameters = {name: each for name, each in model.module.named_parameters() if each.requires_grad}
         self._residuals = Residuals()

@@ -5,6 +5,7 @@ Each rank of a host carries a share between the hosts, and only what goes betwee
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -32,25 +33,29 @@ class Levels(NamedTuple):
     index_inside: int
 
     @classmethod
-    def of_all_ranks(cls, device: torch.device) -> "Levels":
+    def of_all_ranks(cls, device: torch.device, timeout: timedelta | None) -> "Levels":
         """Makes the groups; called by all ranks of the default group together.
 
         There are two levels if there are several hosts, with the same number of ranks each and more than one.
+
+        Args:
+            device: Of the tensors.
+            timeout: Of the collectives; torch's default if None.
         """
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, host_identity())
         counts = Counter(hosts)
         num_inside = next(iter(counts.values()))
         if len(counts) == 1 or num_inside == 1 or len(set(counts.values())) > 1:
-            return cls(None, dist.new_group(), 1, 0)
+            return cls(None, dist.new_group(timeout=timeout), 1, 0)
         ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
         is_cpu = device.type == "cpu"
         backend = shm.NAME if is_cpu and shm.is_available() else None
         here, insides, betweens = dist.get_rank(), [], []
         for ranks in ranks_of:  # all ranks make all groups, in the same order
-            insides.append(dist.new_group(ranks, backend=backend))
+            insides.append(dist.new_group(ranks, timeout, backend))
         for column in zip(*ranks_of, strict=True):
-            betweens.append(dist.new_group(list(column), backend="gloo" if is_cpu else None))
+            betweens.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
         own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
         index = ranks_of[own].index(here)
         return cls(insides[own], betweens[index], num_inside, index)

@@ -1,6 +1,7 @@
 """Models that drift apart and are brought together every so many steps: local SGD and DiLoCo."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ class LocalModels:
     Args:
         model: In DDP, on all ranks of the default group.
         options: How often, and how.
+        timeout: Of its collectives.
     """
 
-    def __init__(self, model: DistributedDataParallel, options: LocalSGD) -> None:
+    def __init__(self, model: DistributedDataParallel, options: LocalSGD, timeout: timedelta | None) -> None:
         self._model = model
         self._options = options
         self._world_size = dist.get_world_size()
-        self._levels = Levels.of_all_ranks(model.device)
+        self._levels = Levels.of_all_ranks(model.device, timeout)
         self._outer = _OuterSteps(options.learning_rate, options.momentum) if isinstance(options, DiLoCo) else None
         self._optimizers: list[Optimizer] = []
         self._num_steps: list[int] = []
