@@ -1,5 +1,6 @@
 """``compression=...`` in training: beside torch's own hooks and one process, in checkpoints, and when a rank fails."""
 
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import Compression, DDPStrategy, DiLoCo, LocalSGD, PowerSGD, RankFailedError, TopK
+from lightning_strategies_ext.torch_distributed.compression import levels
 from tests.support.models import (
     LOADS_EVERYTHING,
     MLP,
@@ -55,16 +57,16 @@ class Wide(MLP):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def batches_of(rank: int) -> Any:
-    """What a rank of two gets of an epoch."""
-    samples = torch.utils.data.Subset(dataset(), range(rank, len(dataset()), 2))
+def batches_of(rank: int, size: int = 2) -> Any:
+    """What a rank gets of an epoch."""
+    samples = torch.utils.data.Subset(dataset(), range(rank, len(dataset()), size))
     return DataLoader(samples, batch_size=BATCH_SIZE)
 
 
 def train(model: pl.LightningModule, compression: Any, ckpt_path: Path | None = None, **arguments: Any) -> dict:
     trainer = make_trainer(DDPStrategy(compression=compression), use_distributed_sampler=False, **arguments)
     resumed = {} if ckpt_path is None else {"ckpt_path": ckpt_path, **LOADS_EVERYTHING}
-    trainer.fit(model, batches_of(trainer.global_rank), loader(batch_size=BATCH_SIZE), **resumed)
+    trainer.fit(model, batches_of(trainer.global_rank, trainer.world_size), loader(batch_size=BATCH_SIZE), **resumed)
     assert trainer.global_step == NUM_STEPS
     if trainer.checkpoint_callback is not None:
         trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath, "after.ckpt"))
@@ -106,33 +108,42 @@ def test_casts_are_those_of_torch() -> None:
 # --- beside one process ---
 
 
-def train_apart(make_loss: Any, period: int, outer: Any) -> dict[str, Tensor]:
-    """Two models in one process, each with its optimizer, and the steps from the common model between."""
+def train_apart(period: int, outer: Any, per_host: int) -> dict[str, Tensor]:
+    """Two hosts' models in one process, each with its optimizer, and the steps from the common model between.
+
+    Args:
+        period: Steps from one mean of the models to the next.
+        outer: Makes the optimizer of those steps; None if the mean is the common model.
+        per_host: Ranks, which exchange gradients in each step.
+    """
+    size = 2 * per_host
     common = seeded(MLP)
     models = [deepcopy(common) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     outer_optimizer = None if outer is None else outer(common.parameters())
+    batches = [list(batches_of(rank, size)) for rank in range(size)]
     for step in range(NUM_STEPS):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            batch = list(batches_of(rank))[step % len(batches_of(rank))]
+        for host, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
-            make_loss(model, batch).backward()
+            for rank in range(host * per_host, (host + 1) * per_host):
+                (model.loss(batches[rank][step % len(batches[rank])]) / per_host).backward()
             optimizer.step()
-        is_last = step == NUM_STEPS - 1
-        if (step + 1) % period == 0 or is_last:
+        is_due, is_last = (step + 1) % period == 0, step == NUM_STEPS - 1
+        if is_due or is_last:
             with torch.no_grad():
                 for whole, *parts in zip(common.parameters(), *(model.parameters() for model in models), strict=True):
                     mean = sum(part * 0.5 for part in parts)
                     whole.grad = whole - mean
-                    if outer_optimizer is None or (step + 1) % period:
+                    if outer_optimizer is None or not is_due:
                         whole.copy_(mean)
-            if outer_optimizer is not None and (step + 1) % period == 0:
+            if outer_optimizer is not None and is_due:
                 outer_optimizer.step()
             for model in models:
                 model.load_state_dict(common.state_dict())
     return state_of(common)
 
 
+@pytest.mark.parametrize("per_host", [1, 2])
 @pytest.mark.parametrize(
     ("compression", "outer"),
     [
@@ -141,15 +152,17 @@ def train_apart(make_loss: Any, period: int, outer: Any) -> dict[str, Tensor]:
     ],
     ids=["localsgd", "diloco"],
 )
-def test_models_apart_are_those_of_one_process(compression: Compression, outer: Any) -> None:
-    expected = train_apart(lambda model, batch: model.loss(batch), 5, outer)
-    for found in run_ranks(train_mlp, compression):
+def test_models_apart_are_those_of_one_process(compression: Compression, outer: Any, per_host: int) -> None:
+    expected = train_apart(5, outer, per_host)
+    for found in run_ranks(train_mlp, compression, per_host, world_size=2 * per_host):
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def train_mlp(compression: Compression) -> dict:
-    return train(seeded(MLP), compression, limit_val_batches=0)
+def train_mlp(compression: Compression, per_host: int) -> dict:
+    levels.host_identity = lambda: f"host {int(os.environ['LOCAL_RANK']) // per_host}"
+    size = {"devices": 2 * per_host, "max_epochs": 2 * per_host}
+    return train(seeded(MLP), compression, limit_val_batches=0, **size)
 
 
 # --- checkpoints ---
