@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--context", type=int, default=16, help="bytes per window")
     parser.add_argument("--batch-size", type=int, default=1, help="windows per rank and step")
-    parser.add_argument("--timeout", type=float, default=1800, help="of a round, in seconds")
+    parser.add_argument("--timeout", type=float, default=3600, help="of a round, in seconds")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
     parser.add_argument("--name", default="hosts", help="of the files in the output directory")
     asked = parser.parse_args()
