@@ -14,7 +14,7 @@ from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import SPIN_S, Rounds
 
 #: What is exchanged between hosts at once, while what comes next is added up inside, and what came before is spread.
-_PIECE_NUM_BYTES: Final = 2**21
+_PIECE_NUM_BYTES: Final = 2**23
 
 
 class AllReduceAcrossHosts:
