@@ -33,7 +33,7 @@ SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 CONTENDERS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "ddp_ext": DDPStrategy,
-    "ddp_ext over gloo": partial(DDPStrategy, process_group_backend="gloo"),
+    "ddp_ext over shm": partial(DDPStrategy, process_group_backend="shm"),
     "bf16 hook of torch": lambda: DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook),
     "bf16": partial(DDPStrategy, compression="bf16"),
     "powersgd": partial(DDPStrategy, compression="powersgd"),

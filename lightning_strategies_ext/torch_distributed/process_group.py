@@ -134,14 +134,14 @@ def check_options(options: Any, backend: str | None) -> None:
         )
 
 
-def default_backend(device: torch.device, share_hosts: bool) -> str:
-    """The backend for a device type: shm for CPU ranks that share hosts, else what torch prefers.
+def default_backend(device: torch.device, is_one_host: bool) -> str:
+    """The backend for a device type: shm for the CPU ranks of one host, else what torch prefers.
 
     Args:
         device: Of this rank.
-        share_hosts: Whether there are several ranks on each host.
+        is_one_host: Whether all ranks are on this host, and there are several.
     """
-    if device.type == "cpu" and share_hosts and shm.is_available():
+    if device.type == "cpu" and is_one_host and shm.is_available():
         return shm.NAME
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
@@ -174,7 +174,7 @@ def start(
         ValueError: If the options are those of another backend.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
-    backend = backend or default_backend(device, share_hosts=num_processes > 1)
+    backend = backend or default_backend(device, is_one_host=1 < world_size == num_processes)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise RuntimeError(
