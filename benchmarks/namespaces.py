@@ -53,11 +53,6 @@ class Host:
             *f"rate {megabits}mbit burst {burst} latency 50ms".split(),
         )
 
-    def num_bytes_sent(self) -> int:
-        """How many bytes have left by the cable."""
-        command = f"ip netns exec {self.name} cat /sys/class/net/eth0/statistics/tx_bytes"
-        return int(run(*command.split()))
-
     def pids(self) -> list[int]:
         """The processes on the host."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True)

@@ -280,9 +280,7 @@ def abort() -> None:
 def stop() -> None:
     """Leaves the default process group, if there is one."""
     if is_initialized():
-        held = _backends_held()
-        dist.destroy_process_group()
-        held.clear()
+        _destroy(None)
 
 
 def leave(group: Any) -> None:
@@ -290,9 +288,13 @@ def leave(group: Any) -> None:
     from torch.distributed.distributed_c10d import _world
 
     if group in _world.pg_map:
-        held = _backends_held()
-        dist.destroy_process_group(group)
-        held.clear()
+        _destroy(group)
+
+
+def _destroy(group: Any) -> None:
+    held = _backends_held()
+    dist.destroy_process_group(group)
+    held.clear()
 
 
 def _backends_held() -> list[Any]:

@@ -200,10 +200,19 @@ def test_who_resumes_has_the_weights_of_who_was_not_stopped(tmp_path: Path) -> N
         [kept], [kept_after] = saved["optimizer_states"], after["optimizer_states"]
         assert kept.keys() == kept_after.keys() > {"state", "param_groups"}
         assert numbers_in(kept) == pytest.approx(numbers_in(kept_after), abs=1e-6)
-    # Whoever does not compress can read it, on one device too.
+    # Whoever exchanges something else, or whole gradients, can read it, on one device too.
+    run_ranks(train_with_another, tmp_path)
     trainer = make_trainer("auto", devices=1, max_epochs=2)
     trainer.fit(seeded(Wide), loader(), ckpt_path=tmp_path / "powersgd" / "epoch=0.ckpt", **LOADS_EVERYTHING)
     assert trainer.global_step == NUM_STEPS // 2 + 16
+
+
+def train_with_another(directory: Path) -> list[int]:
+    pairs = [("powersgd", "localsgd"), ("topk", "powersgd"), ("localsgd", "diloco"), ("diloco", "topk")]
+    return [
+        len(train(seeded(Wide), WITH_STATE[other], directory / name / "epoch=0.ckpt", limit_val_batches=0))
+        for name, other in pairs
+    ]
 
 
 def numbers_in(state: Any) -> list[float]:

@@ -78,7 +78,7 @@ def test_what_cannot_work_is_refused(make: Callable[[], Any], error: type[Except
     assert said in str(raised.value)
 
 
-def test_what_is_kept_of_scaled_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_of_scaled_gradients_is_refused() -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     scaled = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))

@@ -170,7 +170,7 @@ class CompressedGradients:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state_dict` gave, on this number of ranks or another."""
-        if not state:
+        if "residuals" not in state:  # of a run that has exchanged something else
             return
         self._num_steps = state["num_steps"]
         for name, total in state["residuals"].items():

@@ -103,12 +103,12 @@ class LocalModels:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what :meth:`state_dict` gave, on this number of ranks or another."""
-        if not state or len(state["num_steps"]) != len(self._optimizers):
+        if len(state.get("num_apart", ())) != len(self._optimizers):  # of a run that has exchanged something else
             return
         self._num_steps, self._num_apart = list(state["num_steps"]), list(state["num_apart"])
         if state["is_apart"]:
             self._part()
-        if self._outer is not None:
+        if self._outer is not None and state["outer"]:
             self._outer.load_state_dict(state["outer"], dict(self._model.module.named_parameters()))
 
     def close(self) -> None:
