@@ -51,12 +51,12 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
-def check_can_change(uneven_inputs: str, averaging_period: int | None) -> None:
+def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:
     """Refuses what ranks that change cannot have.
 
     Args:
         uneven_inputs: What happens when ranks have different numbers of batches.
-        averaging_period: Of post-local SGD; None without.
+        averages_models: The argument that has models averaged, with its value, if there is one.
 
     Raises:
         ValueError: If it cannot work.
@@ -66,9 +66,9 @@ def check_can_change(uneven_inputs: str, averaging_period: int | None) -> None:
             "`uneven_inputs='error'` with `elastic=True`: ranks that change have different numbers of batches. Use"
             " 'join' or 'stop'."
         )
-    if averaging_period is not None:
+    if averages_models is not None:
         raise ValueError(
-            f"`model_averaging_period={averaging_period}` with `elastic=True`: ranks go back to one state, and"
+            f"`{averages_models}` with `elastic=True`: ranks go back to one state, and"
             " post-local SGD lets them differ. Leave one of them out."
         )
 

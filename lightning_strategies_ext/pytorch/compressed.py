@@ -30,6 +30,7 @@ class Compressed(_Base):
 
     _compressed: CompressedExchange | None = None
     exchange_state: dict[str, Any] | None = None
+    _restored: Mapping[str, Any] | None = None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -49,11 +50,14 @@ class Compressed(_Base):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restores the optimizers' states, and that of the exchange."""
+        """Restores the optimizers' states, and that of the exchange; of one that is to come, when it comes."""
         super().load_optimizer_state_dict(checkpoint)
         states = checkpoint["optimizer_states"]
-        if self._compressed is not None and states:
-            self._compressed.load_state_dict(states[0].get(_KEY, {}))
+        restored = states[0].get(_KEY) if states else None
+        if self._compressed is None:
+            self._restored = restored
+        elif restored:
+            self._compressed.load_state_dict(restored)
 
     @override
     def on_validation_start(self) -> None:
@@ -76,6 +80,9 @@ class Compressed(_Base):
     def _begin_compression(self, exchange: CompressedExchange | None) -> None:
         self._end_compression()
         self._compressed, self.exchange_state = exchange, None
+        if exchange is not None and self._restored:
+            exchange.load_state_dict(self._restored)
+        self._restored = None
 
     def _end_compression(self) -> None:
         if self._compressed is not None:

@@ -67,7 +67,7 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
             )
         kwargs.setdefault("uneven_inputs", "join")
         super().__init__(*args, **kwargs)
-        check_can_change(self._uneven_inputs, self._gradient_sync.averaging_period)
+        check_can_change(self._uneven_inputs, self._gradient_sync.averages_models)
         self._fit: ElasticFit | None = None
         self._membership: RestartedMembership | None = None
         self._job = self._find_job()

@@ -97,7 +97,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         )
         kwargs.setdefault("uneven_inputs", "join")
         super().__init__(*args, **kwargs)
-        check_can_change(self._uneven_inputs, self._gradient_sync.averaging_period)
+        check_can_change(self._uneven_inputs, self._gradient_sync.averages_models)
         if self._start_method == "fork":
             raise ValueError(
                 "`start_method='fork'` with `elastic=True`: a worker is started anew in the middle of training, when"
@@ -235,6 +235,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         Args:
             agreed: Whether all ranks leave before the same step; otherwise some may be gone.
         """
+        self._end_compression()
         if isinstance(self.model, DistributedDataParallel):
             # Which would exchange what the next one does, as long as anything, such as a trace, holds it.
             self.model._remove_autograd_hooks()

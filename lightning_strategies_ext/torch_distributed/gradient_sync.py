@@ -87,12 +87,14 @@ class GradientSync:
                     " compression 'bf16' or 'fp16'."
                 )
         if has_to_join:
-            averages_models = None
-            if self.averaging_period is not None:
-                averages_models = f"model_averaging_period={self.averaging_period}"
-            elif isinstance(self.compression, LocalSGD):
-                averages_models = f"compression={self.compression!r}"
-            check_can_join(averages_models, ddp_kwargs)
+            check_can_join(self.averages_models, ddp_kwargs)
+
+    @property
+    def averages_models(self) -> str | None:
+        """The argument by which models are averaged, not gradients, with its value; None if there is none."""
+        if self.averaging_period is not None:
+            return f"model_averaging_period={self.averaging_period}"
+        return f"compression={self.compression!r}" if isinstance(self.compression, LocalSGD) else None
 
     def register_hook(
         self, model: DistributedDataParallel, share: Share | None = None, timeout: timedelta | None = None

@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext import BFloat16, Compression, DDPStrategy, DiLoCo, Float16, LocalSGD, PowerSGD, TopK
+from lightning_strategies_ext import (
+    BFloat16,
+    Compression,
+    DDPSpawnStrategy,
+    DDPStrategy,
+    DiLoCo,
+    Float16,
+    LocalSGD,
+    PowerSGD,
+    TopK,
+)
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.torch_distributed.compression import levels, top_k
 from lightning_strategies_ext.torch_distributed.compression.exchange import begin
@@ -68,6 +78,11 @@ CASES: dict[str, tuple[Compression, torch.dtype, int]] = {
             lambda: DDPStrategy(compression="topk", find_unused_parameters=True),
             ValueError,
             "which DDP drops for parameters that no rank has used",
+        ),
+        (
+            lambda: DDPSpawnStrategy(elastic=True, compression="diloco", uneven_inputs="stop"),
+            ValueError,
+            "with `elastic=True`: ranks go back to one state",
         ),
         (lambda: FabricDDPStrategy(compression="powersgd"), ValueError, "Fabric's strategy has 'bf16' and 'fp16'"),
     ],
