@@ -298,3 +298,25 @@ def test_who_waits_for_a_rank_that_fails_is_told(name: str) -> None:
     assert "rank 1 has had enough" in second.error
     assert RankFailedError.__name__ in first.error
     assert "rank 1 has had enough" in first.error
+
+
+class Exchange:
+    """Notes what it is given."""
+
+    def __init__(self) -> None:
+        self.restored: list[Any] = []
+
+    def load_state_dict(self, state: Any) -> None:
+        self.restored.append(state)
+
+    def close(self) -> None:
+        """Is called when another comes."""
+
+
+def test_what_is_restored_before_there_is_an_exchange_is_for_the_next_one() -> None:
+    """So it comes with workers that ``fit`` starts: a world has its state before it has its model in DDP."""
+    strategy, first, second = DDPStrategy(compression="topk"), Exchange(), Exchange()
+    strategy.load_optimizer_state_dict({"optimizer_states": [{"lightning_strategies_ext.compression": {"a": 1}}]})
+    strategy._begin_compression(first)
+    strategy._begin_compression(second)
+    assert (first.restored, second.restored) == ([{"a": 1}], [])
