@@ -52,8 +52,7 @@ class Share:
                     buffer.mul_(world_size / num_contributors)
                 return inner(state, bucket)
             buffer.mul_(1.0 / num_contributors)  # as DDP does: a division rounds otherwise
-            future: Future[list[Tensor]] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
-            return future.then(lambda reduced: reduced.value()[0])
+            return all_reduced(buffer, group)
 
         return exchange
 
@@ -142,6 +141,12 @@ class DDPExchange:
             for parameter in self._model.parameters():
                 if parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None
+
+
+def all_reduced(tensor: Tensor, group: Any) -> Future[Tensor]:
+    """Begins to add up a tensor in place over the ranks of a group."""
+    future: Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+    return future.then(lambda reduced: reduced.value()[0])
 
 
 def check_can_join(averages_models: str | None, ddp_kwargs: Mapping[str, Any]) -> None:

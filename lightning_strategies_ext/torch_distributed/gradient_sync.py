@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange, begin
+from lightning_strategies_ext.torch_distributed.compression.models import check_is_plain
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD, PowerSGD, TopK
 from lightning_strategies_ext.torch_distributed.exchange import Share, check_can_join
 
@@ -194,15 +195,9 @@ class ModelAveraging:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], period: int, state: PostLocalSGDState) -> None:
-        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-
         self._averagers: dict[int, PeriodicModelAverager] = {}
         for optimizer in optimizers:
-            if isinstance(optimizer, (PostLocalSGDOptimizer, ZeroRedundancyOptimizer)):
-                raise ValueError(
-                    f"`model_averaging_period` cannot be combined with {type(optimizer).__name__}, which distributes"
-                    " its own work. Use a plain optimizer, or leave the period and the PostLocalSGDState out."
-                )
+            check_is_plain(optimizer, f"model_averaging_period={period}")
             # One each: a shared one would count the steps of all optimizers together and so average some of them never.
             self._averagers[id(optimizer)] = PeriodicModelAverager(
                 period=period, warmup_steps=state.start_localSGD_iter, process_group=state.process_group

@@ -247,7 +247,7 @@ def test_chosen_are_nearly_the_largest() -> None:
 @pytest.mark.parametrize("num_inside", [1, 2, 3, 5])
 @pytest.mark.parametrize("sizes", [[7], [1, 1, 1], [100, 1, 1, 1, 100], [0, 5, 0], [1] * 20])
 def test_each_tensor_is_in_one_share(num_inside: int, sizes: list[int]) -> None:
-    shares = Levels(None, None, num_inside, 0).shares(sizes)
+    shares = Levels(None, None, num_inside, 0, torch.device("cpu")).shares(sizes)
     assert [index for share in shares for index in share] == list(range(len(sizes)))
     assert len(shares) == num_inside
     largest = max(sum(sizes[index] for index in share) for share in shares)

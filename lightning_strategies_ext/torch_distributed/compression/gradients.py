@@ -23,6 +23,7 @@ from lightning_strategies_ext.torch_distributed.compression.options import (
 from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 from lightning_strategies_ext.torch_distributed.compression.top_k import TopKCodec
+from lightning_strategies_ext.torch_distributed.exchange import all_reduced
 
 #: Elements.
 _CAST_AT_ONCE = 1 << 20
@@ -107,7 +108,7 @@ class CompressedGradients:
         is_warming_up = self._num_steps < self._warmup_steps
         self._num_steps += bucket.is_last()
         if is_warming_up or flat.is_sparse:
-            return _all_reduced(flat.mul_(self._scale), self._group)
+            return all_reduced(flat.mul_(self._scale), self._group)
         if self._cast is not None and self._levels.inside is None:
             return self._cast_and_sum(flat.mul_(self._scale), self._cast)
         return self._in_order.submit(lambda: self._sum(parameters, flat), flat)
@@ -116,7 +117,7 @@ class CompressedGradients:
         """On CPUs in pieces: one is cast while another is on its way."""
 
         def begin(piece: Tensor) -> Future[Tensor]:
-            summed = _all_reduced(piece.to(dtype), self._levels.between)
+            summed = all_reduced(piece.to(dtype), self._levels.between)
             return summed.then(lambda cast: piece.copy_(cast.value()))
 
         if flat.is_cuda:
@@ -160,11 +161,10 @@ class CompressedGradients:
         if isinstance(self._codec, CastCodec):
             return {}
         names = {parameter: name for name, parameter in self._parameters.items()}
-        size, parameters = self._world_size, self._parameters
-        self._residuals.take_together(parameters.values(), self._levels.sum, size)
+        totals = self._residuals.take_together(list(self._parameters.values()), self._levels.sum_all, self._world_size)
         return {
             "num_steps": self._num_steps,
-            "residuals": {name: self._residuals.total(each, size) for name, each in parameters.items()},
+            "residuals": dict(zip(self._parameters, totals, strict=True)),
             "codec": self._codec.state_dict(names),
         }
 
@@ -182,11 +182,6 @@ class CompressedGradients:
         """Leaves the groups of the exchange. A second call does no harm."""
         self._in_order.close()
         self._levels.close()
-
-
-def _all_reduced(tensor: Tensor, group: Any) -> Future[Tensor]:
-    future: Future[list[Tensor]] = dist.all_reduce(tensor, group=group, async_op=True).get_future()
-    return future.then(lambda reduced: reduced.value()[0])
 
 
 def _all_of(pieces: list[Future[Tensor]], whole: Tensor) -> Tensor:

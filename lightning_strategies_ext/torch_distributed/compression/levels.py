@@ -25,12 +25,14 @@ class Levels(NamedTuple):
         between: The ranks that it exchanges its share with, one of each host; all ranks if there are no two levels.
         num_inside: Ranks per host; 1 if there are no two levels.
         index_inside: Which of them this one is.
+        device: Of what is exchanged.
     """
 
     inside: Any
     between: Any
     num_inside: int
     index_inside: int
+    device: torch.device
 
     @classmethod
     def of_all_ranks(cls, device: torch.device, timeout: timedelta | None) -> "Levels":
@@ -47,7 +49,7 @@ class Levels(NamedTuple):
         counts = Counter(hosts)
         num_inside = next(iter(counts.values()))
         if len(counts) == 1 or num_inside == 1 or len(set(counts.values())) > 1:
-            return cls(None, dist.new_group(timeout=timeout), 1, 0)
+            return cls(None, dist.new_group(timeout=timeout), 1, 0, device)
         ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
         is_cpu = device.type == "cpu"
         backend = shm.NAME if is_cpu and shm.is_available() else None
@@ -58,7 +60,7 @@ class Levels(NamedTuple):
             betweens.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
         own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
         index = ranks_of[own].index(here)
-        return cls(insides[own], betweens[index], num_inside, index)
+        return cls(insides[own], betweens[index], num_inside, index, device)
 
     def shares(self, sizes: Sequence[int]) -> list[range]:
         """Which tensors each rank of a host carries between the hosts, next to each other, of about the same size.
@@ -98,11 +100,14 @@ class Levels(NamedTuple):
             if piece.numel():
                 dist.broadcast(piece, rank, group=self.inside)
 
-    def sum(self, flat: Tensor) -> None:
-        """Sums a tensor of one dimension in place over all ranks, whole."""
-        pieces = list(flat.tensor_split(self.num_inside))
-        own = pieces[self.index_inside]
-        self.exchange(pieces, lambda: _all_reduce(own, self.between))
+    def sum_all(self, tensors: Sequence[Tensor]) -> None:
+        """Sums tensors in place over all ranks, whole; those of a dtype in one exchange."""
+        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1).to(self.device) for tensor in alike])
+            self._sum(flat)
+            for tensor, summed in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
+                tensor.copy_(summed.view_as(tensor))
 
     def close(self) -> None:
         """Leaves the groups."""
@@ -110,6 +115,11 @@ class Levels(NamedTuple):
             if group is not None:
                 process_group.leave(group)
 
+    def _sum(self, flat: Tensor) -> None:
+        pieces = list(flat.tensor_split(self.num_inside))
+        own = pieces[self.index_inside]
 
-def _all_reduce(tensor: Tensor, group: Any) -> None:
-    dist.all_reduce(tensor, group=group)
+        def between() -> None:
+            dist.all_reduce(own, group=self.between)
+
+        self.exchange(pieces, between)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_strategies_ext.torch_distributed.compression.levels import Levels
 from lightning_strategies_ext.torch_distributed.compression.options import DiLoCo, LocalSGD
+from lightning_strategies_ext.torch_distributed.exchange import all_reduced
 
 
 class LocalModels:
@@ -42,16 +43,10 @@ class LocalModels:
         Raises:
             ValueError: If one of them distributes its own work.
         """
-        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-
         self._optimizers = list(optimizers)
         self._num_steps, self._num_apart = [0] * len(self._optimizers), [0] * len(self._optimizers)
         for optimizer in self._optimizers:
-            if isinstance(optimizer, (PostLocalSGDOptimizer, ZeroRedundancyOptimizer)):
-                raise ValueError(
-                    f"`compression={self._options.name!r}` cannot be combined with {type(optimizer).__name__}, which"
-                    " distributes its own work. Use a plain optimizer."
-                )
+            check_is_plain(optimizer, f"compression={self._options.name!r}")
         self._part_if_due()
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -63,8 +58,7 @@ class LocalModels:
             future.set_result(flat)
             return future
         flat.mul_(1.0 / group.size())
-        reduced: Future[list[Tensor]] = dist.all_reduce(flat, group=group, async_op=True).get_future()
-        return reduced.then(lambda done: done.value()[0])
+        return all_reduced(flat, group)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer, and brings its parameters together when it is time."""
@@ -144,14 +138,10 @@ class LocalModels:
         return [value for key, value in own.items() if all(key in keys for keys in told)]
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
-        device = self._model.device
-        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-            alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1).to(device) for tensor in alike])
-            flat.mul_(1.0 / self._world_size)
-            self._levels.sum(flat)
-            for tensor, mean in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-                tensor.copy_(mean.view_as(tensor))
+        tensors = [tensor.detach() for tensor in tensors]
+        self._levels.sum_all(tensors)
+        for tensor in tensors:
+            tensor.div_(self._world_size)
 
 
 class _OuterSteps:
@@ -194,6 +184,25 @@ class _OuterSteps:
             for name, value in kept.items():
                 if name in parameters:
                     own[parameters[name]] = value.to(parameters[name].device, copy=True)
+
+
+def check_is_plain(optimizer: Optimizer, asked_for: str) -> None:
+    """Refuses an optimizer that would undo an averaging of models.
+
+    Args:
+        optimizer: A torch optimizer.
+        asked_for: The argument by which models are averaged.
+
+    Raises:
+        ValueError: If it distributes its own work.
+    """
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+    if isinstance(optimizer, (PostLocalSGDOptimizer, ZeroRedundancyOptimizer)):
+        raise ValueError(
+            f"`{asked_for}` cannot be combined with {type(optimizer).__name__}, which distributes its own work. Use a"
+            " plain optimizer, or leave the averaging of models out."
+        )
 
 
 def _trained_by(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
 """What a lossy exchange has left out so far, to be added to the next gradients (error feedback)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,25 +48,28 @@ class Residuals:
                 piece.add_(own, alpha=size)
                 own.zero_()
 
-    def take_together(self, parameters: Iterable[Tensor], sum_over_ranks: Callable[[Tensor], None], size: int) -> None:
+    def take_together(
+        self, parameters: Sequence[Tensor], sum_over_ranks: Callable[[Sequence[Tensor]], None], size: int
+    ) -> list[Tensor]:
         """Gives each rank the same part of what is missing; called by all ranks together.
 
         Args:
             parameters: All that there may be, in the same order on all ranks.
-            sum_over_ranks: Sums a tensor of one dimension in place.
+            sum_over_ranks: Sums tensors in place.
             size: Number of ranks.
-        """
-        for parameter in parameters:
-            own = self._own(parameter)
-            sum_over_ranks(own)
-            own.div_(size)
 
-    def total(self, parameter: Tensor, size: int) -> Tensor:
-        """What is missing of one parameter's gradients, after :meth:`take_together`: shape ``(numel,)``."""
-        return self._own(parameter) * size
+        Returns:
+            What is missing as a whole, by parameter: shape ``(numel,)``.
+        """
+        own = [self._own(parameter) for parameter in parameters]
+        sum_over_ranks(own)
+        totals = [tensor.clone() for tensor in own]
+        for tensor in own:
+            tensor.div_(size)
+        return totals
 
     def put(self, parameter: Tensor, total: Tensor, size: int) -> None:
-        """The reverse of :meth:`total`; the number of ranks may be another."""
+        """Gives this rank its part of what is missing, on as many ranks as before or others."""
         self._own(parameter).copy_(total).div_(size)
 
     def _own(self, parameter: Tensor) -> Tensor:
