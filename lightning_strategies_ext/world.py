@@ -16,6 +16,7 @@ from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.failure.departure import Departure
 from lightning_strategies_ext.failure.errors import has_lost_a_peer, is_of_collective
 from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.store_thread import StoreThread
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.failure.watch import Watch
 from lightning_strategies_ext.peers import Peer
@@ -70,6 +71,7 @@ class World:
         self.exchange: Any = None
         self.inputs: Any = None
         self.was_asked_to_stop: bool = before is not None and before.was_asked_to_stop
+        self._store_thread: StoreThread | None = None
         self._departure: Departure | None = None
         self._termination: TerminationAgreement | None = None
         self._confirm_sigterm: Callable[[], None] | None = None
@@ -127,7 +129,7 @@ class World:
             self._termination.close()
         self._confirm_sigterm, self._release_sigterm = confirm, release
         self._termination = TerminationAgreement(
-            self.store, self.rank, self.size, is_requested=is_requested, name=self._name
+            self.store, self._asking(), self.rank, self.size, is_requested=is_requested, name=self._name
         )
 
     def watch_departures(self, progress: Progress, *, is_job: bool) -> None:
@@ -142,8 +144,10 @@ class World:
         watch = self.watch
         if self._departure is not None:
             self._departure.close()
+        thread = self._asking()
+        assert thread is not None
         self._departure = Departure(
-            self.store, self.rank, self.size, progress, watch.wake_this_rank, watch.died, watch.reason, is_job
+            self.store, thread, self.rank, self.size, progress, watch.wake_this_rank, watch.died, watch.reason, is_job
         )
 
     # --- between steps ---
@@ -228,12 +232,12 @@ class World:
         if self.watch is not None and is_over:
             self.watch.leave_stage()
         self._end_exchange()
-        if self._termination is None:
-            return
-        self._termination.close()
-        # A request that came after the last step, while a checkpoint was saved, say, is for the next stage.
-        self.was_asked_to_stop = self._termination.is_unanswered
-        self._termination = None
+        if self._termination is not None:
+            self._termination.close()
+            # A request that came after the last step, while a checkpoint was saved, say, is for the next stage.
+            self.was_asked_to_stop = self._termination.is_unanswered
+            self._termination = None
+        self._close_thread()
 
     def release_sigterm(self) -> None:
         """Gives the Trainer its own handling of a SIGTERM back. A second call does no harm."""
@@ -243,14 +247,14 @@ class World:
 
     def stop_talking(self) -> None:
         """Ends the talk with the others by way of the store, which may be gone; from any thread."""
-        for part in (self._departure, self._termination):
+        for part in (self._departure, self._termination, self._store_thread):
             if part is not None:
                 part.abandon()
 
     def abandon(self) -> None:
         """Ends this rank's part without a word to the others, some of whom may be gone."""
         self.stop_talking()
-        self._termination = self._departure = None
+        self._termination = self._departure = self._store_thread = None
         self._end_exchange()
 
     def _close(self) -> None:
@@ -259,6 +263,17 @@ class World:
             self._departure.close()
         if self._termination is not None:
             self._termination.close()
+        self._close_thread()
+
+    def _asking(self) -> StoreThread | None:
+        if self.store is not None and self._store_thread is None:
+            self._store_thread = StoreThread()
+        return self._store_thread
+
+    def _close_thread(self) -> None:
+        if self._store_thread is not None:
+            self._store_thread.close()
+            self._store_thread = None
 
     def _end_exchange(self) -> None:
         for part in (self.inputs, self.exchange):

@@ -1,11 +1,11 @@
 """Departure: a rank that has ended its stage takes part in no more collectives of it, and nobody waits for it there.
 
 Ranks that get different numbers of batches end a stage at different times. Where processes end with it, the others find
-the connection closed. Workers stay, so each rank says in the shared key-value store that it has ended its stage, and a
-thread of each rank that has not looks there. Once another has, and this rank waits in a collective that the other did
-not begin, it is cut off from the others, so that the collective fails. The store goes with rank 0, so at the end of its
-process rank 0 first gives the others a moment to learn of it; and since that process is the one that the user has
-started, it does not end as if all had gone well then.
+the connection closed. Workers stay, so each rank says in the shared key-value store that it has ended its stage, and
+each rank that has not looks there (:mod:`.store_thread`). Once another has, and this rank waits in a collective that
+the other did not begin, it is cut off from the others, so that the collective fails. The store goes with rank 0, so at
+the end of its process rank 0 first gives the others a moment to learn of it; and since that process is the one that
+the user has started, it does not end as if all had gone well then.
 
 What it does not promise: waking a rank out of NCCL, whose watchdog does it at the timeout, or out of a collective
 between hosts.
@@ -13,7 +13,6 @@ between hosts.
 
 import atexit
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,8 +21,9 @@ from itertools import count
 import torch.distributed as dist
 
 from lightning_strategies_ext.failure import report
-from lightning_strategies_ext.failure.ending import fail_at_exit, leave_thread
+from lightning_strategies_ext.failure.ending import fail_at_exit
 from lightning_strategies_ext.failure.signs import Failure, Progress
+from lightning_strategies_ext.failure.store_thread import StoreThread
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Departure:
 
     Args:
         store: The store that all ranks share.
+        thread: Asks the store.
         rank: Global rank of this process.
         world_size: Number of ranks.
         progress: Of this rank.
@@ -58,6 +59,7 @@ class Departure:
     def __init__(
         self,
         store: dist.Store,
+        thread: StoreThread,
         rank: int,
         world_size: int,
         progress: Progress,
@@ -69,20 +71,23 @@ class Departure:
         self._store = dist.PrefixStore(f"lightning_strategies_ext/departure/{next(_stage_numbers)}", store)
         self._rank = rank
         self._world_size = world_size
-        self._interval_s = max(POLL_INTERVAL_S, world_size / 1000)
+        self.interval_s = max(POLL_INTERVAL_S, world_size / 1000)
         self._progress = progress
         self._cut_off = cut_off
         self._died = died
         self.why = why
         self._is_job = is_job
         self.reason: str | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="departure", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        self._has_somebody_left = False
+        self._waiting_for: object = None
+        self._waits_s = 0.0
+        self._thread = thread
+        thread.ask(self)
 
     def depart(self) -> None:
         """Says that this rank has ended its stage. A second call, or one after :meth:`close`, does nothing."""
-        if self._closed.is_set():
+        if self._is_closed:
             return
         self.close()
         self._say(str(self._rank), str(self._progress.num_begun()))
@@ -92,13 +97,13 @@ class Departure:
 
     def fail(self) -> None:
         """Ends the part of a rank that has failed; nobody need wait for it to learn of anything."""
-        if not self._closed.is_set():
+        if not self._is_closed:
             self.close()
             self._say(_failed(self._rank))
 
     def explain(self) -> str | None:
         """Why a collective has failed, if it did because another rank has ended the stage and then its process."""
-        if self.reason is None and not self._closed.is_set():
+        if self.reason is None and not self._is_closed:
             with suppress(RuntimeError):  # the store went away with rank 0, which has ended otherwise
                 self._note_reason(self._departed())
         return self.reason
@@ -123,37 +128,35 @@ class Departure:
         return sorted(failed)
 
     def abandon(self) -> None:
-        """Ends this rank's part and waits for nobody, not for its own thread either, which may wait for the store."""
-        self._closed.set()
-        leave_thread(self._thread)
+        """Ends this rank's part without a word to the others, who may be gone with the store."""
+        self._is_closed = True
 
     def close(self) -> None:
         """Ends this rank's part without a word."""
-        self._closed.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._is_closed = True
+        self._thread.drop(self)
 
-    def _watch(self) -> None:
+    def look(self) -> bool:
+        """Asks the store who has ended the stage, and cuts this rank off if it waits for one. Whether to ask again."""
         try:
-            while not self._closed.wait(self._interval_s):
-                if self._store.check(["somebody"]):
-                    self._watch_collectives()
-                    return
+            if self._has_somebody_left:
+                return not self._is_waiting_in_vain()
+            self._has_somebody_left = self._store.check(["somebody"])
         except RuntimeError as error:  # the store went away with rank 0
-            log.debug("rank %d no longer watches who has ended the stage: %s", self._rank, error)
+            log.debug("rank %d no longer asks who has ended the stage: %s", self._rank, error)
+            return False
+        return True
 
-    def _watch_collectives(self) -> None:
-        waiting, polls = None, 0
-        while not self._closed.wait(self._interval_s):
-            departed = self._departed()
-            begun = min(departed.values())
-            now = self._progress.waiting_for()
-            polls = polls + 1 if now is not None and now is waiting else 0
-            waiting = now
-            if self._progress.num_begun() > begun or polls * self._interval_s >= PATIENCE_S:
-                self._note_reason(departed)
-                self._cut_off()
-                return
+    def _is_waiting_in_vain(self) -> bool:
+        departed = self._departed()
+        now = self._progress.waiting_for()
+        self._waits_s = self._waits_s + self.interval_s if now is not None and now is self._waiting_for else 0.0
+        self._waiting_for = now
+        if self._is_closed or (self._progress.num_begun() <= min(departed.values()) and self._waits_s < PATIENCE_S):
+            return False
+        self._note_reason(departed)
+        self._cut_off()
+        return True
 
     def _note_reason(self, departed: dict[int, int]) -> None:
         if departed:

@@ -23,7 +23,7 @@ from itertools import count
 
 from torch.distributed import PrefixStore, Store
 
-from lightning_strategies_ext.failure.ending import leave_thread
+from lightning_strategies_ext.failure.store_thread import StoreThread
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class TerminationAgreement:
 
     Args:
         store: The store that all ranks share; None for a single rank, which needs no agreement.
+        thread: Asks the store; None without one.
         rank: Global rank of this process.
         world_size: Number of ranks.
         poll_interval_s: Seconds between two looks into the store. None chooses by the world size.
@@ -61,6 +62,7 @@ class TerminationAgreement:
     def __init__(
         self,
         store: Store | None,
+        thread: StoreThread | None,
         rank: int = 0,
         world_size: int = 1,
         poll_interval_s: float | None = None,
@@ -69,25 +71,25 @@ class TerminationAgreement:
     ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._poll_interval_s = poll_interval_s or max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
+        self.interval_s = poll_interval_s or max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
         self._requested = self._agreeing = is_requested
         self._has_stopped = False
         self._step: Step = (0, 0)
         self._last_step: Step | None = None
         self._lock = threading.Lock()
         self._decided = threading.Event()
-        self._closed = threading.Event()
+        self._is_closed = False
         self._store: Store | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: StoreThread | None = None
         if is_requested:
             self._decided.set()
         if store is not None:
             # Every stage has keys of its own: an agreement that one stage has reached must not end the next.
             name = str(next(_run_numbers)) if name is None else name
             self._store = PrefixStore(f"lightning_strategies_ext/termination/{name}", store)
-        if store is not None and not is_requested:
-            self._thread = threading.Thread(target=self._watch, name="termination-agreement", daemon=True)
-            self._thread.start()
+            if thread is not None and not is_requested:
+                self._thread = thread
+                thread.ask(self)
 
     @property
     def is_unanswered(self) -> bool:
@@ -112,20 +114,33 @@ class TerminationAgreement:
         Without a request nobody is talked to. After one, rank 0, whose process usually holds the store, first waits
         until the others have read the decision.
         """
-        is_first_call = not self._closed.is_set()
-        self._closed.set()
+        is_first_call, self._is_closed = not self._is_closed, True
         if self._store is None or self._thread is None:
             return
-        self._thread.join()
+        self._thread.drop(self)
+        self._decided.set()
         if is_first_call and self._rank == 0 and self._last_step is not None:
             self._wait_for_readers(self._store)
 
     def abandon(self) -> None:
         """Ends this rank's part without a word to the others, who may be gone with the store."""
-        self._closed.set()
+        self._is_closed = True
         self._decided.set()
-        if self._thread is not None:
-            leave_thread(self._thread)
+
+    def look(self) -> bool:
+        """Asks the store once whether to stop, and, if so, before which step. Whether to ask again."""
+        assert self._store is not None
+        try:
+            if not self._agreeing and (self._requested or self._store.check([_REQUESTED])):
+                self._begin_to_agree(self._store)
+            if self._agreeing and not self._is_closed:
+                self._agree(self._store)
+        except Exception as error:  # the store went away with rank 0
+            log.debug("rank %d no longer asks whether to stop: %s", self._rank, error)
+            self._agreeing |= self._requested
+            self._decided.set()
+            return False
+        return not self._decided.is_set()
 
     def _must_stop_before(self, step: Step) -> bool:
         self._has_stopped = self._is_after_last(step)
@@ -147,35 +162,20 @@ class TerminationAgreement:
         self._step = step
         return False
 
-    def _watch(self) -> None:
-        assert self._store is not None
-        try:
-            while not self._closed.wait(self._poll_interval_s):
-                if self._requested or self._store.check([_REQUESTED]):
-                    self._agree()
-                    return
-        except Exception as error:  # the store went away with rank 0
-            log.debug("rank %d no longer watches for termination: %s", self._rank, error)
-            if self._requested:
-                self._agreeing = True
-                self._decided.set()
-
-    def _agree(self) -> None:
-        assert self._store is not None
+    def _begin_to_agree(self, store: Store) -> None:
         self._requested = True
-        self._store.set(_REQUESTED, str(self._rank))
+        store.set(_REQUESTED, str(self._rank))
         with self._lock:
             self._agreeing = True
-        self._store.set(_step_key(self._rank), f"{self._step[0]},{self._step[1]}")
+        store.set(_step_key(self._rank), f"{self._step[0]},{self._step[1]}")
+
+    def _agree(self, store: Store) -> None:
         keys = [_step_key(rank) for rank in range(self._world_size)]
-        # Polled, not waited for: a blocking wait would hold the store's connection, which the training thread shares.
-        while not self._store.check(keys):
-            if self._closed.wait(self._poll_interval_s):
-                break
-        else:
-            self._last_step = max(_decode(self._store.get(key)) for key in keys)
-            self._store.set(f"read/{self._rank}", "")
-        self._decided.set()
+        # Asked again, not waited for: that would hold the store's connection, which the training thread shares.
+        if store.check(keys):
+            self._last_step = max(_decode(store.get(key)) for key in keys)
+            store.set(f"read/{self._rank}", "")
+            self._decided.set()
 
     def _wait_for_readers(self, store: Store) -> None:
         deadline = time.monotonic() + READ_TIMEOUT_S

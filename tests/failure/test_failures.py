@@ -460,7 +460,7 @@ def fail_early(hook: str, *failing: int) -> None:
         assert strategy.num_teardowns == 1
         strategy.teardown()
         assert signal.getsignal(signal.SIGTERM) is handler
-        assert "termination-agreement" not in [thread.name for thread in threading.enumerate()]
+        assert "lightning-strategies-ext store" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize(
