@@ -301,5 +301,5 @@ def fit_with_averaging_of_a_distributed_optimizer() -> str:
 
 def test_model_averaging_with_an_optimizer_that_distributes_its_own_work_is_refused() -> None:
     (message,) = run_ranks(fit_with_averaging_of_a_distributed_optimizer, world_size=1)
-    assert "`model_averaging_period` cannot be combined with ZeroRedundancyOptimizer" in message
+    assert "`model_averaging_period=4` cannot be combined with ZeroRedundancyOptimizer" in message
     assert "Use a plain optimizer" in message
