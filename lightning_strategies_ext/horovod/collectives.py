@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.horovod.waiting import wait_for
 
 _OPS = {
     "mean": hvd.Average,
@@ -104,7 +105,7 @@ class HorovodCollectives(Collectives):
         is_carried = flat.dtype in self.native
         carried = flat if is_carried else flat.view(torch.uint8)
         data_handle = hvd.allgather_async(carried, name=name, process_set=process_set)
-        gathered, sizes = hvd.synchronize(data_handle), hvd.synchronize(sizes_handle).tolist()
+        gathered, sizes = wait_for(data_handle), wait_for(sizes_handle).tolist()
         return gathered.view(tensor.dtype).view(sum(sizes), *rows.shape[1:]), sizes
 
     def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
@@ -112,14 +113,14 @@ class HorovodCollectives(Collectives):
         handle = hvd.allreduce_async_(tensor, name=f"lightning_strategies_ext.{name}", op=hvd.Sum)
 
         def finish() -> None:
-            hvd.synchronize(handle)
+            wait_for(handle)
 
         return finish
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
         process_set = _process_set(group)
         name = f"lightning_strategies_ext.reduce.{process_set.process_set_id}"
-        hvd.allreduce_(tensor, name=name, op=_OPS[op], process_set=process_set)
+        wait_for(hvd.allreduce_async_(tensor, name=name, op=_OPS[op], process_set=process_set))
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
         output.copy_(self.gather_rows(tensor, group)[0])
@@ -134,7 +135,7 @@ class HorovodCollectives(Collectives):
             if carried.numel():
                 handles.append(hvd.broadcast_async_(carried, src, name=f"lightning_strategies_ext.broadcast.{index}"))
         for handle in handles:
-            hvd.synchronize(handle)
+            wait_for(handle)
         for tensor, carried in copies:
             if carried.data_ptr() != tensor.data_ptr():
                 tensor.copy_(carried.view(tensor.dtype).view(tensor.shape))

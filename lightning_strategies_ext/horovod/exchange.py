@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_strategies_ext.horovod.waiting import wait_for
+
 Compression = Literal["none", "fp16"]
 Op = Literal["average", "sum", "adasum"]
 #: A group of gradients is full with so many bytes. Each call costs Horovod's threads of all ranks a word with each
@@ -157,7 +159,7 @@ class GradientExchange:
                     self._restore(parameter, kept.get(parameter))
                 self._start(parameter)
         for handle in {id(pending.handle): pending.handle for pending in self._pending.values()}.values():
-            self._hvd.synchronize(handle)
+            wait_for(handle)
         for parameter, pending in self._pending.items():
             if pending.wire is not pending.gradient:
                 pending.gradient.copy_(pending.wire)
@@ -297,7 +299,7 @@ class DeltaExchange:
             for index, wire in enumerate(wires)
         ]
         for parameter, start, wire, handle in zip(moved, starts, wires, handles, strict=True):
-            self._hvd.synchronize(handle)
+            wait_for(handle)
             parameter.detach().copy_(start + wire.to(start.dtype))
 
 
