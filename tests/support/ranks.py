@@ -31,7 +31,7 @@ import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 
 from lightning_strategies_ext.torch_distributed import process_group
-from tests.support import warm
+from tests.support import lean, warm
 
 REPOSITORY = Path(__file__).parents[2]
 #: What keeps Lightning's detection of MPI from its costs in each rank.
@@ -124,10 +124,15 @@ def leave_process_group() -> None:
 
 
 def run_script(
-    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
+    *command: str | Path,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 120,
+    cwd: Path | None = None,
+    python: str | Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program with this interpreter, as a user would; kills all it started when it takes too long."""
-    return run_command(sys.executable, *command, env=env, timeout_s=timeout_s, cwd=cwd)
+    """Runs a program as a user would, with the interpreter of :mod:`.lean` or another one; kills all it started when it
+    takes too long."""
+    return run_command(python or lean.python(), *command, env=env, timeout_s=timeout_s, cwd=cwd)
 
 
 def run_warm(
@@ -152,9 +157,14 @@ def run_command(
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-def start_script(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
-    """Starts a program with this interpreter; its standard output and error come together."""
-    return start_command(sys.executable, *command, env=env, cwd=cwd)
+def start_script(
+    *command: str | Path,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    python: str | Path | None = None,
+) -> Any:
+    """Starts a program like :func:`run_script`; its standard output and error come together."""
+    return start_command(python or lean.python(), *command, env=env, cwd=cwd)
 
 
 def start_warm(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
