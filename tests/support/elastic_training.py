@@ -6,8 +6,9 @@ ranks on the way.
 PLAN is JSON: ``workers`` is how many ``fit`` starts, ``local_ranks`` how many torchrun has started, neither is there
 under ``horovodrun``; ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
 ``{"do": "kill" | "forget" | "signal" | "raise" | "sleep" | "barrier" | "hosts" | "await", "at": "train" | "commit" |
-"validation" | "setup", "step": N, "rank": R | "any", "world": ranks that there are, "after": number of an event, "fn":
-stage}``, of which each happens once; "await" is for a world of fewer ranks.
+"validation" | "setup", "step": N, "rank": R | "any", "world": ranks that there are, "batches": how many have
+counted since there are so many, "after": number of an event, "fn": stage}``, of which each happens once; "await" is for
+a world of fewer ranks.
 DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
@@ -65,6 +66,7 @@ class Net(pl.LightningModule):
         self.directory, self.events = directory, plan.get("events", [])
         self.pause_s, self.validation_pause_s = plan.get("pause_s", 0.0), plan.get("validation_pause_s", 0.0)
         self.num_ranks = plan["num_ranks"]
+        self.num_batches = 0
         self.pauses_in = plan.get("pauses_in", [self.num_ranks])
         self.automatic_optimization = not plan.get("is_manual", False)
 
@@ -74,6 +76,7 @@ class Net(pl.LightningModule):
             is_due = event.get("at", "train") == at and self.trainer.global_step >= event["step"] and not mark.exists()
             is_due = is_due and event.get("world", self.trainer.world_size) == self.trainer.world_size
             is_due = is_due and ("after" not in event or (self.directory / f"event{event['after']}").exists())
+            is_due = is_due and self.num_batches >= event.get("batches", 0)
             is_due = is_due and event.get("fn", "fit") == self.trainer.state.fn.value
             if not is_due or event.get("rank", 0) not in (self.global_rank, "any"):
                 continue
@@ -114,6 +117,7 @@ class Net(pl.LightningModule):
         self.happen("setup")
 
     def on_train_start(self) -> None:
+        self.num_batches = 0
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         batch = 0 if progress.is_last_batch else progress.current.completed
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
@@ -135,6 +139,7 @@ class Net(pl.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.num_batches += 1
         if not self.trainer.strategy.is_shadowing:
             self.write(epoch=self.current_epoch, batch=batch_idx, samples=batch[2].tolist())
 
