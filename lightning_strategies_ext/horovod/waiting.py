@@ -8,9 +8,12 @@ Horovod's own threads. Here a rank sleeps between two looks.
 import time
 from typing import Any
 
-#: How long a rank sleeps between two looks, in seconds. The kernel adds some 60 microseconds. Horovod itself looks for
-#: work once in a cycle of a millisecond, if it was not told otherwise.
-PAUSE_S = 2e-5
+#: How long a rank sleeps between two looks, in seconds, to which the kernel adds some 60 microseconds. Horovod itself
+#: looks for work once in a cycle of a millisecond, if it was not told otherwise.
+_PAUSE_S = 2e-5
+#: Who has waited for long sleeps longer, for this part of the time so far, and so many seconds at most.
+_PART = 0.05
+_LONGEST_PAUSE_S = 5e-3
 
 
 def wait_for(handle: Any) -> Any:
@@ -27,6 +30,7 @@ def wait_for(handle: Any) -> Any:
     """
     import horovod.torch as hvd
 
+    began_at = time.monotonic()
     while not hvd.poll(handle):
-        time.sleep(PAUSE_S)
+        time.sleep(min(max(_PAUSE_S, _PART * (time.monotonic() - began_at)), _LONGEST_PAUSE_S))
     return hvd.synchronize(handle)
