@@ -25,17 +25,18 @@ SURE_S = 1.0
 
 
 class Vigil:
-    """One rank's part in it. All ranks create theirs together, on one host; a thread looks a few times per second.
+    """One rank's part in it. All ranks of a host create theirs together; a thread looks a few times per second.
 
     It goes on when this rank has left the others, until :meth:`close`: they may be waited for then.
 
     Args:
         store: Shared by the ranks, for this alone.
-        peers: All ranks.
+        peers: The ranks of this host.
         rank: Of this process.
         progress: Of this rank.
         patience_s: For how long ranks may wait in a collective for one that does not move, in seconds.
         where: Gives stage and step, for people.
+        are_all_here: Whether there are no ranks on other hosts, for which all of this one may wait.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Vigil:
         progress: Progress,
         patience_s: float,
         where: Callable[[], str],
+        are_all_here: bool = True,
     ) -> None:
+        self._are_all_here = are_all_here
         self._peers = {peer.rank: peer for peer in peers}
         self._rank = rank
         self._patience_s = patience_s
@@ -98,8 +101,9 @@ class Vigil:
         alive = {rank: sign for rank, sign in signs.items() if self._peers[rank].is_running()}
         failure = detection.stuck(alive, self._silence.seconds, self._patience_s, self._peers, self._rank)
         ranks = () if failure is None else failure.ranks
-        if len(ranks) < len(self._peers) and any(self._is_in_collective(signs[rank]) for rank in ranks):
-            ranks = ()  # they wait for one that has left or ended, and will be told
+        do_all_wait = self._are_all_here and len(ranks) == len(self._peers)
+        if not do_all_wait and any(self._is_in_collective(signs[rank]) for rank in ranks):
+            ranks = ()  # they wait for one that has left or ended, and will be told; or for one on another host
         self._suspected_for_s = self._suspected_for_s + elapsed_s if ranks == self._suspects else 0.0
         self._suspects = ranks
         is_sure = bool(ranks) and self._suspected_for_s >= SURE_S

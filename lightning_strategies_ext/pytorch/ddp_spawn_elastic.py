@@ -8,7 +8,6 @@ says the main process (:mod:`.launch.processes.changing_pool`), which has the ke
 import gc
 import os
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,14 +28,12 @@ from lightning_strategies_ext.elastic.options import (
     check_whole_number,
 )
 from lightning_strategies_ext.failure.errors import is_of_collective
-from lightning_strategies_ext.failure.vigil import Vigil
 from lightning_strategies_ext.launch.membership import WorkerMembership
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
 from lightning_strategies_ext.launch.protocol import Place
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
-from lightning_strategies_ext.pytorch.parallel import where_in
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
@@ -108,7 +105,6 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self._membership: WorkerMembership | None = None
         self._store: dist.Store | None = None  # of all worlds
         self._world_store: dist.Store | None = None
-        self._vigil: Vigil | None = None
 
     @property
     @override
@@ -216,12 +212,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks of a world do together."""
         store = self._world_store if self.world_size > 1 else None
-        self._end_vigil()
-        if store is not None and self._patience_s is not None:
-            peers, place = [member.peer for member in self.membership.members], partial(where_in, trainer)
-            vigil_store = dist.PrefixStore("vigil", store)
-            progress = DefaultGroupProgress()
-            self._vigil = Vigil(vigil_store, peers, self.global_rank, progress, self._patience_s, place)
+        self._keep_vigil(trainer, store, DefaultGroupProgress())
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
         self.configure_ddp()
         self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
@@ -241,26 +232,12 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             self.model._remove_autograd_hooks()
             self.model = self.lightning_module
         super().leave_world(agreed=agreed)
-        if self._vigil is not None:
-            self._vigil.leave()
 
     @override
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""
-        self._end_vigil()
         super().fall_silent()
         self.membership.leave(agreed=False)
-
-    def _end_vigil(self) -> None:
-        if self._vigil is not None:
-            self._vigil.close()
-        self._vigil = None
-
-    @override
-    def teardown(self) -> None:
-        """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
-        self._end_vigil()
-        super().teardown()
 
     @override
     def request_interrupt(self) -> None:
@@ -272,7 +249,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_membership": None, "_store": None, "_vigil": None}
+        return {**super().__getstate__(), "_membership": None, "_store": None}
 
 
 def _is_loss(error: BaseException) -> bool:

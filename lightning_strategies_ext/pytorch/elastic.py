@@ -5,9 +5,11 @@ What happens then is :mod:`lightning_strategies_ext.elastic`'s. A strategy inher
 """
 
 from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
@@ -15,6 +17,10 @@ from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.commit import Commit
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Membership
+from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.vigil import Vigil
+from lightning_strategies_ext.peers import host_identity
+from lightning_strategies_ext.pytorch.parallel import where_in
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
@@ -28,6 +34,7 @@ class Elastic(_Base):
     _fit: ElasticFit | None
     _commit_every_n_steps: int
     _scale_learning_rate: bool
+    _vigil: Vigil | None = None
 
     @property
     @abstractmethod
@@ -73,9 +80,30 @@ class Elastic(_Base):
         """
         self._world.leave() if agreed else self._world.abandon()
         self.membership.leave(agreed=agreed)
+        if self._vigil is not None:
+            self._vigil.leave()
+
+    def _keep_vigil(self, trainer: "pl.Trainer", store: dist.Store | None, progress: Progress) -> None:
+        """Has those ranks of this host killed, from here on, that the others wait for in vain."""
+        self._end_vigil()
+        if store is None or self._patience_s is None:
+            return
+        host, peers = host_identity(), [member.peer for member in self.membership.members]
+        here = [peer for peer in peers if peer.host == host]
+        self._vigil = Vigil(
+            *(dist.PrefixStore(f"vigil/{host}", store), here, self.global_rank, progress, self._patience_s),
+            partial(where_in, trainer),
+            are_all_here=len(here) == len(peers),
+        )
+
+    def _end_vigil(self) -> None:
+        if self._vigil is not None:
+            self._vigil.close()
+        self._vigil = None
 
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""
+        self._end_vigil()
         self._world.alone = LocalCollectives(self.global_rank, self.world_size)
 
     @override
@@ -98,6 +126,7 @@ class Elastic(_Base):
     @override
     def teardown(self) -> None:
         """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
+        self._end_vigil()
         if self._fit is not None:
             self._fit.close()
         self._fit = None
@@ -117,7 +146,7 @@ class Elastic(_Base):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None}
+        return {**super().__getstate__(), "_fit": None, "_vigil": None}
 
 
 def is_fitting(trainer: "pl.Trainer") -> bool:

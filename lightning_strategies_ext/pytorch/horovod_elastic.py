@@ -12,6 +12,7 @@ from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.options import check_commit_interval
+from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.horovod import elastic_driver, environment, runtime
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
@@ -30,7 +31,8 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         commit_every_n_steps: Optimizer steps between copies of the state, to which ranks go back when one of them dies.
             100 by default.
         *args: Those of :class:`.HorovodStrategy`.
-        **kwargs: Those of :class:`.HorovodStrategy`.
+        **kwargs: Those of :class:`.HorovodStrategy`. One that other ranks of its host have waited for as long as they
+            have ``patience`` is killed, and they go on without it.
 
     Raises:
         RuntimeError: If Horovod is not installed, or no elastic driver has started this process.
@@ -49,11 +51,6 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         self, *args: Any, elastic: bool = True, commit_every_n_steps: int | None = None, **kwargs: Any
     ) -> None:
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
-        if "patience" in kwargs:
-            raise TypeError(
-                f"`patience={kwargs['patience']!r}`: ranks of an elastic run are not watched. Leave it out; of what"
-                " Horovod's driver does when a rank is gone, `horovodrun --elastic-timeout` says how long it may take."
-            )
         kwargs.update(elastic=elastic, commit_every_n_steps=commit_every_n_steps)
         super().__init__(*args, **kwargs)
         if self._uneven_inputs == "error":
@@ -134,6 +131,7 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         store = None if is_alone else runtime.make_store()
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
         self._world.alone = alone
+        self._keep_vigil(trainer, store, Progress())
         self._begin_exchange(trainer)
         # Only those leave that were asked to.
         must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)

@@ -81,6 +81,15 @@ def test_a_rank_that_is_killed_during_validation():
     assert "; 10 steps are repeated" in run.output
 
 
+def test_a_rank_that_the_others_wait_for_in_vain_is_killed():
+    event = {"do": "signal", "signal": "SIGSTOP", "step": 70, "rank": 1}
+    run = run_elastic(strategy={**STRATEGY, "patience": 4}, events=[event])
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (1, 60)]
+    assert "rank 1 is stopped" in run.output
+    assert "rank 1 is killed: nobody is waited for in vain." in run.output
+
+
 def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
     run = run_elastic(
         min_ranks=2,
