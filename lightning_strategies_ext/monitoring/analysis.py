@@ -1,0 +1,232 @@
+"""What follows from the times that ranks have noted. Functions of numbers, in nanoseconds, that give milliseconds.
+
+An exchange on one rank::
+
+    begin ............ ready ............ latest ............ end
+      |    hidden        |     waiting      |     transfer      |
+                         |<---------------- exposed ----------->|
+
+``ready`` is when this rank has computed all that it contributes and has nothing to do but wait, ``latest`` when the
+last rank has: before, no collective that needs its contribution can end. So the exposed part is waiting for other ranks
+up to there, and transfer from there on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_strategies_ext.monitoring.records import IN_BACKWARD, OF_MODELS, Window
+
+#: What a rank does in a step, without what it waits for exchanges. "data" is until the batch is there and on its
+#: device, "other" is between two batches: loggers, checkpoints, what callbacks do.
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+#: The first steps of a training allocate and compile, and say nothing about the others.
+NUM_WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Means per optimizer step of one rank, in milliseconds.
+
+    Attributes:
+        rank: Global rank.
+        num_steps: How many they are of.
+        num_bytes: Handed to exchanges.
+        step_ms: The whole step.
+        data_ms: A phase, see :data:`PHASES`; so are the next four.
+        forward_ms: See above.
+        backward_ms: See above.
+        optimizer_ms: See above.
+        other_ms: See above.
+        communication_ms: From the begin of the exchange to its end.
+        hidden_ms: Of that, while this rank still computed.
+        exposed_ms: Of that, the rest, which the step waits for.
+        waiting_ms: Of the exposed part, waiting for another rank to come.
+        transfer_ms: Of the exposed part, the rest.
+    """
+
+    rank: int
+    num_steps: int
+    num_bytes: float
+    step_ms: float
+    data_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    other_ms: float
+    communication_ms: float
+    hidden_ms: float
+    exposed_ms: float
+    waiting_ms: float
+    transfer_ms: float
+
+    def phase_ms(self, phase: str) -> float:
+        """The time of a phase by its name."""
+        return float(getattr(self, f"{phase}_ms"))
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that the others wait for.
+
+    Attributes:
+        rank: Global rank.
+        by_ms: How much longer the others wait for it, on average, than it for them.
+        phase: In which it differs most from the others.
+        phase_by_ms: By how much.
+    """
+
+    rank: int
+    by_ms: float
+    phase: str
+    phase_by_ms: float
+
+
+def times_of(windows: Sequence[Window]) -> list[RankTimes]:
+    """Means of the same window of all ranks, in the order of ranks given."""
+    waiting = waits(windows)
+    return [_times_of(window, waiting[window.rank]) for window in windows]
+
+
+def clock_offsets(windows: Sequence[Window]) -> dict[int, int]:
+    """How far the clock of each rank is ahead of the first one's, in nanoseconds; 0 on the same host.
+
+    Ranks of other hosts end the same all-reduce at nearly the same time, so the median difference of ends is taken.
+    """
+    first, ends = windows[0], _common(windows, "end")
+    return {
+        window.rank: int(np.median(own - ends[0])) if window.host != first.host and len(own) else 0
+        for window, own in zip(windows, ends, strict=True)
+    }
+
+
+def waits(windows: Sequence[Window]) -> dict[int, NDArray[Any]]:
+    """By rank, how long it waits for others in each of its exchanges, in nanoseconds; NaN where that is not known."""
+    offsets = clock_offsets(windows)
+    found = {window.rank: np.full(len(window.exchanges), np.nan) for window in windows}
+    places = _common_places(windows)
+    if not windows or not len(places[0]):
+        return found
+    ready = np.stack(
+        [window.exchanges["ready"][own] - offsets[window.rank] for window, own in zip(windows, places, strict=True)]
+    )
+    latest = ready.max(axis=0)
+    for window, own, at in zip(windows, places, ready, strict=True):
+        exposed = (window.exchanges["end"] - window.exchanges["ready"])[own]
+        found[window.rank][own] = np.clip(latest - at, 0, np.maximum(exposed, 0))
+    return found
+
+
+def combined(times: Sequence[RankTimes]) -> RankTimes:
+    """One rank's means over several windows."""
+    weights = [each.num_steps for each in times]
+    means = {
+        field.name: float(np.average([getattr(each, field.name) for each in times], weights=weights))
+        for field in fields(RankTimes)
+        if field.name not in ("rank", "num_steps")
+    }
+    return RankTimes(times[0].rank, sum(weights), **means)
+
+
+def slowest_of(times: Sequence[RankTimes]) -> Slowest | None:
+    """The rank that the others wait for most; None where there is one rank."""
+    if len(times) < 2:
+        return None
+    slowest = min(times, key=lambda each: each.waiting_ms)
+    others = [each for each in times if each is not slowest]
+    by_phase = {
+        phase: slowest.phase_ms(phase) - float(np.mean([each.phase_ms(phase) for each in others])) for phase in PHASES
+    }
+    phase = max(by_phase, key=lambda name: by_phase[name])
+    by_ms = float(np.mean([each.waiting_ms for each in others])) - slowest.waiting_ms
+    return Slowest(slowest.rank, by_ms, phase, by_phase[phase])
+
+
+def mean_over_ranks(times: Sequence[RankTimes], name: str) -> float:
+    """The mean of an attribute of :class:`RankTimes`."""
+    return float(np.mean([getattr(each, name) for each in times]))
+
+
+def logged(times: Sequence[RankTimes]) -> dict[str, float]:
+    """What a logger gets of a window: means over ranks, and the slowest rank."""
+    names = [field.name for field in fields(RankTimes) if field.name not in ("rank", "num_steps", "num_bytes")]
+    values = {f"communication/{name}": mean_over_ranks(times, name) for name in names}
+    values["communication/bytes"] = mean_over_ranks(times, "num_bytes")
+    values["communication/exposed_share"] = share(values["communication/exposed_ms"], values["communication/step_ms"])
+    slowest = slowest_of(times)
+    if slowest is not None:
+        values |= {"communication/slowest_rank": slowest.rank, "communication/slowest_by_ms": slowest.by_ms}
+    return values
+
+
+def share(part_ms: float, whole_ms: float) -> float:
+    """A part of a whole; 0 of nothing."""
+    return part_ms / whole_ms if whole_ms > 0 else 0.0
+
+
+def _times_of(window: Window, waiting: NDArray[Any]) -> RankTimes:
+    num_steps, batches, exchanges = window.num_steps, window.batches, window.exchanges
+    num_bytes = window.num_bytes / max(num_steps, 1)
+    if window.number == 0 and num_steps >= 2 * NUM_WARMUP_STEPS:
+        batches = batches[batches["step"] >= NUM_WARMUP_STEPS]
+        is_kept = exchanges["step"] >= NUM_WARMUP_STEPS
+        exchanges, waiting = exchanges[is_kept], waiting[is_kept]
+        num_steps -= NUM_WARMUP_STEPS
+    has_backward = batches["backward_begin"] > 0
+    forward = np.where(has_backward, batches["backward_begin"], batches["end"]) - batches["begin"]
+    rest = batches["end"] - batches["begin"] - forward - batches["backward"]
+    between = np.where(batches["previous_end"] > 0, batches["fetch"] - batches["previous_end"], 0)
+    hidden = np.clip(np.minimum(exchanges["ready"], exchanges["end"]) - exchanges["begin"], 0, None)
+    exposed = np.clip(exchanges["end"] - np.maximum(exchanges["ready"], exchanges["begin"]), 0, None)
+    is_in_backward = exchanges["kind"] == IN_BACKWARD
+
+    def per_step(values: NDArray[Any]) -> float:
+        return float(values.sum()) / 1e6 / max(num_steps, 1)
+
+    def per_exchange(values: NDArray[Any]) -> float:
+        return _per_step(values, exchanges, num_steps) / 1e6
+
+    exposed_ms, waiting_ms = per_exchange(exposed), per_exchange(np.nan_to_num(waiting))
+    exposed_in_backward_ms = per_exchange(np.where(is_in_backward, exposed, 0))
+    return RankTimes(
+        rank=window.rank,
+        num_steps=num_steps,
+        num_bytes=num_bytes,
+        step_ms=per_step(batches["end"] - batches["fetch"] + between),
+        data_ms=per_step(batches["begin"] - batches["fetch"]),
+        forward_ms=per_step(forward),
+        backward_ms=max(0.0, per_step(batches["backward"]) - exposed_in_backward_ms),
+        optimizer_ms=max(0.0, per_step(rest) - (exposed_ms - exposed_in_backward_ms)),
+        other_ms=per_step(between),
+        communication_ms=per_exchange(hidden + exposed),
+        hidden_ms=per_exchange(hidden),
+        exposed_ms=exposed_ms,
+        waiting_ms=waiting_ms,
+        transfer_ms=exposed_ms - waiting_ms,
+    )
+
+
+def _per_step(values: NDArray[Any], exchanges: NDArray[Any], num_steps: int) -> float:
+    """Exchanges of gradients stand for those of all steps, exchanges of models for themselves."""
+    is_of_models = exchanges["kind"] == OF_MODELS
+    num_observed = len(np.unique(exchanges["step"][~is_of_models]))
+    of_gradients = float(values[~is_of_models].sum()) / num_observed if num_observed else 0.0
+    return of_gradients + float(values[is_of_models].sum()) / max(num_steps, 1)
+
+
+def _common_places(windows: Sequence[Window]) -> list[NDArray[Any]]:
+    """By rank, where the exchanges are that all ranks have noted, in the same order."""
+    keys = [window.exchanges["step"] * 4 + window.exchanges["kind"] for window in windows]
+    if all(np.array_equal(keys[0], own) for own in keys):
+        return [np.arange(len(own)) for own in keys]
+    common = keys[0]
+    for own in keys[1:]:
+        common = np.intersect1d(common, own)
+    return [np.intersect1d(common, own, return_indices=True)[2] for own in keys]
+
+
+def _common(windows: Sequence[Window], name: str) -> list[NDArray[Any]]:
+    return [window.exchanges[name][places] for window, places in zip(windows, _common_places(windows), strict=True)]
