@@ -13,6 +13,7 @@ up to there, and transfer from there on.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,9 @@ class RankTimes:
         return float(getattr(self, f"{phase}_ms"))
 
 
+_TIMES = tuple(field.name for field in fields(RankTimes) if field.name.endswith("_ms"))
+
+
 @dataclass(frozen=True)
 class Slowest:
     """The rank that the others wait for.
@@ -96,11 +100,13 @@ def clock_offsets(windows: Sequence[Window]) -> dict[int, int]:
 
     Ranks of other hosts end the same all-reduce at nearly the same time, so the median difference of ends is taken.
     """
-    first, ends = windows[0], _common(windows, "end")
-    return {
-        window.rank: int(np.median(own - ends[0])) if window.host != first.host and len(own) else 0
-        for window, own in zip(windows, ends, strict=True)
-    }
+    offsets, first = {window.rank: 0 for window in windows}, windows[0]
+    if any(window.host != first.host for window in windows):
+        ends = [own.exchanges["end"][at] for own, at in zip(windows, _common_places(windows), strict=True)]
+        for window, own in zip(windows, ends, strict=True):
+            if window.host != first.host and len(own):
+                offsets[window.rank] = int(np.median(own - ends[0]))
+    return offsets
 
 
 def waits(windows: Sequence[Window]) -> dict[int, NDArray[Any]]:
@@ -116,7 +122,7 @@ def waits(windows: Sequence[Window]) -> dict[int, NDArray[Any]]:
     latest = ready.max(axis=0)
     for window, own, at in zip(windows, places, ready, strict=True):
         exposed = (window.exchanges["end"] - window.exchanges["ready"])[own]
-        found[window.rank][own] = np.clip(latest - at, 0, np.maximum(exposed, 0))
+        found[window.rank][own] = np.minimum(latest - at, np.maximum(exposed, 0))
     return found
 
 
@@ -137,23 +143,20 @@ def slowest_of(times: Sequence[RankTimes]) -> Slowest | None:
         return None
     slowest = min(times, key=lambda each: each.waiting_ms)
     others = [each for each in times if each is not slowest]
-    by_phase = {
-        phase: slowest.phase_ms(phase) - float(np.mean([each.phase_ms(phase) for each in others])) for phase in PHASES
-    }
+    by_phase = {phase: slowest.phase_ms(phase) - mean_over_ranks(others, f"{phase}_ms") for phase in PHASES}
     phase = max(by_phase, key=lambda name: by_phase[name])
-    by_ms = float(np.mean([each.waiting_ms for each in others])) - slowest.waiting_ms
+    by_ms = mean_over_ranks(others, "waiting_ms") - slowest.waiting_ms
     return Slowest(slowest.rank, by_ms, phase, by_phase[phase])
 
 
 def mean_over_ranks(times: Sequence[RankTimes], name: str) -> float:
     """The mean of an attribute of :class:`RankTimes`."""
-    return float(np.mean([getattr(each, name) for each in times]))
+    return float(sum(getattr(each, name) for each in times) / len(times))
 
 
 def logged(times: Sequence[RankTimes]) -> dict[str, float]:
     """What a logger gets of a window: means over ranks, and the slowest rank."""
-    names = [field.name for field in fields(RankTimes) if field.name not in ("rank", "num_steps", "num_bytes")]
-    values = {f"communication/{name}": mean_over_ranks(times, name) for name in names}
+    values = {f"communication/{name}": mean_over_ranks(times, name) for name in _TIMES}
     values["communication/bytes"] = mean_over_ranks(times, "num_bytes")
     values["communication/exposed_share"] = share(values["communication/exposed_ms"], values["communication/step_ms"])
     slowest = slowest_of(times)
@@ -167,54 +170,67 @@ def share(part_ms: float, whole_ms: float) -> float:
     return part_ms / whole_ms if whole_ms > 0 else 0.0
 
 
-def _times_of(window: Window, waiting: NDArray[Any]) -> RankTimes:
-    num_steps, batches, exchanges = window.num_steps, window.batches, window.exchanges
-    num_bytes = window.num_bytes / max(num_steps, 1)
+class _Sums:
+    """Sums over the batches of a window, in nanoseconds. Loops over some tens of rows are faster here than arrays."""
+
+    def __init__(self, batches: list[tuple[int, ...]]) -> None:
+        self.step = self.data = self.forward = self.backward = self.rest = self.other = 0
+        for _, previous_end, fetch, begin, backward_begin, _, end, backward in batches:
+            forward = (backward_begin or end) - begin
+            self.data += begin - fetch
+            self.forward += forward
+            self.backward += backward
+            self.rest += end - begin - forward - backward
+            self.other += fetch - previous_end if previous_end else 0
+            self.step += end - fetch
+        self.step += self.other
+
+
+class _Exchanged:
+    """Means per step over the exchanges of a window, in nanoseconds.
+
+    Exchanges of gradients stand for those of all steps, exchanges of models for themselves.
+    """
+
+    def __init__(self, exchanges: list[tuple[int, ...]], waiting: list[float], num_steps: int) -> None:
+        observed = {step for step, _, _, _, kind in exchanges if kind != OF_MODELS}
+        self.hidden = self.exposed = self.exposed_in_backward = self.waiting = 0.0
+        for (_, begin, ready, end, kind), waited in zip(exchanges, waiting, strict=True):
+            num = num_steps if kind == OF_MODELS else len(observed)
+            exposed = max(0, end - max(ready, begin)) / num
+            self.hidden += max(0, min(ready, end) - begin) / num
+            self.exposed += exposed
+            self.exposed_in_backward += exposed if kind == IN_BACKWARD else 0
+            self.waiting += 0 if isnan(waited) else waited / num
+
+
+def _times_of(window: Window, waits: NDArray[Any]) -> RankTimes:
+    num_steps, batches, exchanges = window.num_steps, window.batches.tolist(), window.exchanges.tolist()
+    num_bytes, waiting = window.num_bytes / max(num_steps, 1), waits.tolist()
     if window.number == 0 and num_steps >= 2 * NUM_WARMUP_STEPS:
-        batches = batches[batches["step"] >= NUM_WARMUP_STEPS]
-        is_kept = exchanges["step"] >= NUM_WARMUP_STEPS
-        exchanges, waiting = exchanges[is_kept], waiting[is_kept]
+        batches = [batch for batch in batches if batch[0] >= NUM_WARMUP_STEPS]
+        waiting = [each for each, exchange in zip(waiting, exchanges, strict=True) if exchange[0] >= NUM_WARMUP_STEPS]
+        exchanges = [exchange for exchange in exchanges if exchange[0] >= NUM_WARMUP_STEPS]
         num_steps -= NUM_WARMUP_STEPS
-    has_backward = batches["backward_begin"] > 0
-    forward = np.where(has_backward, batches["backward_begin"], batches["end"]) - batches["begin"]
-    rest = batches["end"] - batches["begin"] - forward - batches["backward"]
-    between = np.where(batches["previous_end"] > 0, batches["fetch"] - batches["previous_end"], 0)
-    hidden = np.clip(np.minimum(exchanges["ready"], exchanges["end"]) - exchanges["begin"], 0, None)
-    exposed = np.clip(exchanges["end"] - np.maximum(exchanges["ready"], exchanges["begin"]), 0, None)
-    is_in_backward = exchanges["kind"] == IN_BACKWARD
-
-    def per_step(values: NDArray[Any]) -> float:
-        return float(values.sum()) / 1e6 / max(num_steps, 1)
-
-    def per_exchange(values: NDArray[Any]) -> float:
-        return _per_step(values, exchanges, num_steps) / 1e6
-
-    exposed_ms, waiting_ms = per_exchange(exposed), per_exchange(np.nan_to_num(waiting))
-    exposed_in_backward_ms = per_exchange(np.where(is_in_backward, exposed, 0))
+    sums, exchanged = _Sums(batches), _Exchanged(exchanges, waiting, max(num_steps, 1))
+    to_ms = 1e6 * max(num_steps, 1)
+    exposed_ms, in_backward_ms = exchanged.exposed / 1e6, exchanged.exposed_in_backward / 1e6
     return RankTimes(
         rank=window.rank,
         num_steps=num_steps,
         num_bytes=num_bytes,
-        step_ms=per_step(batches["end"] - batches["fetch"] + between),
-        data_ms=per_step(batches["begin"] - batches["fetch"]),
-        forward_ms=per_step(forward),
-        backward_ms=max(0.0, per_step(batches["backward"]) - exposed_in_backward_ms),
-        optimizer_ms=max(0.0, per_step(rest) - (exposed_ms - exposed_in_backward_ms)),
-        other_ms=per_step(between),
-        communication_ms=per_exchange(hidden + exposed),
-        hidden_ms=per_exchange(hidden),
+        step_ms=sums.step / to_ms,
+        data_ms=sums.data / to_ms,
+        forward_ms=sums.forward / to_ms,
+        backward_ms=max(0.0, sums.backward / to_ms - in_backward_ms),
+        optimizer_ms=max(0.0, sums.rest / to_ms - (exposed_ms - in_backward_ms)),
+        other_ms=sums.other / to_ms,
+        communication_ms=exchanged.hidden / 1e6 + exposed_ms,
+        hidden_ms=exchanged.hidden / 1e6,
         exposed_ms=exposed_ms,
-        waiting_ms=waiting_ms,
-        transfer_ms=exposed_ms - waiting_ms,
+        waiting_ms=exchanged.waiting / 1e6,
+        transfer_ms=exposed_ms - exchanged.waiting / 1e6,
     )
-
-
-def _per_step(values: NDArray[Any], exchanges: NDArray[Any], num_steps: int) -> float:
-    """Exchanges of gradients stand for those of all steps, exchanges of models for themselves."""
-    is_of_models = exchanges["kind"] == OF_MODELS
-    num_observed = len(np.unique(exchanges["step"][~is_of_models]))
-    of_gradients = float(values[~is_of_models].sum()) / num_observed if num_observed else 0.0
-    return of_gradients + float(values[is_of_models].sum()) / max(num_steps, 1)
 
 
 def _common_places(windows: Sequence[Window]) -> list[NDArray[Any]]:
@@ -226,7 +242,3 @@ def _common_places(windows: Sequence[Window]) -> list[NDArray[Any]]:
     for own in keys[1:]:
         common = np.intersect1d(common, own)
     return [np.intersect1d(common, own, return_indices=True)[2] for own in keys]
-
-
-def _common(windows: Sequence[Window], name: str) -> list[NDArray[Any]]:
-    return [window.exchanges[name][places] for window, places in zip(windows, _common_places(windows), strict=True)]
