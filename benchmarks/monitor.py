@@ -38,6 +38,8 @@ from lightning_strategies_ext import CommunicationMonitor
 
 PLAIN, HOOKS, MONITORED = "ddp_ext", "empty callback", "monitor"
 PAIRS = ((MONITORED, PLAIN), (HOOKS, PLAIN), (MONITORED, HOOKS))
+#: Of a monitor by default, as of the Trainer.
+EVERY_N_STEPS = 50
 #: The ratio of a step with a monitor to one without is to be at most this.
 AT_MOST = 1.02
 
@@ -51,7 +53,7 @@ def contenders(directory: str) -> dict[str, Callable[[Case, Length], tuple[float
     callbacks: dict[str, Callable[[], list[pl.Callback]]] = {
         PLAIN: list,
         HOOKS: lambda: [EmptyCallback()],
-        MONITORED: lambda: [CommunicationMonitor(every_n_steps=50, directory=directory, picture=False)],
+        MONITORED: lambda: [CommunicationMonitor(EVERY_N_STEPS, directory=directory, picture=False)],
     }
     return {
         name: partial(train_over, "shm", partial(train_with_lightning, "ddp_ext", callbacks=make))
@@ -125,20 +127,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 6 give every order once")
-    parser.add_argument("--steps", type=int, default=200, help="timed batches per round")
+    parser.add_argument("--steps", type=int, default=200, help="timed batches per round, made whole windows")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be positive")
     cases = [Case(hidden) for hidden in arguments.hidden]
-    # The first steps of a training are observed, whatever comes after them.
-    length = Length(warmup=10, steps=arguments.steps)
+    # What a monitor does once is over with its first window: it connects to the store, and observes the first steps.
+    length = Length(warmup=EVERY_N_STEPS + 10, steps=-(-arguments.steps // EVERY_N_STEPS) * EVERY_N_STEPS)
     with tempfile.TemporaryDirectory() as directory:
         per_rank = run_ranks(measure, cases, arguments.rounds, length, directory)
     merged = [of_slowest_rank(ranks) for ranks in zip(*per_rank, strict=True)]
     summaries = [summarize(case, ms) for case, ms in zip(cases, merged, strict=True)]
     goals = present(summaries, arguments.output)
-    settings = {"rounds": arguments.rounds, "warmup": length.warmup, "steps": length.steps, "every_n_steps": 50}
+    settings = {
+        "rounds": arguments.rounds,
+        "warmup": length.warmup,
+        "steps": length.steps,
+        "every_n_steps": EVERY_N_STEPS,
+    }
     write_json(arguments.output, "monitor", {"settings": settings, "goals": goals, "results": summaries})
 
 

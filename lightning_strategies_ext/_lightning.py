@@ -54,6 +54,7 @@ __all__ = [
     "after_setup_data",
     "before_fetch",
     "call_children_scripts",
+    "call_hooks",
     "checkpoint_io_of",
     "connectors_of",
     "data_fetcher_of",
@@ -347,6 +348,19 @@ def before_fetch(trainer: Any, then: Callable[[], None]) -> Callable[[], None]:
             del epoch_loop._on_before_fetch
 
     return undo
+
+
+def call_hooks(callback: Any, names: Iterable[str], is_on: bool) -> None:
+    """Lets Lightning call some hooks of a callback, as ever, or not.
+
+    It takes three microseconds for each of a callback's hooks, also for those that do nothing, but not for what is no
+    function: ``_call_callback_hooks`` asks ``callable(getattr(callback, name))`` (2.5 to 2.6).
+    """
+    for name in names:
+        if is_on:
+            vars(callback).pop(name, None)
+        else:
+            vars(callback)[name] = None
 
 
 def step_of_loggers(trainer: Any) -> int:

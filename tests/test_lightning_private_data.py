@@ -55,6 +55,18 @@ def test_what_is_to_be_done_before_a_batch_is_asked_for_is_done_then_and_can_be_
     assert "_on_before_fetch" not in vars(trainer.fit_loop.epoch_loop)
 
 
+def test_hooks_of_a_callback_can_be_left_out_and_are_called_again() -> None:
+    fetches = Fetches()
+    trainer = make_trainer("auto", devices=1, max_epochs=1, callbacks=[fetches])
+    _lightning.call_hooks(fetches, ["on_train_batch_start"], False)
+    trainer.fit(MLP(), loader(num_samples=8, batch_size=4))
+    assert fetches.seen == ["end"] * 2
+    _lightning.call_hooks(fetches, ["on_train_batch_start"], True)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(MLP(), loader(num_samples=8, batch_size=4))
+    assert fetches.seen[2:] == ["batch", "end"] * 2
+
+
 class Halved:
     """Gives every second batch of a fetcher."""
 

@@ -19,13 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_strategies_ext.monitoring.records import IN_BACKWARD, OF_MODELS, Window
+from lightning_strategies_ext.monitoring.records import IN_BACKWARD, NUM_WARMUP_STEPS, OF_MODELS, Window
 
 #: What a rank does in a step, without what it waits for exchanges. "data" is until the batch is there and on its
 #: device, "other" is between two batches: loggers, checkpoints, what callbacks do.
 PHASES = ("data", "forward", "backward", "optimizer", "other")
-#: The first steps of a training allocate and compile, and say nothing about the others.
-NUM_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class RankTimes:
 
     Attributes:
         rank: Global rank.
-        num_steps: How many they are of.
+        num_steps: How many observed steps they are of; ``num_bytes``, and what is of models, of all.
         num_bytes: Handed to exchanges.
         step_ms: The whole step.
         data_ms: A phase, see :data:`PHASES`; so are the next four.
@@ -128,13 +126,14 @@ def waits(windows: Sequence[Window]) -> dict[int, NDArray[Any]]:
 
 def combined(times: Sequence[RankTimes]) -> RankTimes:
     """One rank's means over several windows."""
-    weights = [each.num_steps for each in times]
+    times = [each for each in times if each.num_steps] or times[:1]
+    weights = [max(each.num_steps, 1) for each in times]
     means = {
         field.name: float(np.average([getattr(each, field.name) for each in times], weights=weights))
         for field in fields(RankTimes)
         if field.name not in ("rank", "num_steps")
     }
-    return RankTimes(times[0].rank, sum(weights), **means)
+    return RankTimes(times[0].rank, sum(each.num_steps for each in times), **means)
 
 
 def slowest_of(times: Sequence[RankTimes]) -> Slowest | None:
@@ -171,19 +170,21 @@ def share(part_ms: float, whole_ms: float) -> float:
 
 
 class _Sums:
-    """Sums over the batches of a window, in nanoseconds. Loops over some tens of rows are faster here than arrays."""
+    """Sums over observed batches, in nanoseconds. Loops over some tens of rows are faster here than arrays."""
 
     def __init__(self, batches: list[tuple[int, ...]]) -> None:
-        self.step = self.data = self.forward = self.backward = self.rest = self.other = 0
+        self.data = self.forward = self.backward = self.rest = 0
+        others = []
         for _, previous_end, fetch, begin, backward_begin, _, end, backward in batches:
             forward = (backward_begin or end) - begin
             self.data += begin - fetch
             self.forward += forward
             self.backward += backward
             self.rest += end - begin - forward - backward
-            self.other += fetch - previous_end if previous_end else 0
-            self.step += end - fetch
-        self.step += self.other
+            if previous_end:
+                others.append(fetch - previous_end)
+        self.other = sum(others) * len(batches) / len(others) if others else 0.0
+        self.step = self.data + self.forward + self.backward + self.rest + self.other
 
 
 class _Exchanged:
@@ -207,17 +208,18 @@ class _Exchanged:
 def _times_of(window: Window, waits: NDArray[Any]) -> RankTimes:
     num_steps, batches, exchanges = window.num_steps, window.batches.tolist(), window.exchanges.tolist()
     num_bytes, waiting = window.num_bytes / max(num_steps, 1), waits.tolist()
-    if window.number == 0 and num_steps >= 2 * NUM_WARMUP_STEPS:
+    if window.number == 0 and any(batch[0] >= NUM_WARMUP_STEPS for batch in batches):
         batches = [batch for batch in batches if batch[0] >= NUM_WARMUP_STEPS]
         waiting = [each for each, exchange in zip(waiting, exchanges, strict=True) if exchange[0] >= NUM_WARMUP_STEPS]
         exchanges = [exchange for exchange in exchanges if exchange[0] >= NUM_WARMUP_STEPS]
         num_steps -= NUM_WARMUP_STEPS
     sums, exchanged = _Sums(batches), _Exchanged(exchanges, waiting, max(num_steps, 1))
-    to_ms = 1e6 * max(num_steps, 1)
+    num_observed = len({batch[0] for batch in batches})
+    to_ms = 1e6 * max(num_observed, 1)
     exposed_ms, in_backward_ms = exchanged.exposed / 1e6, exchanged.exposed_in_backward / 1e6
     return RankTimes(
         rank=window.rank,
-        num_steps=num_steps,
+        num_steps=num_observed,
         num_bytes=num_bytes,
         step_ms=sums.step / to_ms,
         data_ms=sums.data / to_ms,

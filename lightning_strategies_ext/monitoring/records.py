@@ -1,7 +1,7 @@
 """What one rank has noted of some steps, and how it travels."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,6 +28,8 @@ IN_BACKWARD = 0
 AFTER_BACKWARD = 1
 #: Of models, after optimizer steps; all of them are noted.
 OF_MODELS = 2
+#: The first steps of a training allocate and compile, and say nothing about the others.
+NUM_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,21 @@ class Window:
         rank: Global rank.
         host: Identity of its host; ranks of a host have one clock.
         number: Windows before this one.
-        num_bytes: What this rank has handed to exchanges in it.
-        batches: Of dtype :data:`BATCH`.
+        num_steps: Optimizer steps.
+        num_bytes: What this rank has handed to exchanges in them.
+        batches: Those of observed steps; of dtype :data:`BATCH`.
         exchanges: Of dtype :data:`EXCHANGE`.
     """
 
     rank: int
     host: str
     number: int
+    num_steps: int
     num_bytes: int
     batches: NDArray[Any]
     exchanges: NDArray[Any]
 
-    _IN_HEADER: ClassVar = ("rank", "host", "number", "num_bytes")
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps."""
-        steps = self.batches["step"]
-        return int(steps[-1] - steps[0]) + 1 if len(steps) else 0
+    _IN_HEADER: ClassVar = ("rank", "host", "number", "num_steps", "num_bytes")
 
     def dump(self) -> bytes:
         """All of it as bytes."""
@@ -72,18 +70,12 @@ class Window:
         batches, exchanges = np.frombuffer(rest[:num_bytes], BATCH), np.frombuffer(rest[num_bytes:], EXCHANGE)
         return cls(**header, batches=batches, exchanges=exchanges)
 
-    def since(self, step: int) -> "Window":
-        """The same from a step on."""
-        batches = self.batches[self.batches["step"] >= step]
-        return Window(
-            *(self.rank, self.host, self.number, self.num_bytes),
-            *(batches, self.exchanges[self.exchanges["step"] >= step]),
-        )
-
-    def followed_by(self, other: "Window") -> "Window":
-        """This and the next one, as one."""
-        return Window(
-            *(self.rank, self.host, self.number, self.num_bytes + other.num_bytes),
-            np.concatenate([self.batches, other.batches]),
-            np.concatenate([self.exchanges, other.exchanges]),
-        )
+    def observed(self, most: int) -> Self:
+        """Only the steps that were observed last in a row, so many at most."""
+        steps = np.unique(self.batches["step"])[-most:]
+        if not len(steps):
+            return replace(self, exchanges=self.exchanges[:0])
+        gaps = np.flatnonzero(np.diff(steps) > 1)
+        first = steps[gaps[-1] + 1] if len(gaps) else steps[0]
+        is_kept = (self.exchanges["step"] >= first) & (self.exchanges["step"] <= steps[-1])
+        return replace(self, batches=self.batches[self.batches["step"] >= first], exchanges=self.exchanges[is_kept])

@@ -1,7 +1,9 @@
-"""One rank's notes of a training, from its first step to its last; its methods are called at each step.
+"""One rank's notes of a training, from its first step to its last.
 
-A training step of a small model takes a millisecond, so what is called in each step reads a clock and appends to a
-list. What costs more is done in few steps (``Timekeeper``), or once per window.
+A training step of a small model takes a millisecond, and Lightning takes three microseconds for each hook of a callback
+that it calls. So most steps are only counted, where a batch is asked for; some in a row are observed, and only for
+those ``switch`` lets hooks be called. Which ones follows from the number of steps, so that all ranks observe the same,
+and differs from window to window, so that nothing that comes every so many batches is always seen, or never.
 """
 
 import time
@@ -16,9 +18,13 @@ from lightning_strategies_ext.monitoring.records import (
     BATCH,
     EXCHANGE,
     IN_BACKWARD,
+    NUM_WARMUP_STEPS,
     OF_MODELS,
     Window,
 )
+
+#: Steps that the observed ones of a window move on by, from one to the next; prime to most numbers of workers.
+_STRIDE = 17
 
 
 class Timekeeper(Protocol):
@@ -38,9 +44,11 @@ class Session:
         rank: Global rank.
         host: Identity of the host.
         every_n_steps: Optimizer steps per window.
-        observed_steps: How many of them, the last ones, ``timekeeper`` observes, and so many at the beginning.
+        observed_steps: How many of them are observed, and so many at the beginning.
+        count_steps: Says how many optimizer steps are done; asked before each batch.
+        switch: Called with whether the steps from here on are observed.
         timekeeper: Of the engine; None if that calls :meth:`exchanged`, or exchanges nothing.
-        count_bytes: Says how many bytes have been handed over so far; None if :meth:`exchanged` says it.
+        count_bytes: Says how many bytes so many steps have handed over; None if :meth:`exchanged` says it.
         mailbox: To rank 0; None for a rank that is alone.
         hear: Called on rank 0 with the same window of all ranks.
     """
@@ -51,6 +59,8 @@ class Session:
         host: str,
         every_n_steps: int,
         observed_steps: int,
+        count_steps: Callable[[], int],
+        switch: Callable[[bool], None],
         timekeeper: Timekeeper | None,
         count_bytes: Callable[[int], int] | None,
         mailbox: Mailbox | None,
@@ -59,30 +69,43 @@ class Session:
         self.rank = rank
         self._host = host
         self._every_n_steps = every_n_steps
-        self._observed_steps = observed_steps
+        self._observed_steps = min(observed_steps, every_n_steps)
+        self._count_steps = count_steps
+        self._switch = switch
         self._timekeeper = timekeeper
         self._count_bytes = count_bytes
         self._mailbox = mailbox
         self._hear = hear
         self._batches: list[tuple[int, ...]] = []
         self._exchanges: list[tuple[int, ...]] = []
-        self._num_bytes = 0
-        self._counted = 0
-        self._num_windows = 0
-        self._step = self._left = 0
+        self._num_bytes = self._counted = 0
+        self._number = self._begun_at = 0
         self._previous_end = self._fetch = self._fetched = self._begin = 0
         self._backward_begin = self._backward_again = self._backward_end = self._backward = 0
         self._has_stepped = self._is_observing = False
-        self._observe_if_due()
+        self._before = self._done = count_steps()
+        self._observe(True)
 
-    # --- in each step, in this order ---
+    # --- in each step ---
 
     def fetch_begins(self) -> None:
         """A batch is asked for."""
         self._fetch = time.time_ns()
+        if self._count_steps() != self._done:
+            self._step_begins()
+
+    def exchanged(
+        self, begin_ns: int, ready_ns: int, end_ns: int, num_bytes: int, *, is_of_models: bool = False
+    ) -> None:
+        """See :class:`.observer.ExchangeObserver`."""
+        kind = OF_MODELS if is_of_models else AFTER_BACKWARD
+        self._exchanges.append((self._done - self._before, begin_ns, ready_ns, end_ns, kind))
+        self._num_bytes += num_bytes
+
+    # --- in observed steps, in this order ---
 
     def batch_begins(self) -> None:
-        """It is there."""
+        """The batch is there."""
         self._begin = time.time_ns()
         self._fetched = self._fetch or self._begin
 
@@ -101,86 +124,76 @@ class Session:
         """An optimizer is about to step: this batch is the last of its optimizer step."""
         self._has_stepped = True
 
-    def exchanged(
-        self, begin_ns: int, ready_ns: int, end_ns: int, num_bytes: int, *, is_of_models: bool = False
-    ) -> None:
-        """See :class:`.observer.ExchangeObserver`."""
-        kind = OF_MODELS if is_of_models else AFTER_BACKWARD
-        self._exchanges.append((self._step, begin_ns, ready_ns, end_ns, kind))
-        self._num_bytes += num_bytes
-
     def batch_ends(self) -> None:
         """All of it is done."""
-        end = time.time_ns()
+        end, step = time.time_ns(), self._done - self._before
         self._batches.append(
             (
-                *(self._step, self._previous_end, self._fetched, self._begin),
+                *(step, self._previous_end, self._fetched, self._begin),
                 *(self._backward_begin, self._backward_end, end, self._backward),
             )
         )
         self._previous_end = end
         self._fetch = self._backward_begin = self._backward_end = self._backward = 0
-        if self._has_stepped:
-            self._step_ends()
+        if self._has_stepped and self._timekeeper is not None:
+            times = self._timekeeper.last()
+            if times is not None:
+                self._exchanges.append((step, *times, IN_BACKWARD))
+        self._has_stepped = False
+
+    # --- now and then ---
 
     def pauses(self) -> None:
         """Something else than the next batch comes, such as a validation."""
         self._previous_end = 0
 
-    # --- now and then ---
-
     def finish(self, patience_s: float) -> None:
-        """Ends with the last step; rank 0 waits for the other ranks for so long at most."""
+        """Ends after the last step; rank 0 waits for the other ranks for so long at most."""
+        self._done = self._count_steps()
         self._close_window()
-        self._stop_observing()
+        self._observe(False)
         if self._mailbox is not None:
             self._mailbox.finish(patience_s)
             self._hear_complete()
 
     def abandon(self) -> None:
         """Ends at once; rank 0 keeps what it has heard."""
-        self._stop_observing()
+        self._observe(False)
         if self._mailbox is not None:
             self._mailbox.abandon()
 
-    def _step_ends(self) -> None:
-        self._has_stepped = False
-        if self._is_observing:
-            assert self._timekeeper is not None
-            times = self._timekeeper.last()
-            if times is not None:
-                self._exchanges.append((self._step, *times, IN_BACKWARD))
-        self._step += 1
-        if self._step % self._every_n_steps == 0:
+    def _step_begins(self) -> None:
+        self._done = self._count_steps()
+        step = self._done - self._before
+        if step // self._every_n_steps > self._number:
             self._close_window()
-        self._observe_if_due()
+        place = step % self._every_n_steps
+        first = self._number * _STRIDE % (self._every_n_steps - self._observed_steps + 1)
+        is_beginning = step < NUM_WARMUP_STEPS + self._observed_steps
+        self._observe(is_beginning or first <= place < first + self._observed_steps)
 
-    def _observe_if_due(self) -> None:
-        if self._timekeeper is None:
+    def _observe(self, is_on: bool) -> None:
+        if is_on is self._is_observing:
             return
-        place = self._step % self._every_n_steps
-        is_due = self._step < self._observed_steps or place >= self._every_n_steps - self._observed_steps
-        if is_due is not self._is_observing:
-            self._is_observing = is_due
-            self._timekeeper.observe(is_due)
-
-    def _stop_observing(self) -> None:
-        if self._is_observing and self._timekeeper is not None:
-            self._timekeeper.observe(False)
-        self._is_observing = False
+        self._is_observing = is_on
+        self._previous_end = 0
+        self._switch(is_on)
+        if self._timekeeper is not None:
+            self._timekeeper.observe(is_on)
 
     def _close_window(self) -> None:
         batches, self._batches = np.array(self._batches, BATCH), []
         exchanges, self._exchanges = np.array(self._exchanges, EXCHANGE), []
         num_bytes, self._num_bytes = self._num_bytes, 0
-        num_steps, self._left = self._step - self._left, self._step
+        step = self._done - self._before
+        num_steps, self._begun_at = step - self._begun_at, step
+        number, self._number = self._number, step // self._every_n_steps
         if not num_steps:
             return
         if self._count_bytes is not None:
-            before, self._counted = self._counted, self._count_bytes(self._step)
+            before, self._counted = self._counted, self._count_bytes(step)
             num_bytes += self._counted - before
-        window = Window(self.rank, self._host, self._num_windows, num_bytes, batches, exchanges)
-        self._num_windows += 1
+        window = Window(self.rank, self._host, number, num_steps, num_bytes, batches, exchanges)
         if self._mailbox is None:
             self._hear([window])
         else:

@@ -15,6 +15,8 @@ from lightning_strategies_ext.monitoring.records import OF_MODELS, Window
 #: The rows of a rank.
 TRAINING, EXCHANGE = "training", "exchange"
 _ROWS = (TRAINING, EXCHANGE)
+#: Of a timeline.
+_MAX_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,13 @@ class Span:
     hidden_ms: float | None = None
 
 
-def spans_of(windows: Sequence[Window], num_steps: int) -> list[Span]:
-    """The last steps of all ranks, up to the last one of which all know the exchange.
+def spans_of(windows: Sequence[Window]) -> list[Span]:
+    """The steps that all ranks have observed last in a row.
 
     Args:
         windows: The same window of all ranks.
-        num_steps: How many steps.
     """
-    last = min(_last_observed(window) for window in windows)
-    kept = [_until(window.since(last + 1 - num_steps), last) for window in windows]
+    kept = [window.observed(_MAX_STEPS) for window in windows]
     offsets, waiting = clock_offsets(kept), waits(kept)
     begin = min((int(own.batches["fetch"][0]) - offsets[own.rank] for own in kept if len(own.batches)), default=0)
     spans: list[Span] = []
@@ -82,18 +82,6 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
             }
         )
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def _last_observed(window: Window) -> int:
-    is_of_gradients = window.exchanges["kind"] != OF_MODELS
-    steps = window.exchanges["step"][is_of_gradients] if is_of_gradients.any() else window.batches["step"]
-    return int(steps.max(initial=-1))
-
-
-def _until(window: Window, step: int) -> Window:
-    batches = window.batches[window.batches["step"] <= step]
-    exchanges = window.exchanges[window.exchanges["step"] <= step]
-    return Window(window.rank, window.host, window.number, window.num_bytes, batches, exchanges)
 
 
 def _of_batches(window: Window, origin: int) -> Iterator[Span]:

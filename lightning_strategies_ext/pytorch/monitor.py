@@ -36,6 +36,11 @@ from lightning_strategies_ext.torch_distributed.exchange_times import DDPTimes
 #: How long rank 0 waits for what the others have noted last, in seconds.
 PATIENCE_S = 10.0
 _KEY = "communication"
+#: What Lightning calls in each step.
+_STEP_HOOKS = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end"),
+)
 _sessions = count()
 
 
@@ -53,9 +58,8 @@ class CommunicationMonitor(Callback):
 
     Args:
         every_n_steps: Optimizer steps that means are taken of; the Trainer's ``log_every_n_steps`` if None.
-        observed_steps: In how many of them, the last ones, or all if there are fewer, DDP takes the times of its
-            exchange, which costs some 20 microseconds each. Phases are taken in all of them.
-        timeline_steps: How many steps the timeline has, the last ones of which exchanges are known.
+        observed_steps: How many of them in a row are observed, or all if there are fewer; an observed step takes some
+            50 microseconds longer. The timeline has those that were observed last.
         directory: Where the timeline is written; ``communication`` in the Trainer's ``default_root_dir`` if None.
         progress_bar: Whether the progress bar shows the share of a step that waits for communication.
         picture: Whether the picture is drawn, for which there must be matplotlib.
@@ -82,7 +86,6 @@ class CommunicationMonitor(Callback):
         self,
         every_n_steps: int | None = None,
         observed_steps: int = 5,
-        timeline_steps: int = 20,
         directory: str | os.PathLike[str] | None = None,
         progress_bar: bool = True,
         picture: bool = True,
@@ -90,7 +93,6 @@ class CommunicationMonitor(Callback):
         if every_n_steps is not None:
             _check_is_positive("every_n_steps", every_n_steps)
         _check_is_positive("observed_steps", observed_steps)
-        _check_is_positive("timeline_steps", timeline_steps)
         if directory is not None and not isinstance(directory, (str, os.PathLike)):
             raise TypeError(f"`directory` must be a path or None, got {directory!r}.")
         for name, flag in (("progress_bar", progress_bar), ("picture", picture)):
@@ -98,7 +100,6 @@ class CommunicationMonitor(Callback):
                 raise TypeError(f"`{name}` must be True or False, got {flag!r}.")
         self._every_n_steps = every_n_steps
         self._observed_steps = observed_steps
-        self._timeline_steps = timeline_steps
         self._directory = None if directory is None else Path(directory)
         self._shows_progress = progress_bar
         self._draws = picture
@@ -142,7 +143,10 @@ class CommunicationMonitor(Callback):
         timekeeper = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         session = Session(
-            *(trainer.global_rank, host_identity(), every_n_steps, self._observed_steps, timekeeper),
+            *(trainer.global_rank, host_identity(), every_n_steps, self._observed_steps),
+            lambda: _lightning.step_of_loggers(trainer),
+            lambda is_on: _lightning.call_hooks(self, _STEP_HOOKS, is_on),
+            timekeeper,
             _counter_of(strategy, timekeeper),
             _mailbox_of(trainer),
             lambda windows: self._guarded(self._hear, trainer, windows),
@@ -155,7 +159,7 @@ class CommunicationMonitor(Callback):
             self._undo.append(self._show_in(trainer.progress_bar_callback))
         self._session = session
 
-    # --- in each step ---
+    # --- between steps ---
 
     @override
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -168,6 +172,8 @@ class CommunicationMonitor(Callback):
         """Leaves out a validation."""
         if self._session is not None:
             self._session.pauses()
+
+    # --- in observed steps ---
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -195,7 +201,7 @@ class CommunicationMonitor(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Notes a time, and once in ``every_n_steps`` steps, on rank 0, gives the logger what has come."""
+        """Notes a time, and asks DDP for those of its exchange."""
         if self._session is not None:
             self._session.batch_ends()
 
@@ -225,7 +231,8 @@ class CommunicationMonitor(Callback):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_session": None, "_undo": None, "_recent": []}
+        state = {name: value for name, value in vars(self).items() if name not in _STEP_HOOKS}
+        return {**state, "_session": None, "_undo": None, "_recent": []}
 
     def _leave(self) -> None:
         session, self._session = self._session, None
@@ -234,6 +241,7 @@ class CommunicationMonitor(Callback):
             each()
         if session is not None:
             session.abandon()
+        _lightning.call_hooks(self, _STEP_HOOKS, True)
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """A monitor ends no training."""
@@ -247,15 +255,14 @@ class CommunicationMonitor(Callback):
 
     def _hear(self, trainer: "pl.Trainer", windows: list[Window]) -> None:
         times = times_of(windows)
+        if not all(each.num_steps for each in times):  # the last one may end before the steps that would be observed
+            return
         self._history.append(times)
-        if self._recent:
-            windows = [before.followed_by(now) for before, now in zip(self._recent, windows, strict=True)]
-        first = max(int(window.batches["step"].max(initial=0)) for window in windows) - 2 * self._timeline_steps
-        self._recent = [window.since(first) for window in windows]
+        self._recent = windows
         values = logged(times)
         self._shown = f"{values[f'{_KEY}/exposed_share']:.0%}"
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=_lightning.step_of_loggers(trainer))
+            logger.log_metrics(values, step=max(0, _lightning.step_of_loggers(trainer) - 1))
 
     def _show_in(self, progress_bar: Any) -> Callable[[], None]:
         """Adds a value to what the progress bar shows; not by ``self.log``, which is for the metrics of users."""
@@ -288,7 +295,7 @@ class CommunicationMonitor(Callback):
     def _write(self, trainer: "pl.Trainer", draws: bool) -> None:
         directory = self._directory or Path(trainer.default_root_dir, _KEY)
         directory.mkdir(parents=True, exist_ok=True)
-        spans = spans_of(self._recent, self._timeline_steps)
+        spans = spans_of(self._recent)
         trace = directory / "trace.json"
         write_trace(spans, trace)
         self.files = [trace]

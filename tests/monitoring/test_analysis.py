@@ -1,6 +1,7 @@
 """What follows from times that ranks have noted, in numbers; no process is started."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,13 +56,19 @@ def window(
         previous_end = 0 if step == steps[0] else fetch - 3 * MS
         batches.append((step, previous_end, fetch, begin, backward, backward_end, done, backward_end - backward))
         exchanges.append((step, ready - 2 * MS, ready, end, kind))
-    return Window(rank, host, 1, num_bytes, np.array(batches, BATCH), np.array(exchanges, EXCHANGE))
+    return Window(rank, host, 1, len(steps), num_bytes, np.array(batches, BATCH), np.array(exchanges, EXCHANGE))
 
 
 def test_a_window_travels_as_bytes() -> None:
     sent = window(rank=3)
     received = Window.load(sent.dump())
-    assert (received.rank, received.host, received.number, received.num_bytes) == (3, "a", 1, 400)
+    assert (received.rank, received.host, received.number, received.num_steps, received.num_bytes) == (
+        3,
+        "a",
+        1,
+        4,
+        400,
+    )
     assert np.array_equal(received.batches, sent.batches)
     assert np.array_equal(received.exchanges, sent.exchanges)
 
@@ -71,7 +78,7 @@ def test_phases_are_without_what_is_waited_for(kind: int) -> None:
     first, second = times_of([window(0, data=1, kind=kind), window(1, data=5, kind=kind)])
     assert first.num_bytes == 100
     assert (first.data_ms, first.forward_ms, first.backward_ms, first.optimizer_ms) == pytest.approx((1, 3, 6, 2))
-    assert first.other_ms == pytest.approx(3 * 3 / 4)  # nothing is known of what comes before the first step
+    assert first.other_ms == pytest.approx(3)  # of what comes before the first step nothing is known
     assert first.step_ms == pytest.approx(17 + first.other_ms)
     assert (first.communication_ms, first.hidden_ms, first.exposed_ms) == pytest.approx((7, 2, 5))
     assert (first.waiting_ms, first.transfer_ms) == pytest.approx((4, 1))
@@ -99,7 +106,7 @@ def test_clocks_of_hosts_are_laid_on_each_other() -> None:
 
 def test_exchanges_that_one_rank_has_not_noted_are_left_out() -> None:
     short = window(1, data=5)
-    short = Window(1, "a", 1, 400, short.batches, short.exchanges[1:])
+    short = Window(1, "a", 1, 4, 400, short.batches, short.exchanges[1:])
     waiting = waits([window(0), short])
     assert np.isnan(waiting[0][0])
     assert waiting[0][1:] / MS == pytest.approx([4] * 3)
@@ -107,13 +114,13 @@ def test_exchanges_that_one_rank_has_not_noted_are_left_out() -> None:
 
 def test_exchanges_of_models_count_in_the_steps_that_have_one() -> None:
     own = window(kind=OF_MODELS)
-    few = Window(0, "a", 1, 400, own.batches, own.exchanges[:1])
+    few = Window(0, "a", 1, 4, 400, own.batches, own.exchanges[:1])
     assert times_of([few])[0].exposed_ms == pytest.approx(5 / 4)
 
 
 def test_the_first_steps_are_left_out_and_windows_are_weighed() -> None:
     own = window(steps=range(6))
-    first = Window(0, "a", 0, 600, own.batches, own.exchanges)
+    first = Window(0, "a", 0, 6, 600, own.batches, own.exchanges)
     times = [*times_of([first]), *times_of([window(data=3, steps=range(6, 12))])]
     assert [each.num_steps for each in times] == [4, 6]
     assert combined(times).data_ms == pytest.approx((4 * 1 + 6 * 3) / 10)
@@ -121,13 +128,19 @@ def test_the_first_steps_are_left_out_and_windows_are_weighed() -> None:
 
 
 def test_nothing_is_divided_by_where_there_is_nothing() -> None:
-    nothing = Window(0, "a", 1, 0, np.array([], BATCH), np.array([], EXCHANGE))
+    nothing = Window(0, "a", 1, 0, 0, np.array([], BATCH), np.array([], EXCHANGE))
     assert times_of([nothing])[0].step_ms == 0
-    assert spans_of([nothing], 5) == []
+    assert spans_of([nothing]) == []
 
 
 def test_the_trace_has_the_last_steps_of_all_ranks(tmp_path: Any) -> None:
-    spans = spans_of([window(0), window(1, data=5, host="b", ahead=700 * MS)], num_steps=2)
+    windows = [window(0), window(1, data=5, host="b", ahead=700 * MS)]
+    far = [window(rank, steps=range(2)) for rank in range(2)]
+    both = [
+        replace(own, batches=np.concatenate([before.batches, own.batches[2:]]))
+        for before, own in zip(far, windows, strict=True)
+    ]
+    spans = spans_of(both)
     assert {span.step for span in spans} == {12, 13}
     assert min(span.begin_ms for span in spans) == 0
     write_trace(spans, tmp_path / "trace.json")

@@ -194,7 +194,7 @@ def train_slowly(directory: str) -> dict[str, Any]:
             "ddp_ext",
             callbacks=[monitor, bar],
             logger=CSVLogger(directory, name=name, version=0),
-            log_every_n_steps=8,
+            log_every_n_steps=4,
             max_epochs=3,
             enable_progress_bar=True,
         )
@@ -234,6 +234,7 @@ def test_the_slowest_rank_is_named_with_what_it_is_slow_in(tmp_path: Path) -> No
 
 class Raises(MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.02)  # what has been noted arrives meanwhile
         if self.global_rank == 1 and self.global_step == 14:
             raise RuntimeError("this rank has had enough")
         return super().training_step(batch, batch_idx)
@@ -314,7 +315,6 @@ def test_over_horovod(tmp_path: Path) -> None:
         ({"every_n_steps": 0}, ValueError, "`every_n_steps` must be at least 1 (optimizer steps), got 0"),
         ({"every_n_steps": "9"}, TypeError, "`every_n_steps` must be an integer, got '9'"),
         ({"observed_steps": 2.5}, TypeError, "`observed_steps` must be an integer, got 2.5"),
-        ({"timeline_steps": -1}, ValueError, "`timeline_steps` must be at least 1"),
         ({"directory": 3}, TypeError, "`directory` must be a path or None, got 3"),
         ({"picture": "no"}, TypeError, "`picture` must be True or False, got 'no'"),
     ],
