@@ -325,8 +325,8 @@ def after_setup_data(trainer: Any, then: Callable[[], None]) -> Callable[[], Non
     return undo
 
 
-def before_fetch(trainer: Any, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls ``then`` whenever ``fit`` is about to ask for a training batch.
+def before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[], None]:
+    """Calls ``then`` whenever ``fit`` is about to ask for a training batch, with what :func:`step_of_loggers` gives.
 
     No hook comes between the end of a batch and that; ``_TrainingEpochLoop.on_run_start`` has the fetcher call
     ``_on_before_fetch``, for the profiler (2.5 to 2.6).
@@ -338,7 +338,7 @@ def before_fetch(trainer: Any, then: Callable[[], None]) -> Callable[[], None]:
     on_before_fetch = epoch_loop._on_before_fetch
 
     def call_and_go_on() -> None:
-        then()
+        then(epoch_loop._batches_that_stepped)
         on_before_fetch()
 
     epoch_loop._on_before_fetch = call_and_go_on

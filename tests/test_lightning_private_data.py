@@ -46,9 +46,9 @@ class Fetches(Callback):
 def test_what_is_to_be_done_before_a_batch_is_asked_for_is_done_then_and_can_be_undone() -> None:
     fetches = Fetches()
     trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[fetches], accumulate_grad_batches=2)
-    undo = _lightning.before_fetch(trainer, lambda: fetches.seen.append("fetch"))
+    undo = _lightning.before_fetch(trainer, lambda step: fetches.seen.append(f"fetch {step}"))
     trainer.fit(MLP(), loader(num_samples=16, batch_size=4))
-    assert fetches.seen == ["fetch", "batch", "end"] * 8
+    assert fetches.seen == [said for step in fetches.steps for said in (f"fetch {step}", "batch", "end")]
     assert fetches.steps == [0, 0, 1, 1, 2, 2, 3, 3]
     undo()
     undo()

@@ -122,9 +122,8 @@ def _about_link(times: Sequence[RankTimes], job: Job) -> str:
             "So few bytes take round trips, not bandwidth: exchange less often (`Trainer(accumulate_grad_batches=...)`)"
             " or make the step longer by a larger batch."
         )
-    if job.compressions:
-        first, *others = job.compressions
-        return f"Less is exchanged with {' or '.join([f'`compression={first!r}`', *map(repr, others)])}."
+    if job.compressions and job.num_hosts > 1:
+        return f"`compression=...` exchanges less: {', '.join(map(repr, job.compressions))}."
     if job.num_buckets == 1 and hidden < _MOSTLY:
         return "`bucket_cap_mb=...` of less lets it begin while the backward pass still computes."
     return "Exchange less often (`Trainer(accumulate_grad_batches=...)`), or make the step longer by a larger batch."

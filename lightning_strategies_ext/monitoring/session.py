@@ -45,12 +45,13 @@ class Session:
         host: Identity of the host.
         every_n_steps: Optimizer steps per window.
         observed_steps: How many of them are observed, and so many at the beginning.
-        count_steps: Says how many optimizer steps are done; asked before each batch.
+        num_done: Optimizer steps that were done before.
         switch: Called with whether the steps from here on are observed.
         timekeeper: Of the engine; None if that calls :meth:`exchanged`, or exchanges nothing.
         count_bytes: Says how many bytes so many steps have handed over; None if :meth:`exchanged` says it.
         mailbox: To rank 0; None for a rank that is alone.
         hear: Called on rank 0 with the same window of all ranks.
+        fail: Called with what has gone wrong between two steps.
     """
 
     def __init__(
@@ -59,23 +60,24 @@ class Session:
         host: str,
         every_n_steps: int,
         observed_steps: int,
-        count_steps: Callable[[], int],
+        num_done: int,
         switch: Callable[[bool], None],
         timekeeper: Timekeeper | None,
         count_bytes: Callable[[int], int] | None,
         mailbox: Mailbox | None,
         hear: Callable[[list[Window]], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         self.rank = rank
         self._host = host
         self._every_n_steps = every_n_steps
         self._observed_steps = min(observed_steps, every_n_steps)
-        self._count_steps = count_steps
         self._switch = switch
         self._timekeeper = timekeeper
         self._count_bytes = count_bytes
         self._mailbox = mailbox
         self._hear = hear
+        self._fail = fail
         self._batches: list[tuple[int, ...]] = []
         self._exchanges: list[tuple[int, ...]] = []
         self._num_bytes = self._counted = 0
@@ -83,16 +85,26 @@ class Session:
         self._previous_end = self._fetch = self._fetched = self._begin = 0
         self._backward_begin = self._backward_again = self._backward_end = self._backward = 0
         self._has_stepped = self._is_observing = False
-        self._before = self._done = count_steps()
+        self._before = self._done = num_done
+        self._next = num_done + 1  # when something is to be decided again
         self._observe(True)
 
     # --- in each step ---
 
-    def fetch_begins(self) -> None:
-        """A batch is asked for."""
-        self._fetch = time.time_ns()
-        if self._count_steps() != self._done:
-            self._step_begins()
+    def fetch_begins(self, num_done: int) -> None:
+        """A batch is asked for.
+
+        Args:
+            num_done: Optimizer steps so far.
+        """
+        self._done = num_done
+        if num_done >= self._next:
+            try:
+                self._decide()
+            except Exception as error:
+                self._fail(error)
+        if self._is_observing:
+            self._fetch = time.time_ns()
 
     def exchanged(
         self, begin_ns: int, ready_ns: int, end_ns: int, num_bytes: int, *, is_of_models: bool = False
@@ -147,9 +159,14 @@ class Session:
         """Something else than the next batch comes, such as a validation."""
         self._previous_end = 0
 
-    def finish(self, patience_s: float) -> None:
-        """Ends after the last step; rank 0 waits for the other ranks for so long at most."""
-        self._done = self._count_steps()
+    def finish(self, num_done: int, patience_s: float) -> None:
+        """Ends after the last step; rank 0 waits for the other ranks for so long at most.
+
+        Args:
+            num_done: Optimizer steps so far.
+            patience_s: How long, in seconds.
+        """
+        self._done = num_done
         self._close_window()
         self._observe(False)
         if self._mailbox is not None:
@@ -162,15 +179,18 @@ class Session:
         if self._mailbox is not None:
             self._mailbox.abandon()
 
-    def _step_begins(self) -> None:
-        self._done = self._count_steps()
-        step = self._done - self._before
-        if step // self._every_n_steps > self._number:
+    def _decide(self) -> None:
+        step, every_n_steps = self._done - self._before, self._every_n_steps
+        if step // every_n_steps > self._number:
             self._close_window()
-        place = step % self._every_n_steps
-        first = self._number * _STRIDE % (self._every_n_steps - self._observed_steps + 1)
-        is_beginning = step < NUM_WARMUP_STEPS + self._observed_steps
-        self._observe(is_beginning or first <= place < first + self._observed_steps)
+        begin = self._number * every_n_steps
+        first = begin + self._number * _STRIDE % (every_n_steps - self._observed_steps + 1)
+        last = first + self._observed_steps
+        if not self._number:  # at the beginning, and the steps that are left out of means
+            first, last = 0, min(last + NUM_WARMUP_STEPS, every_n_steps)
+        self._observe(first <= step < last)
+        changes = [place for place in (first, last, begin + every_n_steps) if place > step]
+        self._next = self._before + min(changes)
 
     def _observe(self, is_on: bool) -> None:
         if is_on is self._is_observing:

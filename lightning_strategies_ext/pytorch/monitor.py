@@ -5,6 +5,7 @@ takes what it has noted to rank 0 by the ranks' key-value store. Weights are the
 wrong in it is said once, and the training goes on without it.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.strategies import DeepSpeedStrategy, XLAStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -32,6 +33,8 @@ from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.exchange_times import DDPTimes
+
+log = logging.getLogger(__name__)
 
 #: How long rank 0 waits for what the others have noted last, in seconds.
 PATIENCE_S = 10.0
@@ -59,7 +62,7 @@ class CommunicationMonitor(Callback):
     Args:
         every_n_steps: Optimizer steps that means are taken of; the Trainer's ``log_every_n_steps`` if None.
         observed_steps: How many of them in a row are observed, or all if there are fewer; an observed step takes some
-            50 microseconds longer. The timeline has those that were observed last.
+            80 microseconds longer. The timeline has those that were observed last.
         directory: Where the timeline is written; ``communication`` in the Trainer's ``default_root_dir`` if None.
         progress_bar: Whether the progress bar shows the share of a step that waits for communication.
         picture: Whether the picture is drawn, for which there must be matplotlib.
@@ -85,7 +88,7 @@ class CommunicationMonitor(Callback):
     def __init__(
         self,
         every_n_steps: int | None = None,
-        observed_steps: int = 5,
+        observed_steps: int = 3,
         directory: str | os.PathLike[str] | None = None,
         progress_bar: bool = True,
         picture: bool = True,
@@ -136,6 +139,9 @@ class CommunicationMonitor(Callback):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Begins to take times; in elastic training, in each world."""
+        self._guarded(self._begin, trainer)
+
+    def _begin(self, trainer: "pl.Trainer") -> None:
         self._leave()
         self.times, self.advice, self.files = [], None, []
         self._history, self._recent, self._shown = [], [], None
@@ -144,20 +150,21 @@ class CommunicationMonitor(Callback):
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         session = Session(
             *(trainer.global_rank, host_identity(), every_n_steps, self._observed_steps),
-            lambda: _lightning.step_of_loggers(trainer),
+            _lightning.step_of_loggers(trainer),
             lambda is_on: _lightning.call_hooks(self, _STEP_HOOKS, is_on),
             timekeeper,
             _counter_of(strategy, timekeeper),
             _mailbox_of(trainer),
-            lambda windows: self._guarded(self._hear, trainer, windows),
+            lambda windows: self._hear(trainer, windows),
+            self._give_up,
         )
+        self._session = session
         self._undo = [_lightning.before_fetch(trainer, session.fetch_begins)]
         if isinstance(strategy, ParallelStrategy):
             strategy.observe_exchanges(session)
             self._undo.append(lambda: strategy.observe_exchanges(None))
         if self._shows_progress and trainer.progress_bar_callback is not None and trainer.is_global_zero:
             self._undo.append(self._show_in(trainer.progress_bar_callback))
-        self._session = session
 
     # --- between steps ---
 
@@ -203,7 +210,7 @@ class CommunicationMonitor(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Notes a time, and asks DDP for those of its exchange."""
         if self._session is not None:
-            self._session.batch_ends()
+            self._guarded(self._session.batch_ends)
 
     # --- it ends ---
 
@@ -213,7 +220,7 @@ class CommunicationMonitor(Callback):
         session = self._session
         if session is None:
             return
-        self._guarded(session.finish, PATIENCE_S)
+        self._guarded(session.finish, _lightning.step_of_loggers(trainer), PATIENCE_S)
         self._leave()
         self._guarded(self._report, trainer, self._draws)
 
@@ -240,7 +247,8 @@ class CommunicationMonitor(Callback):
         for each in undo or ():
             each()
         if session is not None:
-            session.abandon()
+            with suppress(Exception):  # which was said before, if that is why it is left
+                session.abandon()
         _lightning.call_hooks(self, _STEP_HOOKS, True)
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
@@ -248,8 +256,11 @@ class CommunicationMonitor(Callback):
         try:
             function(*args)
         except Exception as error:
-            self._leave()
-            rank_zero_warn(f"CommunicationMonitor ends, and training goes on: {type(error).__name__}: {error}")
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._leave()
+        log.warning("CommunicationMonitor ends, and training goes on: %s: %s", type(error).__name__, error)
 
     # --- on rank 0 ---
 

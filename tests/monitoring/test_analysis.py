@@ -208,9 +208,10 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
         (NEEDS_TURNS, Job(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
         (
             BY_LINK,
-            Job(compressions=("bf16", "powersgd")),
-            "with 4 MB per step. Less is exchanged with `compression='bf",
+            Job(("bf16", "powersgd"), num_hosts=2),
+            "4 MB per step. `compression=...` exchanges less: 'bf16', 'po",
         ),
+        (BY_LINK, Job(("bf16", "powersgd"), num_buckets=3), "Exchange less often"),
         (BY_LINK, Job(num_buckets=1), "`bucket_cap_mb=...` of less lets it begin while"),
         (BY_LINK, Job(num_buckets=3), "Exchange less often (`Trainer(accumulate_grad_batches=...)`)"),
         (BY_LINK, Job(is_stock=True), "`strategy='ddp_ext'` exchanges over shared memory"),
