@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: How long rank 0 waits for what the others have noted last, in seconds.
 PATIENCE_S = 10.0
+#: Windows that are kept one by one.
+_MAX_HISTORY = 64
 _KEY = "communication"
 #: What Lightning calls in each step.
 _STEP_HOOKS = (
@@ -68,6 +70,7 @@ class CommunicationMonitor(Callback):
         picture: Whether the picture is drawn, for which there must be matplotlib.
 
     Attributes:
+        observed_steps: See above.
         times: Of each rank, means over the last ``fit``, but for its first steps; on rank 0, and in the main process of
             spawned workers.
         advice: The line, or None before there is one.
@@ -102,7 +105,7 @@ class CommunicationMonitor(Callback):
             if not isinstance(flag, bool):
                 raise TypeError(f"`{name}` must be True or False, got {flag!r}.")
         self._every_n_steps = every_n_steps
-        self._observed_steps = observed_steps
+        self.observed_steps = observed_steps
         self._directory = None if directory is None else Path(directory)
         self._shows_progress = progress_bar
         self._draws = picture
@@ -149,7 +152,7 @@ class CommunicationMonitor(Callback):
         timekeeper = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         session = Session(
-            *(trainer.global_rank, host_identity(), every_n_steps, self._observed_steps),
+            *(trainer.global_rank, host_identity(), every_n_steps, self.observed_steps),
             _lightning.step_of_loggers(trainer),
             lambda is_on: _lightning.call_hooks(self, _STEP_HOOKS, is_on),
             timekeeper,
@@ -269,6 +272,9 @@ class CommunicationMonitor(Callback):
         if not all(each.num_steps for each in times):  # the last one may end before the steps that would be observed
             return
         self._history.append(times)
+        if len(self._history) > _MAX_HISTORY:
+            first, *others = self._history
+            self._history = [first, [combined(of_rank) for of_rank in zip(*others, strict=True)]]
         self._recent = windows
         values = logged(times)
         self._shown = f"{values[f'{_KEY}/exposed_share']:.0%}"
