@@ -182,6 +182,7 @@ def train_with_lightning(
     accelerator: str = "cpu",
     devices: int | None = None,
     is_streamed: bool = False,
+    callbacks: Callable[[], list[pl.Callback]] = list,
 ) -> tuple[float, Tensor]:
     """Trains with a Trainer.
 
@@ -192,6 +193,7 @@ def train_with_lightning(
         accelerator: As ``Trainer(accelerator=...)`` takes it.
         devices: As ``Trainer(devices=...)`` takes it; as many as there are ranks if None.
         is_streamed: Whether the Trainer cannot know how many batches there are.
+        callbacks: Makes further callbacks.
 
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
@@ -204,7 +206,7 @@ def train_with_lightning(
         strategy=strategy if isinstance(strategy, str) else strategy(),
         max_epochs=1,
         accumulate_grad_batches=case.accumulate,
-        callbacks=[timer],
+        callbacks=[timer, *callbacks()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

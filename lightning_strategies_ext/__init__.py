@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.dp import DataParallelStrategy as DataParallelStrategy
     from lightning_strategies_ext.pytorch.horovod import HorovodStrategy as HorovodStrategy
     from lightning_strategies_ext.pytorch.horovod_elastic import HorovodElasticStrategy as HorovodElasticStrategy
+    from lightning_strategies_ext.pytorch.monitor import CommunicationMonitor as CommunicationMonitor
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as ParallelStrategy
     from lightning_strategies_ext.shm.options import ShmOptions as ShmOptions
     from lightning_strategies_ext.torch_distributed.compression.options import BFloat16 as BFloat16
@@ -64,6 +65,7 @@ _EXPORTS = {
     "LocalSGD": "lightning_strategies_ext.torch_distributed.compression.options",
     "PowerSGD": "lightning_strategies_ext.torch_distributed.compression.options",
     "TopK": "lightning_strategies_ext.torch_distributed.compression.options",
+    "CommunicationMonitor": "lightning_strategies_ext.pytorch.monitor",
     "KeepGlobalBatch": "lightning_strategies_ext.elastic.policy",
     "DifferentModelsError": "lightning_strategies_ext.exceptions",
     "RankFailedError": "lightning_strategies_ext.exceptions",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
@@ -188,6 +188,21 @@ class World:
         assert self._confirm_sigterm is not None
         self._confirm_sigterm()
         raise SIGTERMException
+
+    # --- the store ---
+
+    def part_of_store(self, purpose: str, number: int) -> Store | None:
+        """A part of the store for something that all ranks begin; None for a rank that is with no others.
+
+        Args:
+            purpose: What it is for.
+            number: How many such parts this process has had before. A world that has a name has a store of its own, and
+                one such part: a rank that is new has had fewer than the others.
+        """
+        if self.store is None or self.alone is not None:
+            return None
+        part = number if self._name is None else self._name
+        return PrefixStore(f"lightning_strategies_ext/{purpose}/{part}", self.store)
 
     # --- failure ---
 

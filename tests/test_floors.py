@@ -18,6 +18,7 @@ CLOSED = {
     "world": FACES | ENGINES,
     "elastic": FACES | ENGINES,
     "uneven": FACES | ENGINES,
+    "monitoring": FACES | ENGINES | {"launch", "elastic", "uneven", "failure"},
     "failure": FACES | ENGINES | {"collectives", "launch"},
     "collectives": FACES | ENGINES | {"failure", "launch"},
     "torch_distributed": FACES | {"horovod", "launch"},
@@ -31,7 +32,8 @@ WITHOUT_LIGHTNING = (
     *("shm", "collectives", "failure", "launch/processes", "launch/transport", "launch/protocol.py"),
     *("horovod/runtime.py", "horovod/launch.py", "horovod/exchange.py", "horovod/collectives.py"),
     *("horovod/elastic_driver.py", "horovod/batch_norm.py", "elastic/membership.py", "peers.py", "nested.py"),
-    *("torch_distributed/process_group.py", "torch_distributed/compression"),
+    *("torch_distributed/process_group.py", "torch_distributed/compression", "torch_distributed/exchange_times.py"),
+    "monitoring",
 )
 
 

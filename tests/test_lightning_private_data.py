@@ -28,6 +28,45 @@ def test_what_is_to_be_done_after_loaders_are_made_is_done_then_and_can_be_undon
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
+class Fetches(Callback):
+    """Notes in which order batches are asked for, begin and end, and the step that loggers are told."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.seen.append("batch")
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append("end")
+        self.steps.append(_lightning.step_of_loggers(trainer))
+
+
+def test_what_is_to_be_done_before_a_batch_is_asked_for_is_done_then_and_can_be_undone() -> None:
+    fetches = Fetches()
+    trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[fetches], accumulate_grad_batches=2)
+    undo = _lightning.before_fetch(trainer, lambda step: fetches.seen.append(f"fetch {step}"))
+    trainer.fit(MLP(), loader(num_samples=16, batch_size=4))
+    assert fetches.seen == [said for step in fetches.steps for said in (f"fetch {step}", "batch", "end")]
+    assert fetches.steps == [0, 0, 1, 1, 2, 2, 3, 3]
+    undo()
+    undo()
+    assert "_on_before_fetch" not in vars(trainer.fit_loop.epoch_loop)
+
+
+def test_hooks_of_a_callback_can_be_left_out_and_are_called_again() -> None:
+    fetches = Fetches()
+    trainer = make_trainer("auto", devices=1, max_epochs=1, callbacks=[fetches])
+    _lightning.call_hooks(fetches, ["on_train_batch_start"], False)
+    trainer.fit(MLP(), loader(num_samples=8, batch_size=4))
+    assert fetches.seen == ["end"] * 2
+    _lightning.call_hooks(fetches, ["on_train_batch_start"], True)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(MLP(), loader(num_samples=8, batch_size=4))
+    assert fetches.seen[2:] == ["batch", "end"] * 2
+
+
 class Halved:
     """Gives every second batch of a fetcher."""
 

@@ -12,6 +12,7 @@ What it does not promise: that ranks may leave out different parameters for free
 rank is exchanged as zeros after the backward pass, by all ranks.
 """
 
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_strategies_ext.horovod.waiting import wait_for
+from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 
 Compression = Literal["none", "fp16"]
 Op = Literal["average", "sum", "adasum"]
@@ -113,6 +115,9 @@ class GradientExchange:
         #: The ranks that have computed gradients that count; None for all.
         self.contributors: Sequence[int] | None = None
         self.is_held_back = False
+        #: Hears of each exchange.
+        self.observer: ExchangeObserver | None = None
+        self._begun_at_ns = self._num_bytes = 0
         self._kept: dict[Parameter, Tensor | None] | None = None
         self._has_own = False  # gradients that have not been exchanged, from before this backward pass
         self._ready: set[Parameter] = set()
@@ -150,6 +155,7 @@ class GradientExchange:
             self._has_own = self._has_own or kept is None
             return
         self._has_own = False
+        ready_at_ns = 0 if self.observer is None else time.time_ns()
         zeros: dict[Parameter, Tensor] = {}
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._ready:
@@ -170,6 +176,10 @@ class GradientExchange:
         self._pending.clear()
         self._pending_sparse.clear()
         self._ready.clear()
+        if self.observer is not None:
+            begun_at_ns = min(self._begun_at_ns or ready_at_ns, ready_at_ns)
+            self.observer.exchanged(begun_at_ns, ready_at_ns, time.time_ns(), self._num_bytes)
+            self._begun_at_ns = self._num_bytes = 0
         self._hook_in()  # parameters that were frozen before
 
     def share_buffers(self) -> None:
@@ -230,6 +240,9 @@ class GradientExchange:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         wires = [self._on_the_wire(gradient) for gradient in gradients]
+        if self.observer is not None:
+            self._begun_at_ns = self._begun_at_ns or time.time_ns()
+            self._num_bytes += sum(wire.nbytes for wire in wires)
         factor = self._options.gradient_predivide_factor
         op, divisor = self._op
         scales = {"prescale_factor": 1.0 / factor, "postscale_factor": factor / divisor}
@@ -275,6 +288,8 @@ class DeltaExchange:
         self._hvd = hvd
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._is_compressed = options.compression == "fp16"
+        #: Hears of each exchange.
+        self.observer: ExchangeObserver | None = None
         size = self._process_set.size()
         if not hvd.mpi_enabled() and not hvd.nccl_built():
             raise RuntimeError(
@@ -294,6 +309,7 @@ class DeltaExchange:
             return
         deltas = [parameter.detach() - start for parameter, start in zip(moved, starts, strict=True)]
         wires = [delta.to(torch.float16) if self._is_compressed else _summable(delta) for delta in deltas]
+        begun_at_ns = 0 if self.observer is None else time.time_ns()
         handles = [
             self._hvd.allreduce_async_(wire, name=f"delta.{index}", op=self._hvd.Adasum, process_set=self._process_set)
             for index, wire in enumerate(wires)
@@ -301,6 +317,9 @@ class DeltaExchange:
         for parameter, start, wire, handle in zip(moved, starts, wires, handles, strict=True):
             wait_for(handle)
             parameter.detach().copy_(start + wire.to(start.dtype))
+        if self.observer is not None:
+            num_bytes = sum(wire.nbytes for wire in wires)
+            self.observer.exchanged(begun_at_ns, begun_at_ns, time.time_ns(), num_bytes)
 
 
 def _summable(tensor: Tensor) -> Tensor:

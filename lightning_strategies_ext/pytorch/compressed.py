@@ -32,6 +32,12 @@ class Compressed(_Base):
     exchange_state: dict[str, Any] | None = None
     _restored: Mapping[str, Any] | None = None
 
+    @property
+    @override
+    def num_bytes_exchanged(self) -> int | None:
+        """What this rank has handed to a compressed exchange so far, in bytes; None if there is none."""
+        return None if self._compressed is None else self._compressed.num_bytes
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state. Ranks whose models differ have the same from here on; called by all together then."""

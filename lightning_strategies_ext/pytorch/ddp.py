@@ -7,6 +7,7 @@ weights are the same: to the last bit with two CPU ranks, or with more over the 
 or more over ``shm``, which adds up in another order than gloo.
 """
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -45,7 +46,13 @@ from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.compressed import Compressed
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName, compression_of
+from lightning_strategies_ext.torch_distributed.compression.options import (
+    BFloat16,
+    Compression,
+    CompressionName,
+    Float16,
+    compression_of,
+)
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
@@ -60,6 +67,8 @@ from lightning_strategies_ext.torch_distributed.gradient_sync import (
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 from lightning_strategies_ext.world import World
+
+_OURS = __name__.partition(".")[0]
 
 
 class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
@@ -167,6 +176,15 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
                 f" {len(self.parallel_devices)}. Give the Trainer as many `devices` as processes were started per host."
             )
         return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def cheaper_compressions(self) -> tuple[str, ...]:
+        """Values of ``compression`` with which less would be exchanged."""
+        compression = self._gradient_sync.compression
+        if compression is None and self._gradient_sync.comm_hook is None:
+            return ("bf16", "powersgd", "localsgd")
+        return ("powersgd", "localsgd") if isinstance(compression, (BFloat16, Float16)) else ()
 
     # --- environment, launch ---
 
@@ -350,9 +368,12 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
             What the optimizer's ``step`` returned.
         """
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        begin_ns = 0 if self._observer is None else time.time_ns()
         for exchange in (self._averaging, self._compressed):
             if exchange is not None:
                 exchange.after_step(optimizer)
+        if self._observer is not None and self._gradient_sync.averages_models is not None:
+            self._observer.exchanged(begin_ns, begin_ns, time.time_ns(), 0, is_of_models=True)
         return output
 
     # --- exception, teardown ---
@@ -402,10 +423,10 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
 
 
 def _has_callback_with_setup(trainer: "pl.Trainer") -> bool:
-    """Whether a callback may unfreeze parameters. Lightning's own have a ``setup`` as well; none of them does."""
+    """Whether a callback may unfreeze parameters. Lightning's own and ours have a ``setup``; none of them does."""
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     return any(
         is_overridden("setup", callback, Callback)
         for callback in callbacks
-        if not type(callback).__module__.startswith(pl.__name__.partition(".")[0] + ".")
+        if type(callback).__module__.partition(".")[0] not in (pl.__name__.partition(".")[0], _OURS)
     )

@@ -47,6 +47,12 @@ class Elastic(_Base):
         """Which part of the data is this rank's: the number of ranks changes."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
+    @property
+    @override
+    def cheaper_compressions(self) -> tuple[str, ...]:
+        """Values of ``compression`` with which less would be exchanged, and ranks could still change."""
+        return tuple(name for name in super().cheaper_compressions if name != "localsgd")
+
     @abstractmethod
     def take_rank(self) -> None:
         """Makes this process the rank that its membership says."""

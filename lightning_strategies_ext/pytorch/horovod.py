@@ -42,6 +42,7 @@ from lightning_strategies_ext.horovod.exchange import (
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
+from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
@@ -185,6 +186,20 @@ class HorovodStrategy(ParallelStrategy):
     def handles_gradient_accumulation(self) -> bool:
         """False: the Trainer counts, and gradients add up locally until it says so."""
         return False
+
+    @property
+    @override
+    def cheaper_compressions(self) -> tuple[str, ...]:
+        """Values of ``compression`` with which less would be exchanged."""
+        return ("fp16",) if self._options.compression == "none" else ()
+
+    @override
+    def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
+        """Lets an observer hear of each exchange; None ends it."""
+        super().observe_exchanges(observer)
+        for exchange in (self._world.exchange, self._deltas):
+            if exchange is not None:
+                exchange.observer = observer
 
     # --- environment, launch ---
 

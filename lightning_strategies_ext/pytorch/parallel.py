@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
+from torch.distributed import Store
 from typing_extensions import Self, override
 
 from lightning_strategies_ext import _lightning
@@ -37,6 +38,7 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.uncaught import announced, on_uncaught
 from lightning_strategies_ext.launch.scripts import exit_code_of
+from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
@@ -101,6 +103,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             precision_plugin=precision_plugin,
         )
         self._world = World(self._engine)
+        self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """With ``elastic=True``, an object of the subclass that is elastic, if a class has one.
@@ -139,6 +142,26 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """Whether this rank has run out of batches and goes through the last one again, which counts for nothing."""
         inputs = self._world.inputs
         return inputs is not None and inputs.is_shadowing
+
+    # --- what a monitor asks ---
+
+    def part_of_store(self, purpose: str, number: int) -> Store | None:
+        """A part of the key-value store that all ranks share, see :meth:`.World.part_of_store`."""
+        return self._world.part_of_store(purpose, number)
+
+    @property
+    def num_bytes_exchanged(self) -> int | None:
+        """What this rank has handed to exchanges so far, in bytes, where what is exchanged is not the gradients."""
+        return None
+
+    @property
+    def cheaper_compressions(self) -> tuple[str, ...]:
+        """Values of the argument ``compression``, if there is one, with which less would be exchanged."""
+        return ()
+
+    def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
+        """Lets an observer hear of exchanges that the strategy itself carries out; None ends it."""
+        self._observer = observer
 
     # --- steps ---
 
@@ -374,7 +397,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         state: dict[str, Any] = super().__getstate__()
         # What belongs to this process stays here: a worker has a world of its own.
         state.pop("_world")
-        return {**state, "was_asked_to_stop": self._world.was_asked_to_stop}
+        return {**state, "was_asked_to_stop": self._world.was_asked_to_stop, "_observer": None}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from lightning_strategies_ext.shm import collectives
 from lightning_strategies_ext.shm.across_hosts import AllReduceAcrossHosts
+from lightning_strategies_ext.shm.call_times import timed
 from lightning_strategies_ext.shm.calls import Kind, number_of
 from lightning_strategies_ext.shm.collectives import Plan
 from lightning_strategies_ext.shm.execution import Execution, deadline_of, is_asynchronous
@@ -403,4 +404,4 @@ def _of_each(work: Any, outputs: Sequence[Tensor]) -> Any:
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
-    return torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else _NOT_RECORDED
+    return timed(torch.profiler.record_function(f"shm:{name}") if torch.autograd._profiler_enabled() else _NOT_RECORDED)

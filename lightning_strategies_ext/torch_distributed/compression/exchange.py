@@ -16,7 +16,13 @@ from lightning_strategies_ext.torch_distributed.compression.options import Compr
 
 
 class CompressedExchange(Protocol):
-    """The exchange of one model in DDP."""
+    """The exchange of one model in DDP.
+
+    Attributes:
+        num_bytes: What this rank has handed over so far: of several ranks per host, what goes between hosts.
+    """
+
+    num_bytes: int
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
         """Begins to look after the optimizers of the model."""

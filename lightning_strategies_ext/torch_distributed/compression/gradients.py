@@ -32,7 +32,7 @@ _CAST_AT_ONCE = 1 << 20
 class Codec(Protocol):
     """Sums gradients over ranks without sending all of them."""
 
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> None:
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
         """Sums the gradients of some parameters, times a factor, over the ranks of a group, in place.
 
         Args:
@@ -40,6 +40,9 @@ class Codec(Protocol):
             flat: Their gradients, next to each other, of one dimension; float32 or float64.
             scale: The factor.
             group: The ranks.
+
+        Returns:
+            How many bytes this rank has handed over.
         """
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
@@ -59,11 +62,12 @@ class CastCodec:
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> None:
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
         """See :meth:`Codec.sum`."""
         cast = flat.mul_(scale).to(self._dtype)
         dist.all_reduce(cast, group=group)
         flat.copy_(cast)
+        return cast.nbytes
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
         """Nothing stays."""
@@ -92,6 +96,7 @@ class CompressedGradients:
         self._residuals = Residuals()
         self._warmup_steps = getattr(compression, "warmup_steps", 0)
         self._num_steps = 0
+        self.num_bytes = 0
         self._codec: Codec
         self._cast: torch.dtype | None = None
         if isinstance(compression, PowerSGD):
@@ -108,8 +113,10 @@ class CompressedGradients:
         is_warming_up = self._num_steps < self._warmup_steps
         self._num_steps += bucket.is_last()
         if is_warming_up or flat.is_sparse:
+            self.num_bytes += (flat._values() if flat.is_sparse else flat).nbytes
             return all_reduced(flat.mul_(self._scale), self._group)
         if self._cast is not None and self._levels.inside is None:
+            self.num_bytes += flat.numel() * self._cast.itemsize
             return self._cast_and_sum(flat.mul_(self._scale), self._cast)
         return self._in_order.submit(lambda: self._sum(parameters, flat), flat)
 
@@ -138,7 +145,7 @@ class CompressedGradients:
 
         def between() -> None:
             wide = own.to(torch.promote_types(own.dtype, torch.float32))
-            self._codec.sum(parts[levels.index_inside], wide, self._scale, levels.between)
+            self.num_bytes += self._codec.sum(parts[levels.index_inside], wide, self._scale, levels.between)
             if wide is not own:
                 own.copy_(wide)
 

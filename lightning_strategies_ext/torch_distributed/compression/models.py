@@ -36,6 +36,7 @@ class LocalModels:
         self._is_apart = False  # whether ranks take steps of their own
         self._num_apart: list[int] = []  # steps since then
         self._may_differ = False
+        self.num_bytes = 0
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
         """Begins to count the steps of optimizers, whose parameters are what is to be brought together.
@@ -57,6 +58,7 @@ class LocalModels:
             future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else [])
             future.set_result(flat)
             return future
+        self.num_bytes += 0 if self._is_apart else flat.nbytes
         flat.mul_(1.0 / group.size())
         return all_reduced(flat, group)
 
@@ -139,6 +141,7 @@ class LocalModels:
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         tensors = [tensor.detach() for tensor in tensors]
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors) // self._levels.num_inside
         self._levels.sum_all(tensors)
         for tensor in tensors:
             tensor.div_(self._world_size)

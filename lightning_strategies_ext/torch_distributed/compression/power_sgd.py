@@ -50,7 +50,7 @@ class PowerSGDCodec:
         self._queries: dict[Tensor, Tensor] = {}
         self._noises: dict[int, Tensor] = {}
 
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> None:
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
         """See :meth:`.gradients.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
         sizes = [parameter.numel() for parameter in parameters]
@@ -72,6 +72,7 @@ class PowerSGDCodec:
         _sum(matrices, scale, first.whole, second.whole, group)
         for part, (_, gradient, _) in zip(first.parts, whole, strict=False):
             gradient.copy_(part)
+        return first.whole.nbytes + second.whole.nbytes
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
         """The queries, by name of the parameter."""

@@ -30,7 +30,7 @@ class TopKCodec:
         self._fraction = fraction
         self._residuals = residuals
 
-    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> None:
+    def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
         """See :meth:`.gradients.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
         residual.add_(flat, alpha=scale)
@@ -49,6 +49,7 @@ class TopKCodec:
         for of_rank in messages:
             values, places = of_rank.chunk(2)
             flat.index_add_(0, places.view(torch.int32), values.to(flat.dtype))
+        return message.nbytes
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
         """Nothing but the residuals stays."""

@@ -1,0 +1,242 @@
+"""What ``CommunicationMonitor`` costs: milliseconds per training step with and without it, and what it says of them.
+
+    python -m benchmarks.monitor
+    python -m benchmarks.monitor --hidden 32 --rounds 41
+
+The ranks, the net and the way of measuring are those of :mod:`benchmarks.step_time`. Contenders: ``ddp_ext``, the same
+with a monitor, and the same with a callback that has the monitor's hooks and does nothing in them, which is what
+Lightning takes for calling any such callback. Nothing is drawn: that comes after the last step.
+
+On a busy host, steps of two ranks differ by more than is to be measured. So there is a second table,
+of one rank, which waits for nobody: the lower quartile of single steps, by what the monitor does in them, and the mean
+of these as often as they occur. What a thread does to bring windows to rank 0 is not in it.
+"""
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contenders import Case, Length, silence_lightning, train_in_turn, train_over, train_with_lightning
+from benchmarks.ranks import run_ranks
+from benchmarks.report import (
+    DEFAULT_OUTPUT,
+    Panel,
+    Spread,
+    draw,
+    of_slowest_rank,
+    paired_ratio,
+    print_goals,
+    print_table,
+    rotated,
+    write_json,
+)
+from lightning_strategies_ext import CommunicationMonitor
+from lightning_strategies_ext.monitoring.session import Session
+
+PLAIN, HOOKS, MONITORED = "ddp_ext", "empty callback", "monitor"
+PAIRS = ((MONITORED, PLAIN), (HOOKS, PLAIN), (MONITORED, HOOKS))
+#: Of a monitor by default, as of the Trainer.
+EVERY_N_STEPS = 50
+#: The ratio of a step with a monitor to one without is to be at most this.
+AT_MOST = 1.02
+
+
+class Ends(pl.Callback):
+    """Notes when each step ends, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.at: list[int] = []
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        """Reads the clock."""
+        self.at.append(time.perf_counter_ns())
+
+
+class EmptyCallback(pl.Callback):
+    """Has the hooks that Lightning calls in each step, whatever a callback does in them."""
+
+
+def callbacks_in(directory: str) -> dict[str, Callable[[], list[pl.Callback]]]:
+    """What takes part: name → makes its callbacks."""
+    return {
+        PLAIN: list,
+        HOOKS: lambda: [EmptyCallback()],
+        MONITORED: lambda: [CommunicationMonitor(EVERY_N_STEPS, directory=directory, picture=False)],
+    }
+
+
+def contenders(directory: str) -> dict[str, Callable[[Case, Length], tuple[float, Tensor]]]:
+    """The same: name → a training."""
+    return {
+        name: partial(train_over, "shm", partial(train_with_lightning, "ddp_ext", callbacks=make))
+        for name, make in callbacks_in(directory).items()
+    }
+
+
+def observed(num_steps: int) -> list[int]:
+    """The steps that a monitor observes."""
+    switched: list[bool] = []
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    monitor = CommunicationMonitor()
+    session = Session(
+        *(0, "", EVERY_N_STEPS, monitor.observed_steps, 0, switched.append),
+        *(None, None, None, lambda windows: None, fail),
+    )
+    found = []
+    for step in range(num_steps):
+        session.fetch_begins(step)
+        found += [step] * switched[-1]
+    return found
+
+
+def measure_steps(cases: list[Case], rounds: int, length: Length, directory: str) -> list[dict[str, float]]:
+    """Runs on one rank: what steps of each kind take longer than those without a callback, in microseconds."""
+    silence_lightning()
+    steps = np.arange(length.total)
+    is_observed = np.isin(steps, observed(length.total))
+    kinds = {
+        "observed": is_observed & (steps % EVERY_N_STEPS > 0),
+        "closes a window": steps % EVERY_N_STEPS == 0,
+        "counted": ~is_observed & (steps % EVERY_N_STEPS > 0),
+    }
+    results = []
+    for case in cases:
+        us: dict[str, list[Any]] = {name: [] for name in callbacks_in(directory)}
+        for round_index in range(rounds):
+            for name in rotated(list(us), round_index):
+                ends = Ends()
+                make = callbacks_in(directory)[name]
+                gc.collect()
+                train_with_lightning("ddp_ext", case, length, callbacks=lambda make=make, ends=ends: [*make(), ends])
+                us[name].append(np.diff(ends.at) / 1e3)  # of the second step and those after it
+
+        def quartile(name: str, mask: Any = None, us: dict[str, list[Any]] = us) -> float:
+            own = [each[length.warmup - 1 :] for each in us[name]]
+            if mask is not None:
+                own = [each[mask[length.warmup :]] for each in own]
+            return float(np.percentile(np.concatenate(own), 25))
+
+        plain = quartile(PLAIN)
+        longer = {kind: quartile(MONITORED, mask) - plain for kind, mask in kinds.items()}
+        shares = {kind: float(mask[length.warmup :].mean()) for kind, mask in kinds.items()}
+        mean = sum(longer[kind] * shares[kind] for kind in kinds)
+        results.append({PLAIN: plain, HOOKS: quartile(HOOKS) - plain, **longer, "mean": mean, "share": mean / plain})
+        print(f"measured steps of {case.label}", file=sys.stderr, flush=True)
+    return results
+
+
+def measure(cases: list[Case], rounds: int, length: Length, directory: str) -> list[dict[str, list[float]]]:
+    """Runs on every rank: all contenders, round by round, case by case; milliseconds by name."""
+    silence_lightning()
+    results = []
+    taking_part = contenders(directory)
+    for case in cases:
+        ms: dict[str, list[float]] = {name: [] for name in taking_part}
+        for round_index in range(rounds):
+            in_order = {name: taking_part[name] for name in rotated(list(taking_part), round_index)}
+            for name, sample in train_in_turn(in_order, case, length, reference=PLAIN).items():
+                ms[name].append(sample)
+        if dist.get_rank() == 0:
+            print(f"measured {case.label}", file=sys.stderr, flush=True)
+        results.append(ms)
+    return results
+
+
+def summarize(case: Case, ms: dict[str, list[float]]) -> dict[str, Any]:
+    """What was measured of one case."""
+    return {
+        "case": case.label,
+        "hidden": case.hidden,
+        "ms_per_step": {name: vars(Spread.of(samples)) for name, samples in ms.items()},
+        "ratios": {f"{above}/{below}": vars(paired_ratio(ms[above], ms[below])) for above, below in PAIRS},
+        "rounds_ms_per_step": {name: [round(sample, 4) for sample in samples] for name, samples in ms.items()},
+    }
+
+
+def present(summaries: list[dict[str, Any]], directory: Path) -> list[dict[str, Any]]:
+    """Prints the tables and draws the plot; returns what was to be reached beside what was."""
+    labels = [summary["case"] for summary in summaries]
+    names, ratios = list(summaries[0]["ms_per_step"]), list(summaries[0]["ratios"])
+    times = {name: [Spread(**summary["ms_per_step"][name]) for summary in summaries] for name in names}
+    factors = {ratio: [Spread(**summary["ratios"][ratio]) for summary in summaries] for ratio in ratios}
+    for title, columns, digits in (
+        ("ms per training step, 2 CPU ranks: median [quartiles]", times, 3),
+        ("Ratio of times within a round: median over rounds [quartiles]", factors, 3),
+    ):
+        rows = [[label, *(columns[name][row].text(digits) for name in columns)] for row, label in enumerate(labels)]
+        print_table(title, ["case", *columns], rows)
+    goals = [
+        {
+            "goal": f"{MONITORED}/{PLAIN}",
+            "case": label,
+            "wanted": f"at most {AT_MOST}",
+            "reached": spread.median,
+            "is_met": spread.median <= AT_MOST,
+        }
+        for label, spread in zip(labels, factors[f"{MONITORED}/{PLAIN}"], strict=True)
+    ]
+    print_goals(goals)
+    draw(
+        *(directory, "monitor", "Training step with and without a CommunicationMonitor, 2 CPU ranks"),
+        [
+            Panel("ms per step", labels, times, is_logarithmic=True),
+            Panel("ratio of times", labels, factors, line_at=AT_MOST, line_label="2 % more"),
+        ],
+    )
+    return goals
+
+
+def main() -> None:
+    """Measures, then prints, writes and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[32, 1024], help="widths of the hidden layers")
+    parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 6 give every order once")
+    parser.add_argument("--steps", type=int, default=200, help="timed batches per round, made whole windows")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or arguments.steps < 1:
+        parser.error("--rounds and --steps must be positive")
+    cases = [Case(hidden) for hidden in arguments.hidden]
+    # What a monitor does once is over with its first window: it connects to the store, and observes the first steps.
+    length = Length(warmup=EVERY_N_STEPS + 10, steps=-(-arguments.steps // EVERY_N_STEPS) * EVERY_N_STEPS)
+    with tempfile.TemporaryDirectory() as directory:
+        [steps] = run_ranks(measure_steps, cases, arguments.rounds, length, directory, world_size=1)
+        per_rank = run_ranks(measure, cases, arguments.rounds, length, directory)
+    merged = [of_slowest_rank(ranks) for ranks in zip(*per_rank, strict=True)]
+    summaries = [summarize(case, ms) for case, ms in zip(cases, merged, strict=True)]
+    print_table(
+        "One rank: a step in us, what others take longer at the lower quartile, and their mean",
+        ["case", *list(steps[0])[:-1], "of a step"],
+        [
+            [case.label, *(f"{value:.1f}" for value in list(own.values())[:-1]), f"{own['share']:.2%}"]
+            for case, own in zip(cases, steps, strict=True)
+        ],
+    )
+    goals = present(summaries, arguments.output)
+    settings = {
+        "rounds": arguments.rounds,
+        "warmup": length.warmup,
+        "steps": length.steps,
+        "every_n_steps": EVERY_N_STEPS,
+    }
+    write_json(
+        arguments.output, "monitor", {"settings": settings, "goals": goals, "steps_us": steps, "results": summaries}
+    )
+
+
+if __name__ == "__main__":
+    main()

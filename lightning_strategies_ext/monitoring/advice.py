@@ -1,0 +1,140 @@
+"""What limits a job, in a sentence, and which argument would change it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_strategies_ext.monitoring.analysis import (
+    RankTimes,
+    Slowest,
+    mean_over_ranks,
+    share,
+    slowest_of,
+)
+
+#: Of a step: what takes less is not worth a word.
+_WORTH_IT = 0.1
+#: An exchange of fewer bytes is made of round trips, not of transfer.
+_FEW_BYTES = 1 << 20
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What advice depends on, beside times.
+
+    Attributes:
+        compressions: Values of the strategy's argument ``compression`` with which less would be exchanged.
+        num_buckets: Of the gradients; 0 if that is not known.
+        num_hosts: On which the ranks are.
+        is_stock: Whether the strategy is Lightning's.
+    """
+
+    compressions: tuple[str, ...] = ()
+    num_buckets: int = 0
+    num_hosts: int = 1
+    is_stock: bool = False
+
+
+class Limit(NamedTuple):
+    """Something that a step takes longer for.
+
+    Attributes:
+        share: Of the step.
+        text: What it is, and what to do about it.
+    """
+
+    share: float
+    text: str
+
+
+def advise(times: Sequence[RankTimes], job: Job) -> str:
+    """One line: what limits the job, and which argument would change it.
+
+    Args:
+        times: Of all ranks, over the whole training.
+        job: What they are of.
+    """
+    limits = [limit for limit in _limits(times, job) if limit.share >= _WORTH_IT]
+    if limits:
+        return max(limits, key=lambda limit: limit.share).text
+    if len(times) == 1:
+        return "One process: nothing is exchanged, and computation is the limit."
+    exposed = share(mean_over_ranks(times, "exposed_ms"), mean_over_ranks(times, "step_ms"))
+    return f"Computation is the limit: a step waits for communication for {_percent(exposed)} of its time."
+
+
+def _limits(times: Sequence[RankTimes], job: Job) -> Iterator[Limit]:
+    step_ms = mean_over_ranks(times, "step_ms")
+    slowest = slowest_of(times)
+    by = 0.0
+    if slowest is not None:
+        by = share(slowest.by_ms, step_ms)
+        yield Limit(by, _about_slowest(slowest, step_ms))
+    data = share(min(each.data_ms for each in times), step_ms)
+    yield Limit(
+        data,
+        f"{'Every rank waits' if len(times) > 1 else 'The step waits'} for its data for {_percent(data)} of a step:"
+        " give the DataLoader more workers (`num_workers=...`, `persistent_workers=True`), or do less per sample.",
+    )
+    in_turns = share(mean_over_ranks(times, "waiting_ms"), step_ms)
+    if by < in_turns / 2:
+        yield Limit(
+            in_turns,
+            f"Ranks wait for each other in turns, for {_percent(in_turns)} of a step: their batches take different"
+            " times. Give them batches of like cost (a sampler that sorts by length), or let them meet less often:"
+            " `Trainer(accumulate_grad_batches=...)`"
+            + (", `compression='localsgd'`." if "localsgd" in job.compressions else "."),
+        )
+    transfer = share(mean_over_ranks(times, "transfer_ms"), step_ms)
+    yield Limit(
+        transfer,
+        f"The link is the limit: a step waits for transfer for {_percent(transfer)} of its time, with"
+        f" {_size(mean_over_ranks(times, 'num_bytes'))} per step. {_about_link(times, job)}",
+    )
+
+
+def _about_slowest(slowest: Slowest, step_ms: float) -> str:
+    rank, waited = slowest.rank, _percent(share(slowest.by_ms, step_ms))
+    names = {"data": "data loading", "forward": "the forward pass", "backward": "the backward pass"}
+    cures = {
+        "data": f"Give rank {rank}'s DataLoader more workers (`num_workers=...`), or faster storage.",
+        "forward": f"Give rank {rank} batches of the same cost as the others', or look for what else its device does.",
+        "optimizer": f"Look for what rank {rank} alone does in hooks and callbacks after its backward pass.",
+        "other": f"Look for what rank {rank} alone does between steps: logging (`log_every_n_steps=...`), checkpoints"
+        " (`ModelCheckpoint(every_n_train_steps=...)`), callbacks.",
+    }
+    cures["backward"] = cures["forward"]
+    where = names.get(slowest.phase, "what comes between two steps" if slowest.phase == "other" else "optimizer steps")
+    return (
+        f"Rank {rank} is the limit: the others wait for it for {slowest.by_ms:.3g} ms per step ({waited} of it). It is"
+        f" slower by {slowest.phase_by_ms:.3g} ms in {where}. {cures[slowest.phase]}"
+    )
+
+
+def _about_link(times: Sequence[RankTimes], job: Job) -> str:
+    hidden = share(mean_over_ranks(times, "hidden_ms"), mean_over_ranks(times, "communication_ms"))
+    num_bytes = mean_over_ranks(times, "num_bytes")
+    if job.is_stock and job.num_hosts == 1:
+        return "`strategy='ddp_ext'` exchanges over shared memory on CPUs, and waits less for single collectives."
+    if num_bytes < _FEW_BYTES:
+        return (
+            "So few bytes take round trips, not bandwidth: exchange less often (`Trainer(accumulate_grad_batches=...)`)"
+            " or make the step longer by a larger batch."
+        )
+    if job.compressions and job.num_hosts > 1:
+        return f"`compression=...` exchanges less: {', '.join(map(repr, job.compressions))}."
+    if job.num_buckets == 1 and hidden < _MOSTLY:
+        return "`bucket_cap_mb=...` of less lets it begin while the backward pass still computes."
+    return "Exchange less often (`Trainer(accumulate_grad_batches=...)`), or make the step longer by a larger batch."
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %" if part < 0.01 else f"{100 * part:.0f} %"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} bytes"

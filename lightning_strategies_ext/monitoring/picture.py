@@ -1,0 +1,52 @@
+"""Steps of all ranks as a picture; needs matplotlib, which is asked for when it is drawn."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_strategies_ext.monitoring.trace import EXCHANGE, TRAINING, Span
+
+_COLORS = {
+    "data": "tab:olive",
+    "forward": "tab:blue",
+    "backward": "tab:cyan",
+    "waits for exchange": "tab:red",
+    "optimizer": "tab:purple",
+    "gradients": "tab:orange",
+    "models": "tab:brown",
+}
+#: More rows than this cannot be read; the trace has all of them.
+_MAX_RANKS = 32
+#: Of a span that would be thinner than a pixel, to the whole.
+_MIN_WIDTH = 1 / 2000
+
+
+def draw(spans: Sequence[Span], path: Path) -> None:
+    """Draws two rows for each rank, the first :data:`_MAX_RANKS` of them, over time.
+
+    Raises:
+        ImportError: If there is no matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ranks = sorted({span.rank for span in spans})[:_MAX_RANKS]
+    figure = Figure(figsize=(12, 1.6 + 0.7 * len(ranks)), layout="constrained")
+    FigureCanvasAgg(figure)  # and not pyplot, whose choice of a backend is the user's
+    axes: Any = figure.subplots()
+    end_ms = max((span.begin_ms + span.duration_ms for span in spans), default=1.0)
+    for place, rank in enumerate(ranks):
+        for row, top in ((TRAINING, place - 0.4), (EXCHANGE, place + 0.1)):
+            own = [span for span in spans if span.rank == rank and span.row == row]
+            axes.broken_barh(
+                [(span.begin_ms, max(span.duration_ms, end_ms * _MIN_WIDTH)) for span in own],
+                (top, 0.48 if row == TRAINING else 0.3),
+                facecolors=[_COLORS[span.name] for span in own],
+            )
+    axes.set(xlim=(0, end_ms), ylim=(len(ranks) - 0.4, -0.6), xlabel="ms")
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    used = {span.name for span in spans}
+    handles = [Patch(color=color, label=name) for name, color in _COLORS.items() if name in used]
+    axes.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(handles) or 1, frameon=False)
+    figure.savefig(path, dpi=120)

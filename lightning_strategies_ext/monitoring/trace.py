@@ -1,0 +1,111 @@
+"""Steps of all ranks, one below the other: as spans, and as a file for chrome://tracing or Perfetto."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_strategies_ext.monitoring.analysis import clock_offsets, waits
+from lightning_strategies_ext.monitoring.records import OF_MODELS, Window
+
+#: The rows of a rank.
+TRAINING, EXCHANGE = "training", "exchange"
+_ROWS = (TRAINING, EXCHANGE)
+#: Of a timeline.
+_MAX_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank does.
+
+    Attributes:
+        rank: Global rank.
+        row: One of the two of a rank.
+        name: What it does.
+        begin_ms: Since the first span of all.
+        duration_ms: How long it takes.
+        step: The optimizer step, from 0.
+        waiting_ms: Of an exchange, how long this rank has waited for others; None where that is not known.
+        hidden_ms: Of an exchange, how long this rank still computed meanwhile.
+    """
+
+    rank: int
+    row: str
+    name: str
+    begin_ms: float
+    duration_ms: float
+    step: int
+    waiting_ms: float | None = None
+    hidden_ms: float | None = None
+
+
+def spans_of(windows: Sequence[Window]) -> list[Span]:
+    """The steps that all ranks have observed last in a row.
+
+    Args:
+        windows: The same window of all ranks.
+    """
+    kept = [window.observed(_MAX_STEPS) for window in windows]
+    offsets, waiting = clock_offsets(kept), waits(kept)
+    begin = min((int(own.batches["fetch"][0]) - offsets[own.rank] for own in kept if len(own.batches)), default=0)
+    spans: list[Span] = []
+    for window in kept:
+        origin = begin + offsets[window.rank]
+        spans += [*_of_batches(window, origin), *_of_exchanges(window, waiting[window.rank], origin)]
+    return [span for span in spans if span.duration_ms > 0]
+
+
+def write_trace(spans: Sequence[Span], path: Path) -> None:
+    """Writes a Chrome trace: a process for each rank, with a row for its training and one for its exchanges."""
+    events: list[dict[str, object]] = []
+    for rank in sorted({span.rank for span in spans}):
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
+        for index, row in enumerate(_ROWS):
+            events.append({"ph": "M", "pid": rank, "tid": index, "name": "thread_name", "args": {"name": row}})
+    for span in spans:
+        more = {"waiting_ms": span.waiting_ms, "hidden_ms": span.hidden_ms}
+        events.append(
+            {
+                "ph": "X",
+                "pid": span.rank,
+                "tid": _ROWS.index(span.row),
+                "name": span.name,
+                "ts": round(1e3 * span.begin_ms, 3),
+                "dur": round(1e3 * span.duration_ms, 3),
+                "args": {"step": span.step, **{name: value for name, value in more.items() if value is not None}},
+            }
+        )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _of_batches(window: Window, origin: int) -> Iterator[Span]:
+    exchanges = {int(each["step"]): each for each in window.exchanges if each["kind"] != OF_MODELS}
+    for batch in window.batches:
+        step, fetch, begin, end = (int(batch[name]) for name in ("step", "fetch", "begin", "end"))
+        backward, backward_end = int(batch["backward_begin"]) or end, int(batch["backward_end"]) or end
+        exchange = exchanges.get(step)
+        ready, done = (0, 0) if exchange is None else (int(exchange["ready"]), int(exchange["end"]))
+        parts = [("data", fetch, begin), ("forward", begin, backward)]
+        if backward <= ready <= done <= end:
+            parts += [("backward", backward, min(ready, backward_end)), ("waits for exchange", ready, done)]
+            parts += [("optimizer", max(done, backward_end), end)]
+        else:
+            parts += [("backward", backward, backward_end), ("optimizer", backward_end, end)]
+        for name, start, stop in parts:
+            yield Span(window.rank, TRAINING, name, (start - origin) / 1e6, (stop - start) / 1e6, step)
+
+
+def _of_exchanges(window: Window, waiting: NDArray[Any], origin: int) -> Iterator[Span]:
+    for exchange, waited in zip(window.exchanges, waiting, strict=True):
+        begin, ready, end = (int(exchange[name]) for name in ("begin", "ready", "end"))
+        name = "models" if exchange["kind"] == OF_MODELS else "gradients"
+        waiting_ms = None if np.isnan(waited) else float(waited) / 1e6
+        hidden_ms = max(0, min(ready, end) - begin) / 1e6
+        at = (begin - origin) / 1e6, (end - begin) / 1e6, int(exchange["step"])
+        yield Span(window.rank, EXCHANGE, name, *at, waiting_ms, hidden_ms)

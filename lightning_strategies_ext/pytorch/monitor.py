@@ -1,0 +1,371 @@
+"""CommunicationMonitor: a callback that says what a step waits for, on which rank, and what to do about it.
+
+What it promises: no collective, no communication hook and no change of a gradient. Each rank reads clocks; a thread
+takes what it has noted to rank 0 by the ranks' key-value store. Weights are the same to the last bit with it. What goes
+wrong in it is said once, and the training goes on without it.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, XLAStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.monitoring.advice import Job, advise
+from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, logged, times_of
+from lightning_strategies_ext.monitoring.mailbox import Mailbox
+from lightning_strategies_ext.monitoring.records import Window
+from lightning_strategies_ext.monitoring.session import Session
+from lightning_strategies_ext.monitoring.trace import spans_of, write_trace
+from lightning_strategies_ext.peers import host_identity
+from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
+from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.exchange_times import DDPTimes
+
+log = logging.getLogger(__name__)
+
+#: How long rank 0 waits for what the others have noted last, in seconds.
+PATIENCE_S = 10.0
+#: Windows that are kept one by one.
+_MAX_HISTORY = 64
+_KEY = "communication"
+#: What Lightning calls in each step.
+_STEP_HOOKS = (
+    *("on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "on_train_batch_end"),
+)
+_sessions = count()
+
+
+class CommunicationMonitor(Callback):
+    """Says where the time of training steps goes, on which rank, and what limits the job.
+
+    Every ``every_n_steps`` optimizer steps, rank 0 gives the logger means of them under ``communication/...``: bytes
+    and time of the exchange, how much of it is hidden behind the backward pass and how much is exposed, and of that how
+    much is waiting for other ranks and how much is transfer; the slowest rank; and the phases of a step. At the end of
+    ``fit`` it writes a timeline of all ranks, as a picture and as a trace for chrome://tracing or Perfetto, and prints
+    one line of advice.
+
+    It works with all strategies of this package, with Lightning's ``ddp``, and with a single process, where nothing is
+    exchanged.
+
+    Args:
+        every_n_steps: Optimizer steps that means are taken of; the Trainer's ``log_every_n_steps`` if None.
+        observed_steps: How many of them in a row are observed, or all if there are fewer; an observed step takes some
+            80 microseconds longer. The timeline has those that were observed last.
+        directory: Where the timeline is written; ``communication`` in the Trainer's ``default_root_dir`` if None.
+        progress_bar: Whether the progress bar shows the share of a step that waits for communication.
+        picture: Whether the picture is drawn, for which there must be matplotlib.
+
+    Attributes:
+        observed_steps: See above.
+        times: Of each rank, means over the last ``fit``, but for its first steps; on rank 0, and in the main process of
+            spawned workers.
+        advice: The line, or None before there is one.
+        files: What has been written.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value cannot work; with ``fit``, if the strategy's exchanges cannot be seen.
+
+    Example::
+
+        from lightning_strategies_ext import CommunicationMonitor
+
+        trainer = Trainer(strategy="ddp_ext", devices=2, callbacks=[CommunicationMonitor()])
+        trainer.fit(model)
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        observed_steps: int = 3,
+        directory: str | os.PathLike[str] | None = None,
+        progress_bar: bool = True,
+        picture: bool = True,
+    ) -> None:
+        if every_n_steps is not None:
+            _check_is_positive("every_n_steps", every_n_steps)
+        _check_is_positive("observed_steps", observed_steps)
+        if directory is not None and not isinstance(directory, (str, os.PathLike)):
+            raise TypeError(f"`directory` must be a path or None, got {directory!r}.")
+        for name, flag in (("progress_bar", progress_bar), ("picture", picture)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"`{name}` must be True or False, got {flag!r}.")
+        self._every_n_steps = every_n_steps
+        self.observed_steps = observed_steps
+        self._directory = None if directory is None else Path(directory)
+        self._shows_progress = progress_bar
+        self._draws = picture
+        self.times: list[RankTimes] = []
+        self.advice: str | None = None
+        self.files: list[Path] = []
+        self._session: Session | None = None
+        self._undo: list[Callable[[], None]] | None = None
+        self._history: list[list[RankTimes]] = []
+        self._recent: list[Window] = []
+        self._shown: str | None = None
+
+    @override
+    def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
+        """Refuses strategies of which no exchange could be seen.
+
+        Raises:
+            ValueError: If it is one.
+        """
+        strategy = trainer.strategy
+        is_ddp = isinstance(strategy, (ParallelStrategy, LightningDDPStrategy))
+        if (
+            stage == "fit"
+            and trainer.world_size > 1
+            and (not is_ddp or isinstance(strategy, (DeepSpeedStrategy, XLAStrategy)))
+        ):
+            raise ValueError(
+                f"`callbacks=[CommunicationMonitor()]` cannot see what {type(strategy).__name__} exchanges. Leave it"
+                " out, or use a strategy of this package, such as `strategy='ddp_ext'`, or Lightning's `ddp`."
+            )
+
+    # --- a training begins ---
+
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Begins to take times; in elastic training, in each world."""
+        self._guarded(self._begin, trainer)
+
+    def _begin(self, trainer: "pl.Trainer") -> None:
+        self._leave()
+        self.times, self.advice, self.files = [], None, []
+        self._history, self._recent, self._shown = [], [], None
+        strategy, model = trainer.strategy, trainer.strategy.model
+        timekeeper = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
+        every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        session = Session(
+            *(trainer.global_rank, host_identity(), every_n_steps, self.observed_steps),
+            _lightning.step_of_loggers(trainer),
+            lambda is_on: _lightning.call_hooks(self, _STEP_HOOKS, is_on),
+            timekeeper,
+            _counter_of(strategy, timekeeper),
+            _mailbox_of(trainer),
+            lambda windows: self._hear(trainer, windows),
+            self._give_up,
+        )
+        self._session = session
+        self._undo = [_lightning.before_fetch(trainer, session.fetch_begins)]
+        if isinstance(strategy, ParallelStrategy):
+            strategy.observe_exchanges(session)
+            self._undo.append(lambda: strategy.observe_exchanges(None))
+        if self._shows_progress and trainer.progress_bar_callback is not None and trainer.is_global_zero:
+            self._undo.append(self._show_in(trainer.progress_bar_callback))
+
+    # --- between steps ---
+
+    @override
+    def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Leaves out what comes between two epochs."""
+        if self._session is not None:
+            self._session.pauses()
+
+    @override
+    def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Leaves out a validation."""
+        if self._session is not None:
+            self._session.pauses()
+
+    # --- in observed steps ---
+
+    @override
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Notes a time."""
+        if self._session is not None:
+            self._session.batch_begins()
+
+    @override
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Notes a time."""
+        if self._session is not None:
+            self._session.backward_begins()
+
+    @override
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """Notes a time."""
+        if self._session is not None:
+            self._session.backward_ends()
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Notes that a step ends with this batch."""
+        if self._session is not None:
+            self._session.optimizer_steps()
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Notes a time, and asks DDP for those of its exchange."""
+        if self._session is not None:
+            self._guarded(self._session.batch_ends)
+
+    # --- it ends ---
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """On rank 0, writes the timeline and prints the advice."""
+        session = self._session
+        if session is None:
+            return
+        self._guarded(session.finish, _lightning.step_of_loggers(trainer), PATIENCE_S)
+        self._leave()
+        self._guarded(self._report, trainer, self._draws)
+
+    @override
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """On rank 0, writes what has come so far; nobody is waited for."""
+        if self._session is not None:
+            self._leave()
+            self._guarded(self._report, trainer, False)
+
+    @override
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Ends what no other hook has ended."""
+        self._leave()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name not in _STEP_HOOKS}
+        return {**state, "_session": None, "_undo": None, "_recent": []}
+
+    def _leave(self) -> None:
+        session, self._session = self._session, None
+        undo, self._undo = self._undo, None
+        for each in undo or ():
+            each()
+        if session is not None:
+            with suppress(Exception):  # which was said before, if that is why it is left
+                session.abandon()
+        _lightning.call_hooks(self, _STEP_HOOKS, True)
+
+    def _guarded(self, function: Callable[..., None], *args: Any) -> None:
+        """A monitor ends no training."""
+        try:
+            function(*args)
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._leave()
+        log.warning("CommunicationMonitor ends, and training goes on: %s: %s", type(error).__name__, error)
+
+    # --- on rank 0 ---
+
+    def _hear(self, trainer: "pl.Trainer", windows: list[Window]) -> None:
+        times = times_of(windows)
+        if not all(each.num_steps for each in times):  # the last one may end before the steps that would be observed
+            return
+        self._history.append(times)
+        if len(self._history) > _MAX_HISTORY:
+            first, *others = self._history
+            self._history = [first, [combined(of_rank) for of_rank in zip(*others, strict=True)]]
+        self._recent = windows
+        values = logged(times)
+        self._shown = f"{values[f'{_KEY}/exposed_share']:.0%}"
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=max(0, _lightning.step_of_loggers(trainer) - 1))
+
+    def _show_in(self, progress_bar: Any) -> Callable[[], None]:
+        """Adds a value to what the progress bar shows; not by ``self.log``, which is for the metrics of users."""
+        get_metrics = progress_bar.get_metrics
+
+        def get_metrics_and_ours(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            ours = {} if self._shown is None else {"comm": self._shown}
+            return {**get_metrics(*args, **kwargs), **ours}
+
+        progress_bar.get_metrics = get_metrics_and_ours
+
+        def undo() -> None:
+            with suppress(AttributeError):
+                del progress_bar.get_metrics
+
+        return undo
+
+    def _report(self, trainer: "pl.Trainer", draws: bool) -> None:
+        if not self._history:
+            return
+        kept = self._history[1:] or self._history  # the first steps are like no others
+        self.times = [combined(of_rank) for of_rank in zip(*kept, strict=True)]
+        self.advice = advise(self.times, _job_of(trainer, self._recent))
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._write(trainer, draws)
+        self._recent = []
+        written = f" Timeline: {', '.join(map(str, self.files))}." if self.files else ""
+        rank_zero_info(f"CommunicationMonitor: {self.advice}{written}")
+
+    def _write(self, trainer: "pl.Trainer", draws: bool) -> None:
+        directory = self._directory or Path(trainer.default_root_dir, _KEY)
+        directory.mkdir(parents=True, exist_ok=True)
+        spans = spans_of(self._recent)
+        trace = directory / "trace.json"
+        write_trace(spans, trace)
+        self.files = [trace]
+        if not draws:
+            return
+        from lightning_strategies_ext.monitoring.picture import draw
+
+        try:
+            draw(spans, directory / "timeline.png")
+        except ImportError:
+            rank_zero_info(
+                "CommunicationMonitor draws no picture: there is no matplotlib. `pip install matplotlib`, or"
+                " `picture=False`."
+            )
+        else:
+            self.files.append(directory / "timeline.png")
+
+
+def _check_is_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"`{name}` must be at least 1 (optimizer steps), got {value!r}.")
+
+
+def _counter_of(strategy: Any, timekeeper: DDPTimes | None) -> Callable[[int], int] | None:
+    """What says, of a number of steps, how many bytes have been handed over; None if exchanges are told one by one."""
+    if isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None:
+        before = strategy.num_bytes_exchanged
+        return lambda num_steps: (strategy.num_bytes_exchanged or before) - before
+    if timekeeper is None:
+        return None
+    return lambda num_steps: num_steps * timekeeper.num_bytes
+
+
+def _mailbox_of(trainer: "pl.Trainer") -> Mailbox | None:
+    strategy = trainer.strategy
+    store: dist.Store | None = None
+    if isinstance(strategy, ParallelStrategy):
+        store = strategy.part_of_store("monitor", next(_sessions))
+    elif trainer.world_size > 1 and dist.is_initialized():
+        prefix = f"lightning_strategies_ext/monitor/{next(_sessions)}"
+        store = dist.PrefixStore(prefix, process_group.default_store())
+    return None if store is None else Mailbox(store, trainer.global_rank, trainer.world_size)
+
+
+def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> Job:
+    strategy = trainer.strategy
+    is_ours = isinstance(strategy, ParallelStrategy)
+    model = strategy.model
+    return Job(
+        compressions=strategy.cheaper_compressions if isinstance(strategy, ParallelStrategy) else (),
+        num_buckets=DDPTimes(model).num_buckets if isinstance(model, DistributedDataParallel) else 0,
+        num_hosts=len({window.host for window in windows}),
+        is_stock=not is_ours and isinstance(model, DistributedDataParallel),
+    )

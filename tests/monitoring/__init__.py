@@ -1,0 +1,1 @@
+"""What ranks learn about their own exchanges."""

@@ -1,0 +1,224 @@
+"""What follows from times that ranks have noted, in numbers; no process is started."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_strategies_ext.monitoring.advice import Job, advise
+from lightning_strategies_ext.monitoring.analysis import (
+    RankTimes,
+    clock_offsets,
+    combined,
+    logged,
+    slowest_of,
+    times_of,
+    waits,
+)
+from lightning_strategies_ext.monitoring.records import (
+    AFTER_BACKWARD,
+    BATCH,
+    EXCHANGE,
+    IN_BACKWARD,
+    OF_MODELS,
+    Window,
+)
+from lightning_strategies_ext.monitoring.trace import spans_of, write_trace
+
+MS = 1_000_000
+START = 1_700_000_000_000_000_000
+
+
+def window(
+    rank: int = 0,
+    data: int = 1,
+    kind: int = IN_BACKWARD,
+    host: str = "a",
+    ahead: int = 0,
+    steps: range = range(10, 14),
+    num_bytes: int = 400,
+) -> Window:
+    """Steps of 20 ms, of which ``data`` to load, 3 forward, 6 backward; the exchange is over at the same time on all.
+
+    Exchanges begin 2 ms before the end of the backward computation; the last rank's takes 1 ms from there on. After it,
+    the optimizer takes 2 ms; what is left comes between two steps.
+    """
+    batches, exchanges = [], []
+    for step in steps:
+        fetch = START + ahead + 20 * MS * step
+        begin = fetch + data * MS
+        backward = begin + 3 * MS
+        ready, end = backward + 6 * MS, START + ahead + 20 * MS * step + 15 * MS
+        backward_end = end if kind == IN_BACKWARD else ready
+        done = end + 2 * MS
+        previous_end = 0 if step == steps[0] else fetch - 3 * MS
+        batches.append((step, previous_end, fetch, begin, backward, backward_end, done, backward_end - backward))
+        exchanges.append((step, ready - 2 * MS, ready, end, kind))
+    return Window(rank, host, 1, len(steps), num_bytes, np.array(batches, BATCH), np.array(exchanges, EXCHANGE))
+
+
+def test_a_window_travels_as_bytes() -> None:
+    sent = window(rank=3)
+    received = Window.load(sent.dump())
+    assert (received.rank, received.host, received.number, received.num_steps, received.num_bytes) == (
+        3,
+        "a",
+        1,
+        4,
+        400,
+    )
+    assert np.array_equal(received.batches, sent.batches)
+    assert np.array_equal(received.exchanges, sent.exchanges)
+
+
+@pytest.mark.parametrize("kind", [IN_BACKWARD, AFTER_BACKWARD])
+def test_phases_are_without_what_is_waited_for(kind: int) -> None:
+    first, second = times_of([window(0, data=1, kind=kind), window(1, data=5, kind=kind)])
+    assert first.num_bytes == 100
+    assert (first.data_ms, first.forward_ms, first.backward_ms, first.optimizer_ms) == pytest.approx((1, 3, 6, 2))
+    assert first.other_ms == pytest.approx(3)  # of what comes before the first step nothing is known
+    assert first.step_ms == pytest.approx(17 + first.other_ms)
+    assert (first.communication_ms, first.hidden_ms, first.exposed_ms) == pytest.approx((7, 2, 5))
+    assert (first.waiting_ms, first.transfer_ms) == pytest.approx((4, 1))
+    assert (second.exposed_ms, second.waiting_ms, second.transfer_ms) == pytest.approx((1, 0, 1))
+
+
+def test_the_slowest_rank_is_named_with_the_phase() -> None:
+    times = times_of([window(0), window(1, data=5), window(2)])
+    slowest = slowest_of(times)
+    assert slowest is not None
+    assert (slowest.rank, slowest.phase) == (1, "data")
+    assert (slowest.by_ms, slowest.phase_by_ms) == pytest.approx((4, 4))
+    values = logged(times)
+    assert values["communication/slowest_rank"] == 1
+    assert values["communication/exposed_ms"] == pytest.approx(11 / 3)
+    assert all(isinstance(value, (int, float)) for value in values.values())
+    assert slowest_of(times[:1]) is None
+
+
+def test_clocks_of_hosts_are_laid_on_each_other() -> None:
+    windows = [window(0), window(1, data=5, host="b", ahead=700 * MS), window(2, host="a", ahead=0)]
+    assert clock_offsets(windows) == {0: 0, 1: 700 * MS, 2: 0}
+    assert waits(windows)[0] / MS == pytest.approx([4] * 4)
+
+
+def test_exchanges_that_one_rank_has_not_noted_are_left_out() -> None:
+    short = window(1, data=5)
+    short = Window(1, "a", 1, 4, 400, short.batches, short.exchanges[1:])
+    waiting = waits([window(0), short])
+    assert np.isnan(waiting[0][0])
+    assert waiting[0][1:] / MS == pytest.approx([4] * 3)
+
+
+def test_exchanges_of_models_count_in_the_steps_that_have_one() -> None:
+    own = window(kind=OF_MODELS)
+    few = Window(0, "a", 1, 4, 400, own.batches, own.exchanges[:1])
+    assert times_of([few])[0].exposed_ms == pytest.approx(5 / 4)
+
+
+def test_the_first_steps_are_left_out_and_windows_are_weighed() -> None:
+    own = window(steps=range(6))
+    first = Window(0, "a", 0, 6, 600, own.batches, own.exchanges)
+    times = [*times_of([first]), *times_of([window(data=3, steps=range(6, 12))])]
+    assert [each.num_steps for each in times] == [4, 6]
+    assert combined(times).data_ms == pytest.approx((4 * 1 + 6 * 3) / 10)
+    assert combined(times).num_steps == 10
+
+
+def test_nothing_is_divided_by_where_there_is_nothing() -> None:
+    nothing = Window(0, "a", 1, 0, 0, np.array([], BATCH), np.array([], EXCHANGE))
+    assert times_of([nothing])[0].step_ms == 0
+    assert spans_of([nothing]) == []
+
+
+def test_the_trace_has_the_last_steps_of_all_ranks(tmp_path: Any) -> None:
+    windows = [window(0), window(1, data=5, host="b", ahead=700 * MS)]
+    far = [window(rank, steps=range(2)) for rank in range(2)]
+    both = [
+        replace(own, batches=np.concatenate([before.batches, own.batches[2:]]))
+        for before, own in zip(far, windows, strict=True)
+    ]
+    spans = spans_of(both)
+    assert {span.step for span in spans} == {12, 13}
+    assert min(span.begin_ms for span in spans) == 0
+    write_trace(spans, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in drawn} == {0, 1}
+    assert {event["name"] for event in drawn} == {
+        *("data", "forward", "backward", "waits for exchange", "optimizer", "gradients")
+    }
+    of_first = {event["name"]: event for event in drawn if (event["pid"], event["args"]["step"]) == (0, 13)}
+    assert of_first["backward"]["dur"] == pytest.approx(6000)
+    assert of_first["waits for exchange"]["dur"] == pytest.approx(5000)
+    assert of_first["gradients"]["args"] == {"step": 13, "waiting_ms": 4.0, "hidden_ms": 2.0}
+    # One all-reduce ends at one time, wherever clocks are.
+    ends = [each["ts"] + each["dur"] for each in drawn if (each["name"], each["args"]["step"]) == ("gradients", 13)]
+    assert ends[0] == pytest.approx(ends[1])
+
+
+# --- advice ---
+
+
+def times(rank: int = 0, **changes: float) -> RankTimes:
+    values = {
+        "num_bytes": 4e6,
+        "step_ms": 100,
+        "data_ms": 1,
+        "forward_ms": 30,
+        "backward_ms": 60,
+        "optimizer_ms": 5,
+        "other_ms": 1,
+        "communication_ms": 20,
+        "hidden_ms": 17,
+        "exposed_ms": 3,
+        "waiting_ms": 1,
+        "transfer_ms": 2,
+    }
+    return RankTimes(rank, 50, **{**values, **changes})
+
+
+NEEDS_TURNS = [times(0, waiting_ms=20, exposed_ms=22), times(1, waiting_ms=19, exposed_ms=21)]
+LINK = {"transfer_ms": 40, "exposed_ms": 41, "communication_ms": 50, "hidden_ms": 9}
+BY_LINK = [times(0, **LINK), times(1, **LINK)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "job", "said"),
+    [
+        ([times()], Job(), "One process: nothing is exchanged, and computation is the limit"),
+        ([times(0), times(1)], Job(), "Computation is the limit: a step waits for communication for 3 % of its time"),
+        (
+            [times(data_ms=40)],
+            Job(),
+            "The step waits for its data for 40 % of a step: give the DataLoader more workers",
+        ),
+        ([times(0, data_ms=40), times(1, data_ms=41)], Job(), "Every rank waits for its data for 40 %"),
+        (
+            [times(0, waiting_ms=30), times(1, data_ms=31, waiting_ms=0)],
+            Job(),
+            "Rank 1 is the limit: the others wait for it for 30 ms per step (30 % of it). It is slower by 30 ms in data"
+            " loading. Give rank 1's DataLoader more workers (`num_workers=...`)",
+        ),
+        ([times(0, waiting_ms=30), times(1, forward_ms=60, waiting_ms=0)], Job(), "30 ms in the forward pass"),
+        ([times(0, waiting_ms=30), times(1, other_ms=31, waiting_ms=0)], Job(), "what comes between two steps"),
+        (NEEDS_TURNS, Job(), "Ranks wait for each other in turns, for 20 % of a step"),
+        (NEEDS_TURNS, Job(compressions=("bf16", "localsgd")), "`compression='localsgd'`."),
+        (
+            BY_LINK,
+            Job(("bf16", "powersgd"), num_hosts=2),
+            "4 MB per step. `compression=...` exchanges less: 'bf16', 'po",
+        ),
+        (BY_LINK, Job(("bf16", "powersgd"), num_buckets=3), "Exchange less often"),
+        (BY_LINK, Job(num_buckets=1), "`bucket_cap_mb=...` of less lets it begin while"),
+        (BY_LINK, Job(num_buckets=3), "Exchange less often (`Trainer(accumulate_grad_batches=...)`)"),
+        (BY_LINK, Job(is_stock=True), "`strategy='ddp_ext'` exchanges over shared memory"),
+        ([times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)], Job(), "So few bytes take round trips"),
+    ],
+)
+def test_advice_names_the_limit_and_an_argument(ranks: list[RankTimes], job: Job, said: str) -> None:
+    advice = advise(ranks, job)
+    assert said in advice
+    assert "\n" not in advice

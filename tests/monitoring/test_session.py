@@ -1,0 +1,140 @@
+"""Which steps a rank observes, and how what it has noted comes to rank 0; no process is started."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from lightning_strategies_ext.monitoring.mailbox import Mailbox
+from lightning_strategies_ext.monitoring.records import BATCH, EXCHANGE, Window
+from lightning_strategies_ext.monitoring.session import Session
+
+
+class Clock:
+    """Times exchanges while it is on."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.num_asked = 0
+
+    def observe(self, is_on: bool) -> None:
+        self.is_on = is_on
+
+    def last(self) -> tuple[int, int, int]:
+        assert self.is_on
+        self.num_asked += 1
+        now = time.time_ns()
+        return now - 3, now - 2, now - 1
+
+
+class Training:
+    """Steps of a training that starts at some step, with a session."""
+
+    def __init__(self, every_n_steps: int = 10, observed_steps: int = 3, num_done: int = 100, hear: Any = None) -> None:
+        self.num_done = num_done
+        self.is_observed = False
+        self.observed: list[int] = []
+        self.heard: list[Window] = []
+        self.failed: list[Exception] = []
+        self.clock = Clock()
+        self.session = Session(
+            *(0, "a", every_n_steps, observed_steps, num_done, self.switch, self.clock),
+            *(lambda num_steps: 100 * num_steps, None, hear or self.hear, self.failed.append),
+        )
+
+    def switch(self, is_on: bool) -> None:
+        self.is_observed = is_on
+
+    def hear(self, windows: list[Window]) -> None:
+        self.heard += windows
+
+    def step(self, num_batches: int = 1) -> None:
+        for batch in range(num_batches):
+            self.session.fetch_begins(self.num_done)
+            if self.is_observed:
+                self.session.batch_begins()
+                self.session.backward_begins()
+                self.session.backward_ends()
+                if batch == num_batches - 1:
+                    self.session.optimizer_steps()
+                self.session.batch_ends()
+        if self.is_observed:
+            self.observed.append(self.num_done - 100)
+        self.num_done += 1
+
+
+def test_the_first_steps_and_some_in_another_place_of_each_window_are_observed() -> None:
+    training = Training()
+    for _ in range(34):
+        training.step(num_batches=2)
+    training.session.finish(training.num_done, 1)
+    assert training.observed == [0, 1, 2, 3, 4, 11, 12, 13, 22, 23, 24, 33]
+    assert [window.num_steps for window in training.heard] == [10, 10, 10, 4]
+    assert [window.num_bytes for window in training.heard] == [1000, 1000, 1000, 400]
+    assert [window.number for window in training.heard] == [0, 1, 2, 3]
+    assert training.heard[1].batches["step"].tolist() == [11, 11, 12, 12, 13, 13]
+    assert training.heard[1].exchanges["step"].tolist() == [11, 12, 13]
+    assert training.clock.num_asked == len(training.observed)
+    assert not training.clock.is_on
+    assert not training.is_observed
+    first, *others = training.heard[1].batches["previous_end"].tolist()
+    assert first == 0 < min(others)
+    assert training.failed == []
+
+
+@pytest.mark.parametrize(("every_n_steps", "observed_steps"), [(1, 1), (2, 5), (3, 3)])
+def test_all_steps_are_observed_where_there_are_no_more(every_n_steps: int, observed_steps: int) -> None:
+    training = Training(every_n_steps, observed_steps)
+    for _ in range(6):
+        training.step()
+    training.session.finish(training.num_done, 1)
+    assert training.observed == list(range(6))
+    assert sum(window.num_steps for window in training.heard) == 6
+
+
+def test_a_step_goes_on_when_something_is_wrong() -> None:
+    def hear(windows: list[Window]) -> None:
+        raise OSError("the disk is full")
+
+    training = Training(hear=hear)
+    for _ in range(11):
+        training.step()
+    assert [str(error) for error in training.failed] == ["the disk is full"]
+
+
+# --- the way to rank 0 ---
+
+
+def window(rank: int, number: int) -> Window:
+    return Window(rank, "a", number, 5, 500, np.zeros(3, BATCH), np.zeros(2, EXCHANGE))
+
+
+def test_windows_of_all_ranks_come_together_and_nobody_waits_for_one_that_is_gone() -> None:
+    store = dist.HashStore()
+    boxes = [Mailbox(store, rank, 3) for rank in range(3)]
+    for rank, box in enumerate(boxes):
+        box.post(window(rank, 0))
+    for rank in (0, 1):
+        boxes[rank].post(window(rank, 1))
+    for rank in (1, 2):
+        boxes[rank].finish(5)
+    began = time.monotonic()
+    boxes[0].finish(0.5)
+    assert time.monotonic() - began < 5
+    complete = list(boxes[0].complete())
+    assert [[(each.number, each.rank) for each in windows] for windows in complete] == [[(0, 0), (0, 1), (0, 2)]]
+    assert all(each.num_bytes == 500 for windows in complete for each in windows)
+    assert list(boxes[0].complete()) == []
+
+
+def test_a_store_that_is_gone_ends_the_mailbox_and_nothing_else() -> None:
+    class Gone(dist.HashStore):
+        def set(self, key: str, value: Any) -> None:
+            raise RuntimeError("Connection reset by peer")
+
+    box = Mailbox(Gone(), 0, 2)
+    box.post(window(0, 0))
+    box.finish(5)
+    assert list(box.complete()) == []
