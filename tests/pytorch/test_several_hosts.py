@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
             pytest.skip(str(error))
 
 
+#: Each job has one of its own: what is left of the one before may still hold its port for a moment.
+_ports = count(29500)
+
+
 class Job:
     """One torchrun agent on each host.
 
@@ -129,10 +134,11 @@ class Job:
         self.hosts = hosts
         self.logs = [directory / f"host{index}.log" for index in range(len(hosts))]
         self.agents = []
+        port = next(_ports)
         for index, (host, log) in enumerate(zip(hosts, self.logs, strict=True)):
             where = {
-                "static": f"--node-rank {index} --master-addr {hosts[0].name} --master-port 29500",
-                "c10d": f"--rdzv-backend c10d --rdzv-id job --rdzv-endpoint {hosts[0].name}:29400",
+                "static": f"--node-rank {index} --master-addr {hosts[0].name} --master-port {port}",
+                "c10d": f"--rdzv-backend c10d --rdzv-id job --rdzv-endpoint {hosts[0].name}:{port}",
             }[rendezvous].split()
             torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks), *where]
             self.agents.append(host.start(*torchrun, *script, log=log))
