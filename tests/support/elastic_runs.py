@@ -15,7 +15,7 @@ import pytest
 from benchmarks.horovod_launch import FIRST, SECOND, count_ranks, elastic_horovodrun
 from tests.support import warm
 from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED
-from tests.support.ranks import run_command
+from tests.support.ranks import SELDOM, run_command
 
 STRATEGY = {"commit_every_n_steps": 20}
 #: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
@@ -151,7 +151,7 @@ def _run(
         result = run_command(
             *command(Path(directory)),
             *(python or warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
-            env={"OMP_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1", **SELDOM},
             timeout_s=timeout_s,
         )
         return read_run(Path(directory), result.stdout, result.returncode)

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.horovod_launch import BIN, start_of
 from lightning_strategies_ext.horovod.launch import Launch
 from tests.support import warm
-from tests.support.ranks import run_command
+from tests.support.ranks import SELDOM, run_command
 
 
 def run_horovod(
@@ -49,6 +49,7 @@ def try_horovod(
         name = f"{function.__module__}:{function.__qualname__}"
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         environment |= warm.CHILDREN if launcher == "python" else {}
+        environment |= SELDOM if launcher == "horovodrun" else {}
         environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
         result = run_command(
             *start, warm.python(), "-m", __name__, name, directory, env=environment, timeout_s=timeout_s
