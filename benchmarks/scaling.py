@@ -6,20 +6,20 @@
 
 The last one takes a cluster's numbers, and only predicts.
 
-The model is that of :mod:`benchmarks.scaling_model`: α + n·β seconds per message, algorithms that are sums of messages,
-and buckets of gradients that are exchanged beside the backward pass or after it. Efficiency is that of weak scaling:
-the step of one rank alone over the step of all.
+The model is that of :mod:`benchmarks.scaling_model`: alpha + n * beta seconds per message, algorithms that are sums of
+messages, and buckets of gradients that are exchanged beside the backward pass or after it. Efficiency is that of weak
+scaling: the step of one rank alone over the step of all.
 
 How it is held against measurements: ranks train with ``ddp_ext``, 2, 4 and 8 on this host over ``shm``, and on 2 and 4
 hosts over gloo. Hosts are network namespaces whose cables are held to a rate, which takes root (see
-:mod:`benchmarks.namespaces`); without, they are left out. In the same processes α and β are fitted to all-reduces of
-several sizes, never to steps; those between two hosts are used for four as well. Ranks here share two cores, so the
-computation is measured with as many ranks computing at once: the same training with a hook that exchanges nothing, in
-turn with the others, round by round. What compressing takes is measured by itself. An error is a part of the measured
-median; 15 % are allowed.
+:mod:`benchmarks.namespaces`); without, they are left out. In the same processes alpha and beta are fitted to
+all-reduces of several sizes, never to steps; those between two hosts are used for four as well. Ranks here share two
+cores, so the computation is measured with as many ranks computing at once: the same training with a hook that exchanges
+nothing, in turn with the others, round by round. What compressing takes is measured by itself. An error is a part of
+the measured median; 15 % are allowed.
 
-Ranks of one host exchange with the cores that compute, so there α and β are those of as many ranks at once, and nothing
-overlaps; that is this machine, not the model.
+Ranks of one host exchange with the cores that compute, so there alpha and beta are those of as many ranks at once, and
+nothing overlaps; that is this machine, not the model.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""What exchanges and training steps cost by the α-β model: pure functions, which measure nothing.
+"""What exchanges and training steps cost by the alpha-beta model: pure functions, which measure nothing.
 
-A message of n bytes takes α + n·β seconds: a latency, and a time per byte (Hockney 1994, "The communication challenge
-for MPP: Intel Paragon and Meiko CS-2"). An algorithm takes the sum over the messages that one rank sends one after the
-other. What adding up costs is not told apart from sending: where links are measured by all-reduces, β has it.
+A message of n bytes takes alpha + n * beta seconds: a latency, and a time per byte (Hockney 1994, "The communication
+challenge for MPP: Intel Paragon and Meiko CS-2"). An algorithm takes the sum over the messages that one rank sends one
+after the other. What adding up costs is not told apart from sending: where links are measured by all-reduces, beta has it.
 
 What the model does not know: switches that other traffic shares, ranks that are late by chance, and messages too short
 for a link to reach its rate.
@@ -28,8 +28,8 @@ class Link:
     """What joins two ranks.
 
     Attributes:
-        latency_s: α, seconds per message, however short.
-        s_per_byte: β, seconds per byte.
+        latency_s: alpha, seconds per message, however short.
+        s_per_byte: beta, seconds per byte.
     """
 
     latency_s: float
@@ -70,7 +70,7 @@ class Sample(NamedTuple):
 def fit(samples: Sequence[Sample]) -> Link:
     """The link that explains samples best: least squares of what the model misses, relative to what was measured.
 
-    Relative, or the longest messages alone would decide, and α would be what is left of them.
+    Relative, or the longest messages alone would decide, and alpha would be what is left of them.
 
     Raises:
         ValueError: If there are not two different sizes.
