@@ -58,7 +58,6 @@ CASES = (
     (1, 8, (PLAIN,)),
     (2, 1, (PLAIN, BF16, POWERSGD, LOCALSGD)),
     (4, 1, (PLAIN, BF16, POWERSGD, LOCALSGD)),
-    (2, 2, (PLAIN, BF16)),
 )
 QUICK_CASES = ((1, 1, ()), (1, 2, (PLAIN,)), (2, 1, (PLAIN, BF16)))
 #: Columns of PowerSGD's thin matrices, by default.
