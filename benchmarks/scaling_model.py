@@ -2,7 +2,8 @@
 
 A message of n bytes takes alpha + n * beta seconds: a latency, and a time per byte (Hockney 1994, "The communication
 challenge for MPP: Intel Paragon and Meiko CS-2"). An algorithm takes the sum over the messages that one rank sends one
-after the other. What adding up costs is not told apart from sending: where links are measured by all-reduces, beta has it.
+after the other. What adding up costs is not told apart from sending: where links are measured by all-reduces, beta has
+it.
 
 What the model does not know: switches that other traffic shares, ranks that are late by chance, and messages too short
 for a link to reach its rate.
