@@ -1,0 +1,219 @@
+"""Step time and efficiency for 2 to 4,096 ranks, predicted from latency, bandwidth and computation.
+
+    python -m benchmarks.scaling            # measures here, predicts, and holds predictions against measured steps
+    python -m benchmarks.scaling --quick
+    python -m benchmarks.scaling --latency-us 30 --bandwidth-gbit 10 100 --compute-ms 300 --parameters 1e8
+
+The last one takes a cluster's numbers, and only predicts.
+
+The model is that of :mod:`benchmarks.scaling_model`: alpha + n * beta seconds per message, algorithms that are sums of
+messages, and buckets of gradients that are exchanged beside the backward pass or after it. Efficiency is that of weak
+scaling: the step of one rank alone over the step of all.
+
+How it is held against measurements: ranks train with ``ddp_ext``, 2, 4 and 8 on this host over ``shm``, and on 2 and 4
+hosts over gloo. Hosts are network namespaces whose cables are held to a rate, which takes root (see
+:mod:`benchmarks.namespaces`); without, they are left out. In the same processes alpha and beta are fitted to
+all-reduces of several sizes, never to steps; those between two hosts are used for four as well. Ranks here share two
+cores, so the computation is measured with as many ranks computing at once: the same training with a hook that exchanges
+nothing, in turn with the others, round by round. What compressing takes is measured by itself. An error is a part of
+the measured median; 15 % are allowed.
+
+Ranks of one host exchange with the cores that compute, so there alpha and beta are those of as many ranks at once, and
+nothing overlaps; that is this machine, not the model.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.namespaces import NoHostsError
+from benchmarks.report import DEFAULT_OUTPUT, environment, write_json
+from benchmarks.scaling_exchanges import BF16, LOCALSGD, POWERSGD, Compressions, Training, thin_share
+from benchmarks.scaling_model import Computation, Link, halving_doubling, ring
+from benchmarks.scaling_rank import COMPUTE, PLAIN, Job, Stack
+from benchmarks.scaling_runs import Case, measure
+from benchmarks.scaling_tables import (
+    choices,
+    described,
+    draw,
+    held_against,
+    predictions,
+    ranks_of,
+    show_choices,
+    show_computation,
+    show_held,
+    show_links,
+    show_predictions,
+)
+
+SIZES = (4, 2**12, 2**16, 2**20, 2**22, 2**24, 2**25)
+#: Hosts, ranks per host, what is exchanged there.
+CASES = (
+    (1, 1, ()),
+    (1, 2, (PLAIN,)),
+    (1, 4, (PLAIN,)),
+    (1, 8, (PLAIN,)),
+    (2, 1, (PLAIN, BF16, POWERSGD, LOCALSGD)),
+    (4, 1, (PLAIN, BF16, POWERSGD, LOCALSGD)),
+)
+QUICK_CASES = ((1, 1, ()), (1, 2, (PLAIN,)), (2, 1, (PLAIN, BF16)))
+#: Columns of PowerSGD's thin matrices, by default.
+POWERSGD_RANK = 2
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cluster = parser.add_argument_group("a cluster's numbers; the first four together")
+    cluster.add_argument("--latency-us", type=float, help="of a message between hosts, in microseconds")
+    cluster.add_argument("--bandwidth-gbit", type=float, nargs="+", help="of a host's cable, in 10^9 bits per second")
+    cluster.add_argument("--compute-ms", type=float, help="of a step without exchanges, in milliseconds")
+    cluster.add_argument("--parameters", type=float, help="of the model, in float32")
+    cluster.add_argument("--ranks-per-host", type=int, default=8)
+    cluster.add_argument("--inside-latency-us", type=float, default=5, help="of a message inside a host")
+    cluster.add_argument("--inside-bandwidth-gbit", type=float, default=200, help="of a rank to another of its host")
+    cluster.add_argument("--backward-share", type=float, default=2 / 3, help="of the step without exchanges")
+    cluster.add_argument("--matrix-width", type=float, default=1024, help="of square matrices, for PowerSGD")
+    cluster.add_argument("--powersgd-ms", type=float, default=0, help="what compressing adds to a step")
+    cluster.add_argument("--between", choices=["ring", "tree"], default="ring", help="gloo has rings only")
+    here = parser.add_argument_group("what is measured here")
+    here.add_argument("--rate", type=float, default=1000, help="of a cable, in megabits per second; 0 for no limit")
+    here.add_argument("--rounds", type=int, default=3)
+    here.add_argument("--width", type=int, default=1024, help="of the layers of the model")
+    here.add_argument("--layers", type=int, default=6, help="of that width")
+    here.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
+    here.add_argument("--bucket-mb", type=float, default=8, help="gradients exchanged at once, in mebibytes")
+    here.add_argument("--timeout", type=float, default=600, help="of a case, in seconds")
+    here.add_argument("--quick", action="store_true", help="one round of a small model: to see that it runs")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 4096], help="for what to choose")
+    parser.add_argument("--enough", type=float, default=0.9, help="efficiency that is, for what to choose")
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
+    arguments = parser.parse_args()
+    given = [arguments.latency_us, arguments.bandwidth_gbit, arguments.compute_ms, arguments.parameters]
+    if any(one is not None for one in given) and None in given:
+        parser.error("--latency-us, --bandwidth-gbit, --compute-ms and --parameters belong together")
+    if arguments.ranks_per_host < 1 or any(number % arguments.ranks_per_host for number in arguments.ranks):
+        parser.error(f"--ranks must make whole hosts of {arguments.ranks_per_host} ranks")
+    if arguments.quick:
+        arguments.rounds, arguments.width, arguments.layers = 1, 256, 4
+    return arguments
+
+
+def trainings_of(arguments: argparse.Namespace) -> dict[str, Training]:
+    """A cluster's, by network."""
+    seconds, num_bytes = arguments.compute_ms / 1e3, 4 * arguments.parameters
+    width = arguments.matrix_width
+    compressions = Compressions(
+        thin_share([(width, width)], POWERSGD_RANK), seconds={POWERSGD: arguments.powersgd_ms / 1e3}
+    )
+    return {
+        f"{bandwidth:g} Gbit/s, {arguments.latency_us:g} us": Training(
+            seconds,
+            Computation.of(seconds, num_bytes, arguments.backward_share),
+            num_bytes,
+            arguments.ranks_per_host,
+            Link.of(arguments.inside_latency_us, arguments.inside_bandwidth_gbit),
+            Link.of(arguments.latency_us, bandwidth),
+            compressions,
+            {"ring": ring, "tree": halving_doubling}[arguments.between],
+        )
+        for bandwidth in arguments.bandwidth_gbit
+    }
+
+
+def predict(arguments: argparse.Namespace) -> None:
+    """Predicts for a cluster."""
+    trainings = trainings_of(arguments)
+    for label, training in trainings.items():
+        show_predictions(label, training)
+    chosen = choices(trainings, arguments.ranks, arguments.enough)
+    show_choices(chosen, arguments.ranks, arguments.enough)
+    results = {
+        label: {"given": described(training), "predictions": predictions(training)}
+        for label, training in trainings.items()
+    }
+    write_json(arguments.output, "scaling_cluster", {"results": results, "choices": chosen})
+    about = f"{arguments.parameters:g} parameters, {arguments.compute_ms:g} ms of computation"
+    columns = [(label, training, True) for label, training in trainings.items()]
+    draw(arguments.output, "scaling_cluster", f"Predicted efficiency, {about}", columns)
+
+
+def measure_all(arguments: argparse.Namespace, job: Job) -> list[Case]:
+    """Measures all cases that can be had here."""
+    cases = []
+    for num_hosts, num_ranks, exchanges in QUICK_CASES if arguments.quick else CASES:
+        one = Job(**{**vars(job), "num_hosts": num_hosts, "num_ranks": num_ranks, "exchanges": exchanges})
+        try:
+            cases.append(measure(one, arguments.rate, arguments.timeout))
+        except NoHostsError as error:
+            print(f"left out, {num_hosts} hosts: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"measured {cases[-1].label}", file=sys.stderr, flush=True)
+    return cases
+
+
+def measure_and_predict(arguments: argparse.Namespace) -> None:
+    """Measures here, predicts, and holds one against the other."""
+    sizes = SIZES[:-2] if arguments.quick else SIZES
+    model = arguments.width, arguments.layers, arguments.batch_size, arguments.bucket_mb
+    job = Job(1, 1, (), arguments.rounds, sizes, *model)
+    shapes = [tuple(parameter.shape) for parameter in Stack(job).parameters()]
+    num_bytes = 4.0 * sum(parameter.numel() for parameter in Stack(job).parameters())
+    cases = measure_all(arguments, job)
+    alone_s, num_cores = median(cases[0].steps[COMPUTE]), environment()["cores"]
+    by_shape = {(case.num_hosts, case.num_ranks): case for case in cases[1:]}
+    links = {case.label: (case.link(), case.misfit(case.link())) for case in by_shape.values()}
+    inside = by_shape[1, 2].link()
+    # Where no hosts can be had, they are as good as ranks are to each other.
+    between = by_shape[2, 1].link() if (2, 1) in by_shape else inside
+
+    def training_of(case: Case) -> Training:
+        own = case.link() if case.num_hosts == 1 else inside.shared_by(max(1, case.world_size // num_cores))
+        compressions = Compressions(thin_share(shapes, POWERSGD_RANK), seconds=case.compression)
+        return Training(alone_s, case.computation, num_bytes, case.num_ranks, own, between, compressions)
+
+    held = [row for case in by_shape.values() for row in held_against(case, training_of(case))]
+    show_links(links)
+    show_computation(cases, alone_s, num_cores)
+    show_held(held)
+    here = training_of(by_shape[1, 2])
+    if (2, 1) in by_shape:
+        compressions = Compressions(thin_share(shapes, POWERSGD_RANK), seconds=by_shape[2, 1].compression)
+        here = Training(**{**vars(here), "compressions": compressions})
+    label = f"{here.ranks_per_host} ranks per host, {arguments.rate / 1000:g} Gbit/s"
+    show_predictions(label, here)
+    numbers = [number for number in arguments.ranks if number in ranks_of(here)]
+    chosen = choices({label: here}, numbers, arguments.enough)
+    show_choices(chosen, numbers, arguments.enough)
+    payload: dict[str, Any] = {
+        "settings": {**vars(job), "rate_mbit": arguments.rate, "num_bytes": num_bytes},
+        "links": {name: {**vars(link), "largest_misfit": misfit} for name, (link, misfit) in links.items()},
+        "held": held,
+        "given": described(here),
+        "predictions": predictions(here),
+        "choices": chosen,
+        "measured": [
+            {"case": case.label, "messages_s": case.messages, "compression_s": case.compression, "steps_s": case.steps}
+            for case in cases
+        ],
+    }
+    write_json(arguments.output, "scaling", payload)
+    columns = [("overlapped", here, True), ("not overlapped", here, False)]
+    draw(arguments.output, "scaling", f"Predicted efficiency, {label}, {environment()['cpu']}", columns)
+
+
+def main() -> None:
+    """Measures or takes numbers, then prints, writes and draws."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    arguments = parse_arguments()
+    if arguments.latency_us is None:
+        measure_and_predict(arguments)
+    else:
+        predict(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""One rank of :mod:`benchmarks.scaling`: measures its links and its steps, and writes down what it has seen."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn import functional
+
+from benchmarks.contenders import (
+    LEARNING_RATE,
+    NUM_CLASSES,
+    NUM_FEATURES,
+    Batch,
+    Batches,
+    Case,
+    Length,
+    StepTimer,
+    silence_lightning,
+)
+from benchmarks.message_sizes import calibrate, time_block
+from benchmarks.report import rotated
+from lightning_strategies_ext import DDPStrategy
+from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
+from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
+
+COMPUTE, PLAIN, BF16, POWERSGD, LOCALSGD = "compute", "plain", "bf16", "powersgd", "localsgd"
+#: Exchange → timed steps of a training, after those that do not count: whole periods of local SGD, which are 32 steps.
+LENGTHS = {
+    COMPUTE: Length(3, 10),
+    PLAIN: Length(3, 10),
+    BF16: Length(3, 10),
+    POWERSGD: Length(12, 10),
+    LOCALSGD: Length(2, 32),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks do.
+
+    Attributes:
+        num_hosts: Hosts.
+        num_ranks: Ranks per host.
+        exchanges: What is trained with, beside the computation alone.
+        rounds: In each of which all take turns.
+        sizes: Of the messages, in bytes.
+        width: Of the layers of the model.
+        num_layers: Of the model, between its first and its last.
+        batch_size: Samples per rank and step.
+        bucket_mb: Gradients that DDP exchanges at once, in mebibytes.
+        directory: For the ranks' results.
+    """
+
+    num_hosts: int
+    num_ranks: int
+    exchanges: tuple[str, ...]
+    rounds: int
+    sizes: tuple[int, ...]
+    width: int
+    num_layers: int
+    batch_size: int
+    bucket_mb: float
+    directory: str = ""
+
+
+class Stack(pl.LightningModule):
+    """Linear layers one upon another: gradients come at an even pace, as those of a transformer do."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        widths = [NUM_FEATURES, *[job.width] * (job.num_layers + 1)]
+        inner = [each for pair in pairwise(widths) for each in (nn.Linear(*pair), nn.ReLU())]
+        self.net = nn.Sequential(*inner, nn.Linear(job.width, NUM_CLASSES))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Cross entropy."""
+        return functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+class BackwardPasses(Callback):
+    """Notes how long backward passes take, and when each bucket of gradients is there.
+
+    Its hook divides gradients, as DDP does, and exchanges none. But ranks meet at the end of each backward pass, as
+    they do when they exchange: a step takes as long as that of the slowest rank in it, which is more than the mean of
+    any.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.buckets: list[list[tuple[int, float]]] = []
+        self._began = 0.0
+
+    def on_before_backward(self, *_: Any) -> None:
+        """Starts the clock."""
+        self.buckets.append([])
+        self._began = time.perf_counter()
+
+    def on_after_backward(self, *_: Any) -> None:
+        """Stops it."""
+        self.seconds.append(time.perf_counter() - self._began)
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """For DDP."""
+        buffer = bucket.buffer().div_(dist.get_world_size())
+        self.buckets[-1].append((buffer.nbytes, time.perf_counter() - self._began))
+        if not bucket.is_last() or dist.get_world_size() == 1:
+            future: Future[Tensor] = Future()
+            future.set_result(buffer)
+            return future
+        met: Future[Any] = dist.all_reduce(torch.zeros(1), async_op=True).get_future()
+        return met.then(lambda _: buffer)
+
+    def summary(self, length: Length) -> dict[str, Any]:
+        """Medians over the steps that count: of the pass, and by bucket its bytes and when it is there, in seconds."""
+        counted = self.buckets[length.warmup :]
+        sizes = [num_bytes for num_bytes, _ in counted[-1]]
+        ready = [median(times) for times in zip(*([at for _, at in one] for one in counted), strict=True)]
+        return {"backward_s": median(self.seconds[length.warmup :]), "buckets": list(zip(sizes, ready, strict=True))}
+
+
+def train(job: Job, exchange: str) -> dict[str, Any]:
+    """Trains once: seconds per step, and what :class:`BackwardPasses` has noted if nothing was exchanged."""
+    length, passes = LENGTHS[exchange], BackwardPasses()
+    asked: dict[str, dict[str, Any]] = {COMPUTE: {"ddp_comm_hook": passes.hook}, PLAIN: {}}
+    timer = StepTimer(length)
+    trainer = pl.Trainer(
+        strategy=DDPStrategy(bucket_cap_mb=job.bucket_mb, **asked.get(exchange, {"compression": exchange})),
+        accelerator="cpu",
+        devices=job.num_ranks,
+        num_nodes=job.num_hosts,
+        max_epochs=1,
+        callbacks=[timer, passes] if exchange == COMPUTE else [timer],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        log_every_n_steps=10**9,
+    )
+    trainer.fit(Stack(job), Batches(Case(job.width, batch_size=job.batch_size), length))
+    noted = passes.summary(length) if exchange == COMPUTE else {}
+    return {"step_s": timer.ms_per_step / 1e3, **noted}
+
+
+def reduce_messages(job: Job) -> dict[str, list[float]]:
+    """Seconds per all-reduce by size in bytes, one value per round, over the group that gradients go over."""
+    whole = torch.ones(max(job.sizes) // 4)
+    seconds: dict[str, list[float]] = {}
+    for size in job.sizes:
+        tensor = whole[: size // 4]
+        num_calls, _ = calibrate("all-reduce", dist.all_reduce, tensor)
+        seconds[str(size)] = [time_block(dist.all_reduce, tensor, num_calls) for _ in range(job.rounds)]
+    return seconds
+
+
+def compress(job: Job) -> dict[str, list[float]]:
+    """Seconds per step for compressing and restoring gradients, all ranks at once, each for itself."""
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    parameters = [parameter.detach() for parameter in Stack(job).parameters()]
+    flat = torch.randn(sum(parameter.numel() for parameter in parameters))
+    codec = PowerSGDCodec(2, Residuals())
+    works: dict[str, Callable[[Tensor], Any]] = {
+        BF16: lambda gradients: gradients.copy_(gradients.to(torch.bfloat16)),
+        POWERSGD: lambda gradients: codec.sum(parameters, gradients, 1.0, own),
+    }
+    seconds = {}
+    for name, work in works.items():
+        work(flat)
+        seconds[name] = [time_block(work, flat, 3) for _ in range(job.rounds)]
+    return seconds
+
+
+def main() -> None:
+    """Measures all."""
+    given = json.loads(sys.argv[1])
+    job = Job(**{**given, "exchanges": tuple(given["exchanges"]), "sizes": tuple(given["sizes"])})
+    silence_lightning()
+    torch.set_num_threads(1)
+    contenders = [COMPUTE, *job.exchanges]
+    train(job, COMPUTE)  # makes the process group
+    is_alone = dist.get_world_size() == 1
+    seen: dict[str, Any] = {"messages": {} if is_alone else reduce_messages(job)}
+    seen["compression"] = compress(job) if {BF16, POWERSGD} & set(job.exchanges) else {}
+    seen["trainings"] = {name: [] for name in contenders}
+    for index in range(job.rounds):
+        for name in rotated(contenders, index):
+            dist.barrier()
+            seen["trainings"][name].append(train(job, name))
+    rank = int(os.environ["NODE_RANK"]) * job.num_ranks + int(os.environ["LOCAL_RANK"])
+    Path(job.directory, f"{rank}.json").write_text(json.dumps(seen))
+
+
+def arguments_of(job: Job) -> list[str]:
+    """What a rank is started with."""
+    return ["-m", "benchmarks.scaling_rank", json.dumps(asdict(job))]
+
+
+if __name__ == "__main__":
+    main()
