@@ -30,7 +30,7 @@ demo: $(VENV)/.installed-examples
 test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint pytest
 
 check: $(VENV)/.installed-dev $(VENV)/.installed-horovod names lint
-	$(VENV)/bin/pytest --no-processes --numprocesses auto --quiet -r fE
+	$(VENV)/bin/pytest --no-processes --numprocesses $(SHARDS) --quiet -r fE
 
 # What is made from the sources, for whoever says pytorch_lightning; pip makes it too.
 names: $(VENV)/.installed-dev
