@@ -5,6 +5,7 @@ tried beside each other, and those of ours that ended well but late are tried ag
 """
 
 import argparse
+import os
 import random
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
 from tests.support import warm
 from tests.support.hosts import NoHostsError, two_hosts
+from tests.support.ranks import WITHOUT_MPI
 
 
 def main() -> int:
@@ -44,6 +46,7 @@ def main() -> int:
         except NoHostsError as error:
             print(f"Nothing is tried on two hosts: {error}", flush=True)
             cases = [case for case in cases if case.hosts == 1]
+    os.environ.update(WITHOUT_MPI)
     server = warm.start_server()
     if options.minutes is not None:
         results = [tried(case) for case in drawn(cases, options)]
