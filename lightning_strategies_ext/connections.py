@@ -1,20 +1,38 @@
-"""Connections of this process to others: which there are, and how they are cut."""
+"""Connections of this process to others: which there are, how they are made, and how they are cut."""
 
 import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
 import psutil
+import torch.distributed as dist
 
+#: How long a store may take to answer on a connection that :func:`own_connection` has made.
+_STORE_TIMEOUT = timedelta(seconds=30)
 _spared: "WeakSet[socket.socket]" = WeakSet()
 
 
 def spare(connection: socket.socket) -> None:
     """Lets a connection be, whatever :func:`shut_down_connections` is to cut."""
     _spared.add(connection)
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same store by a connection of its own, so that nobody waits for whoever waits at the other one.
+
+    Args:
+        store: With prefixes, perhaps, which what is returned does not have.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        address = store.host, store.port
+        return dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+    return store
 
 
 def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:

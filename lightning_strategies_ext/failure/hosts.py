@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_strategies_ext.connections import own_connection
 from lightning_strategies_ext.failure.lines import Address, Lines
 from lightning_strategies_ext.failure.signs import Failure, Sign
 
@@ -29,7 +29,6 @@ SOON_S = 0.25
 READ_S = 3.0
 #: A host that has told nothing for so long is gone, in seconds.
 LOST_S = 8.0
-_TIMEOUT = timedelta(seconds=30)
 _FAILURE = "failure"
 
 
@@ -109,7 +108,7 @@ class Hosts:
             self._lines.close()
 
     def _connect(self, store: dist.Store, rank: int, number: int) -> dist.Store:
-        key, own = f"lightning_strategies_ext/hosts/{number}", _own_connection(store)
+        key, own = f"lightning_strategies_ext/hosts/{number}", own_connection(store)
         if rank == self._ranks[0][0]:
             token = secrets.token_hex(16)
             if isinstance(own, dist.TCPStore):
@@ -161,12 +160,3 @@ class Hosts:
             self._beats[index] = beats
             self._heard_at[index] = time.monotonic()
         self.signs.update({sign.rank: sign for sign in signs})
-
-
-def _own_connection(store: dist.Store) -> dist.Store:
-    """The same store by a connection of its own, so that nobody waits for whoever waits at the other one."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
-    return store

@@ -54,7 +54,6 @@ class TerminationAgreement:
         thread: Asks the store; None without one.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        poll_interval_s: Seconds between two looks into the store. None chooses by the world size.
         is_requested: Whether the ranks know already that they have to stop, before the first step; the same on all.
         name: Tells it from other agreements in the same store; the same on all ranks. None numbers those of a process.
     """
@@ -65,13 +64,12 @@ class TerminationAgreement:
         thread: StoreThread | None,
         rank: int = 0,
         world_size: int = 1,
-        poll_interval_s: float | None = None,
         is_requested: bool = False,
         name: str | None = None,
     ) -> None:
         self._rank = rank
         self._world_size = world_size
-        self.interval_s = poll_interval_s or max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
+        self.interval_s = max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
         self._requested = self._agreeing = is_requested
         self._has_stopped = False
         self._step: Step = (0, 0)

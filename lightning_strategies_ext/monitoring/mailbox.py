@@ -12,16 +12,17 @@ import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import timedelta
 from queue import SimpleQueue
 
 import torch.distributed as dist
 
+from lightning_strategies_ext.connections import own_connection
 from lightning_strategies_ext.monitoring.records import Window
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT = timedelta(seconds=30)
+#: How long a rank looks for rank 0's token, in seconds.
+_TOKEN_S = 30.0
 #: Between two looks of rank 0 at the end, and of a rank that looks for rank 0's token, in seconds.
 _LOOK_S = 0.01
 #: Windows that rank 0 keeps while some rank's is missing.
@@ -95,19 +96,13 @@ class Mailbox:
             token = uuid.uuid4().hex
             self._shared.set("token", token)
         else:
-            give_up_at = time.monotonic() + _TIMEOUT.total_seconds()
+            give_up_at = time.monotonic() + _TOKEN_S
             while not self._shared.check(["token"]):
                 if self._is_over or time.monotonic() > give_up_at:
                     return None
                 time.sleep(5 * _LOOK_S)
             token = self._shared.get("token").decode()
-        store: dist.Store = self._shared
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        if isinstance(store, dist.TCPStore):
-            address = store.host, store.port
-            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
-        return dist.PrefixStore(f"lightning_strategies_ext/monitor/{token}", store)
+        return dist.PrefixStore(f"lightning_strategies_ext/monitor/{token}", own_connection(self._shared))
 
     def _send(self, store: dist.Store, window: Window) -> None:
         if self._is_abandoned:
