@@ -96,11 +96,12 @@ class Elastic(_Base):
             return
         host, peers = host_identity(), [member.peer for member in self.membership.members]
         here = [peer for peer in peers if peer.host == host]
-        self._vigil = Vigil(
-            *(dist.PrefixStore(f"vigil/{host}", store), here, self.global_rank, progress, self._patience_s),
-            partial(where_in, trainer),
-            are_all_here=len(here) == len(peers),
-        )
+        if len(here) > 1:
+            self._vigil = Vigil(
+                *(dist.PrefixStore(f"vigil/{host}", store), here, self.global_rank, progress, self._patience_s),
+                partial(where_in, trainer),
+                are_all_here=len(here) == len(peers),
+            )
 
     def _end_vigil(self) -> None:
         if self._vigil is not None:
