@@ -76,7 +76,7 @@ class TerminationAgreement:
         self._last_step: Step | None = None
         self._lock = threading.Lock()
         self._decided = threading.Event()
-        self._is_closed = False
+        self._is_closed = self._is_abandoned = False
         self._store: Store | None = None
         self._thread: StoreThread | None = None
         if is_requested:
@@ -121,8 +121,11 @@ class TerminationAgreement:
             self._wait_for_readers(self._store)
 
     def abandon(self) -> None:
-        """Ends this rank's part without a word to the others, who may be gone with the store."""
-        self._is_closed = True
+        """Ends this rank's part without a word to the others, some of whom may be gone, and the store with them.
+
+        Nothing is agreed on from then on: this rank goes on, to where it learns why.
+        """
+        self._is_closed = self._is_abandoned = True
         self._decided.set()
 
     def look(self) -> bool:
@@ -155,6 +158,9 @@ class TerminationAgreement:
         if not self._decided.wait(DECISION_TIMEOUT_S):
             log.warning("Rank %d stops alone: the other ranks did not answer in %s s.", self._rank, DECISION_TIMEOUT_S)
             return True
+        if self._last_step is None and self._is_abandoned:
+            self._step = step
+            return False
         if self._last_step is None or step > self._last_step:
             return True
         self._step = step
