@@ -3,7 +3,8 @@
 A thread does it that may wait for the store, on a connection of its own; the watch, which waits for nobody, only looks
 at what the thread has brought, and at when it came back last. Of ``n`` hosts, each asks the store for two things per
 interval, and that of rank 0 for ``n`` more: at most :data:`REQUESTS_PER_S` together, however many ranks there are. When
-the process goes that tells for its host, its line to the first rank says so at once, see :mod:`.lines`.
+the process goes that tells for its host, its line to the first rank says so at once, see :mod:`.lines`; what it knew to
+have failed, it has said there before.
 """
 
 import json
@@ -72,6 +73,8 @@ class Hosts:
         self._own_signs = signs
         if failure is not None and self._to_tell is None:
             self._to_tell = failure
+            # Whatever has started this process may end it before the store knows.
+            self._lines.say(json.dumps(asdict(failure)).encode())
             self._lines.wake()
 
     def lost(self) -> list[int]:
@@ -86,8 +89,13 @@ class Hosts:
         return []
 
     def gone(self) -> set[int]:
-        """The ranks of other hosts whose processes are known to have ended without a word."""
+        """The ranks of other hosts whose processes are known to have ended without a goodbye."""
         return self._lines.gone
+
+    def told(self) -> Failure | None:
+        """What has failed first: as the store has it, or else as other hosts say."""
+        said = [Failure.load(json.loads(words)) for words in self._lines.said.copy().values()]
+        return self.failure or min(said, key=lambda failure: failure.time, default=None)
 
     def forget(self) -> None:
         """Lets time start anew: this process was stopped, say, or a stage begins."""

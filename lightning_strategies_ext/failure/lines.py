@@ -1,6 +1,7 @@
-"""Lines between hosts: connections that nothing is said on, which the kernel closes when a process at an end is gone.
+"""Lines between hosts: connections that the kernel closes when a process at an end is gone.
 
-The first rank of all listens; the first of each other host calls it. Who ends in good order says so before.
+The first rank of all listens; the first of each other host calls it. Little is said on them: who ends in good order
+says so before, and who learns why it will have to end says that at once, for it may be killed before the store knows.
 """
 
 import hmac
@@ -13,10 +14,14 @@ from weakref import WeakSet
 
 from lightning_strategies_ext.connections import spare
 
-_GOODBYE = b"."
+#: In no words, which are text.
+_GOODBYE = b"\0"
+_END_OF_WORDS = b"\n"
 _CALL_S = 2.0
 #: What a caller says, at once, is one line: the token and its rank.
 _CALL_NUM_BYTES = 128
+#: How many bytes are taken from a line at once.
+_HEARD_NUM_BYTES = 2**16
 #: How many callers may not have said yet who they are: anybody can connect.
 _MOST_STRANGERS = 64
 
@@ -35,17 +40,20 @@ class Lines:
 
     Attributes:
         address: Where this rank listens; None if it does not.
-        gone: Ranks at the other ends whose processes have ended without a word.
+        gone: Ranks at the other ends whose processes have ended without a goodbye.
+        said: What a rank at another end has said, by rank.
     """
 
     def __init__(self) -> None:
         self.address: Address | None = None
         self.gone: set[int] = set()
+        self.said: dict[int, bytes] = {}
         self._awake, self._waker = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._awake, selectors.EVENT_READ)
         self._listener: socket.socket | None = None
         self._ends: dict[socket.socket, int] = {}
+        self._heard: dict[int, bytes] = {}
         self._strangers: list[socket.socket] = []
         self._expected: dict[bytes, int] = {}
         _all.add(self)
@@ -104,11 +112,17 @@ class Lines:
         """Lets :meth:`wait` return; from any thread."""
         os.write(self._waker, b".")
 
+    def say(self, words: bytes) -> None:
+        """Says something to the other ends, once; returns at once, from any thread.
+
+        Args:
+            words: In one line. More than the kernel takes at once is not heard.
+        """
+        self._send(words + _END_OF_WORDS)
+
     def say_goodbye(self) -> None:
-        """Says that this process does not end without a word; from any thread."""
-        for end in list(self._ends):
-            with suppress(OSError):
-                end.send(_GOODBYE)
+        """Says that this process ends in good order; from any thread."""
+        self._send(_GOODBYE)
 
     def close(self) -> None:
         """Closes all; nobody may wait any more."""
@@ -122,6 +136,11 @@ class Lines:
         for end in (*self._ends, *self._strangers, *([self._listener] if self._listener is not None else [])):
             end.close()
         self._ends, self._strangers, self._listener = {}, [], None
+
+    def _send(self, content: bytes) -> None:
+        for end in list(self._ends):
+            with suppress(OSError):
+                end.send(content)
 
     def _watch(self, end: socket.socket) -> None:
         spare(end)  # who cuts its collectives off is still there
@@ -139,19 +158,28 @@ class Lines:
 
     def _ask(self, stranger: Any) -> None:
         self._strangers.remove(stranger)
-        said = _received(stranger, _CALL_NUM_BYTES)
-        for call, rank in self._expected.items():
-            if hmac.compare_digest(said, call):
-                del self._expected[call]
+        call, is_whole, more = _received(stranger, _CALL_NUM_BYTES).partition(_END_OF_WORDS)
+        for expected, rank in self._expected.items():
+            if hmac.compare_digest(call + is_whole, expected):
+                del self._expected[expected]
                 self._ends[stranger] = rank
+                self._heard[rank] = more
                 return
         self._drop(stranger)
 
     def _hear(self, end: Any) -> None:
-        rank = self._ends.pop(end)
-        if _received(end, len(_GOODBYE)) != _GOODBYE:
+        rank = self._ends[end]
+        heard = _received(end, _HEARD_NUM_BYTES)
+        said = self._heard[rank] = self._heard.get(rank, b"") + heard
+        words, is_whole, _ = said.partition(_END_OF_WORDS)
+        if is_whole:
+            self.said[rank] = words
+        has_left = said.endswith(_GOODBYE)
+        if not heard and not has_left:
             self.gone.add(rank)
-        self._drop(end)
+        if not heard or has_left:
+            del self._ends[end]
+            self._drop(end)
 
     def _drop(self, end: socket.socket) -> None:
         self._selector.unregister(end)

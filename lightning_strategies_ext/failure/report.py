@@ -68,14 +68,14 @@ def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path
 
     Args:
         directory: In which there is a directory of failures, or will be.
-        failure: What failed first: by its time ranks find their common directory.
+        failure: What failed first: by its time and job ranks find their common directory.
         rank: Which one writes; None for the process that has started the ranks.
         text: What.
 
     Returns:
         The file; None if it cannot be written.
     """
-    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(failure.time))
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(failure.time))}-{failure.job}"
     path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

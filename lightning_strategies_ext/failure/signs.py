@@ -44,6 +44,7 @@ class Failure:
         details: The whole trace, or the stacks of all ranks.
         by: The rank that says it.
         verb: What the ranks did, or are.
+        job: Process id of the first rank, which tells jobs of one directory apart; 0 where ranks have not met.
     """
 
     ranks: tuple[int, ...]
@@ -55,6 +56,7 @@ class Failure:
     details: str = ""
     by: int = 0
     verb: str = "failed"
+    job: int = 0
 
     @property
     def named_ranks(self) -> str:

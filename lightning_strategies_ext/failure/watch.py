@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -232,9 +233,12 @@ class Watch:
             self._wait_for_others(GRACE_S + MARGIN_S)
         self._kill(self._unreconciled())
 
+    def _of_this_job(self, failure: Failure) -> Failure:
+        return replace(failure, job=self._peers[0].pid)
+
     def _fail(self, described: Callable[[], Failure]) -> Failure:
         with self._lock:  # so that its own thread does not take the failure for another rank's
-            failure = self.failure = self.failure or described()
+            failure = self.failure = self.failure or self._of_this_job(described())
             self._say("failed")
         return failure
 
@@ -293,7 +297,8 @@ class Watch:
             if self.failure is None:
                 # What failed in an earlier stage, and was caught on all ranks, is over.
                 now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._own.stage}
-                self.failure = first_failure(now) or self._failure_seen(signs, died)
+                failure = first_failure(now) or self._failure_seen(signs, died)
+                self.failure = failure and self._of_this_job(failure)
                 if self.failure is not None and self.failure.by == self._rank and self._own.state == "left":
                     report.show_block(self.failure)
                     self._kill_silent(self.failure)
@@ -307,10 +312,15 @@ class Watch:
 
     def _failure_seen(self, signs: Mapping[int, Sign], died: set[int]) -> Failure | None:
         """What this rank sees of others that cannot say it themselves."""
-        died = died if self._hosts is None else died | self._hosts.gone()
-        failure = detection.death(signs, [self._peers[rank] for rank in sorted(died)], self._exit_code_of, self._rank)
+        failure = None
+        if self._hosts is not None:
+            failure = self._hosts.told()
+            died = died | self._hosts.gone()
+        if failure is None:
+            peers = [self._peers[rank] for rank in sorted(died)]
+            failure = detection.death(signs, peers, self._exit_code_of, self._rank)
         if failure is None and self._hosts is not None:
-            failure = self._hosts.failure or detection.loss(self._hosts.lost(), signs, self._peers, self._rank)
+            failure = detection.loss(self._hosts.lost(), signs, self._peers, self._rank)
         return failure or (None if self._patience_s is None else self._stuck(signs, self._patience_s))
 
     def _stuck(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:

@@ -53,6 +53,34 @@ def test_one_that_is_killed_is_gone_although_a_fork_of_it_lives(hub):
     wait_until_gone(hub, {2})
 
 
+def test_what_is_said_is_heard_at_once_and_says_nothing_of_the_process(hub):
+    callers = {2: Lines(), 4: Lines()}
+    words = b"rank 3 has failed" * 1000
+    for rank, caller in callers.items():
+        caller.call(hub.address, 0, TOKEN, rank)
+        caller.say(words)
+    while hub.said != {2: words, 4: words}:
+        hub.wait(0.1)
+    assert hub.gone == set()
+    hub.say(b"so it has")
+    while callers[4].said != {0: b"so it has"}:
+        callers[4].wait(0.1)
+    callers[4].say_goodbye()
+    for caller in callers.values():
+        caller.close()
+    wait_until_gone(hub, {2})
+
+
+def test_words_that_are_cut_off_are_none(hub):
+    with socket.create_connection(hub.address) as caller:
+        caller.sendall(f"{TOKEN} 2\n".encode())
+        while not hub._ends:
+            hub.wait(0.1)
+        caller.sendall(b"rank 3 has fai")
+    wait_until_gone(hub, {2})
+    assert hub.said == {}
+
+
 @pytest.mark.forked
 def test_one_that_says_goodbye_is_not(hub):
     os.waitpid(fork_caller(hub.address, 4, "goodbye"), 0)
