@@ -22,17 +22,20 @@ from benchmarks.contenders import silence_lightning
 from examples.transformer import Transformer, documentation
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.bucket_search import BucketSearch
 
 #: Steps before the clock starts: those in which compressions send all, and buckets are made.
 NUM_WARMUP_STEPS = 12
 SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
+BY_TRIAL = "ddp_ext, buckets by trial"
 #: Name → what makes the strategy, anew for each training. torch's PowerSGD hook is not among them: with several buckets
 #: its ranks begin collectives in different orders, and gloo ends the process.
 CONTENDERS: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "ddp_ext": DDPStrategy,
+    BY_TRIAL: partial(DDPStrategy, bucket_cap_mb="auto"),
     "ddp_ext over shm": partial(DDPStrategy, process_group_backend="shm"),
     "bf16 hook of torch": lambda: DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook),
     "bf16": partial(DDPStrategy, compression="bf16"),
@@ -124,16 +127,31 @@ class Learner(Transformer):
 
 
 class Clock(Callback):
-    """Times the steps after the first ones, and counts what leaves the host meanwhile."""
+    """Times the steps after the first ones, and counts what leaves the host meanwhile.
+
+    Args:
+        num_warmup_steps: How many are the first ones.
+    """
+
+    def __init__(self, num_warmup_steps: int) -> None:
+        self._num_warmup_steps = num_warmup_steps
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Begins, and ends, when models are the same again, if they are not always."""
-        if trainer.global_step in (NUM_WARMUP_STEPS, trainer.max_steps):
+        if trainer.global_step in (self._num_warmup_steps, trainer.max_steps):
             now = time.perf_counter(), int(SENT_BYTES.read_text())
-            if trainer.global_step == NUM_WARMUP_STEPS:
+            if trainer.global_step == self._num_warmup_steps:
                 self.begin = now
             else:
                 self.end = now
+
+
+def num_warmup_steps(name: str, model: Learner) -> int:
+    """Steps that are not timed: those in which a size of buckets is found, too."""
+    if name != BY_TRIAL:
+        return NUM_WARMUP_STEPS
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    return NUM_WARMUP_STEPS + BucketSearch(num_bytes, torch.device("cpu")).num_steps_left
 
 
 def train(job: Job, name: str) -> Seen:
@@ -141,7 +159,8 @@ def train(job: Job, name: str) -> Seen:
     pl.seed_everything(1, verbose=False)
     model = Learner(job.context, job.width, job.num_layers, lr=1e-3)
     model.bits_of_steps = []
-    clock, max_steps = Clock(), NUM_WARMUP_STEPS + job.num_steps
+    num_untimed = num_warmup_steps(name, model)
+    clock, max_steps = Clock(num_untimed), num_untimed + job.num_steps
     trainer = pl.Trainer(
         strategy=CONTENDERS[name](),
         accelerator="cpu",

@@ -125,7 +125,8 @@ def _about_link(times: Sequence[RankTimes], job: Job) -> str:
     if job.compressions and job.num_hosts > 1:
         return f"`compression=...` exchanges less: {', '.join(map(repr, job.compressions))}."
     if job.num_buckets == 1 and hidden < _MOSTLY:
-        return "`bucket_cap_mb=...` of less lets it begin while the backward pass still computes."
+        found = "" if job.is_stock else "; 'auto' finds a size"
+        return f"`bucket_cap_mb=...` of less lets it begin while the backward pass still computes{found}."
     return "Exchange less often (`Trainer(accumulate_grad_batches=...)`), or make the step longer by a larger batch."
 
 

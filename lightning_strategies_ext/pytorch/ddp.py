@@ -43,6 +43,7 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
@@ -71,7 +72,7 @@ from lightning_strategies_ext.world import World
 _OURS = __name__.partition(".")[0]
 
 
-class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
+class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStrategy):
     """Multi-process data parallelism on one or several hosts.
 
     Args:
@@ -96,7 +97,7 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
         compression: What ranks exchange in place of whole gradients, where the network is the limit: a name, or an
             object with its parameters, such as ``PowerSGD(rank=2)``; see :mod:`.compression.options`.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless
-            set otherwise.
+            set otherwise. ``bucket_cap_mb="auto"`` tries sizes in the first steps, see :mod:`.bucket_search`.
 
     Raises:
         TypeError: If an argument is of the wrong kind or unknown.
@@ -135,7 +136,9 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
         process_group.check_backend(process_group_backend)
         process_group.check_options(process_group_options, process_group_backend)
         process_group.check_timeout(timeout)
-        check_ddp_kwargs(kwargs)
+        check_ddp_kwargs(kwargs, may_search=True)
+        uneven = None if uneven_inputs == "error" else uneven_inputs
+        self._take_bucket_size(kwargs, ddp_comm_hook=ddp_comm_hook, compression=compression, uneven_inputs=uneven)
         self._gradient_sync = GradientSync(
             ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, compression_of(compression)
         )
@@ -314,6 +317,7 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
         has_all = self._uneven_inputs == "error"
         self._begin_compression(self._gradient_sync.register_hook(ddp_model, None if has_all else share, self._timeout))
         self._world.exchange = DDPExchange(ddp_model, share)
+        self._begin_to_try_buckets(ddp_model)
         return ddp_model
 
     @override
@@ -343,6 +347,8 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
             self._world.inputs.before_backward()
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
             prepare_for_backward(self.model, closure_loss)
+        if self._bucket_search is not None:
+            self._bucket_search.begin_pass()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -351,6 +357,9 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
         Raises:
             UnevenInputsError: As :meth:`pre_backward`.
         """
+        if self._bucket_search is not None:
+            assert isinstance(self.model, DistributedDataParallel)
+            self._bucket_search.end_pass(self.model.require_backward_grad_sync)
         if self._world.inputs is not None:
             self._world.inputs.after_backward()
 
@@ -399,6 +408,7 @@ class DDPStrategy(Compressed, ParallelStrategy, LightningDDPStrategy):
         if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.model = layer_sync.revert(self.model)
         self._averaging = None
+        self._end_trying_buckets()
         self._end_compression()
         super().teardown()
 

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ class CommunicationMonitor(Callback):
         self.times, self.advice, self.files = [], None, []
         self._history, self._recent, self._shown = [], [], None
         strategy, model = trainer.strategy, trainer.strategy.model
-        timekeeper = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
+        timekeeper = DDPTimes(partial(_model_of, strategy)) if isinstance(model, DistributedDataParallel) else None
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         session = Session(
             *(trainer.global_rank, host_identity(), every_n_steps, self.observed_steps),
@@ -348,6 +349,11 @@ def _counter_of(strategy: Any, timekeeper: DDPTimes | None) -> Callable[[int], i
     return lambda num_steps: num_steps * timekeeper.num_bytes
 
 
+def _model_of(strategy: Any) -> DistributedDataParallel:
+    model: DistributedDataParallel = strategy.model
+    return model
+
+
 def _mailbox_of(trainer: "pl.Trainer") -> Mailbox | None:
     strategy = trainer.strategy
     store: dist.Store | None = None
@@ -365,7 +371,9 @@ def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> Job:
     model = strategy.model
     return Job(
         compressions=strategy.cheaper_compressions if isinstance(strategy, ParallelStrategy) else (),
-        num_buckets=DDPTimes(model).num_buckets if isinstance(model, DistributedDataParallel) else 0,
+        num_buckets=DDPTimes(partial(_model_of, strategy)).num_buckets
+        if isinstance(model, DistributedDataParallel)
+        else 0,
         num_hosts=len({window.host for window in windows}),
         is_stock=not is_ours and isinstance(model, DistributedDataParallel),
     )

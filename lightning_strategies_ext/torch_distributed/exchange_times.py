@@ -14,10 +14,12 @@ It has not been run on GPUs.
 """
 
 import threading
+from collections.abc import Callable
 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.shm import call_times
+from lightning_strategies_ext.torch_distributed.bucket_search import gradient_bytes
 
 _NEVER = 1 << 30
 
@@ -26,34 +28,29 @@ class DDPTimes:
     """See :class:`lightning_strategies_ext.monitoring.session.Timekeeper`.
 
     Args:
-        model: In DDP.
+        current: Gives the model in DDP, which may be another one later on: the same module, in other buckets.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
+    def __init__(self, current: Callable[[], DistributedDataParallel]) -> None:
+        self._current = current
         self._iteration = 0
-        ignored = model.parameters_to_ignore
         #: Of the gradients of one step.
-        self.num_bytes = sum(
-            parameter.nbytes
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        )
+        self.num_bytes = gradient_bytes(current())
 
     @property
     def num_buckets(self) -> int:
         """Into how many buckets DDP has put the gradients."""
-        return int(self._model._get_ddp_logging_data().get("num_buckets_reduced", 0))
+        return int(self._current()._get_ddp_logging_data().get("num_buckets_reduced", 0))
 
     def observe(self, is_on: bool) -> None:
         """Begins or ends to take the times of steps, from the next one on."""
         # A private name of torch's since 1.8, as is its logger; read in torch 2.5 to 2.13.
-        self._model._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
+        self._current()._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
         call_times.take(is_on)
 
     def last(self) -> tuple[int, int, int] | None:
         """When the exchange of the step that is over began, was all ready, and ended; None if there was none."""
-        logger = self._model.logger
+        logger = self._current().logger
         if logger is None:
             return None
         logger.set_runtime_stats_and_log()  # which the next forward pass would do

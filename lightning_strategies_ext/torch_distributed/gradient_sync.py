@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_strategies_ext.torch_distributed.bucket_search import AUTO
 from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange, begin
 from lightning_strategies_ext.torch_distributed.compression.models import check_is_plain
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD, PowerSGD, TopK
@@ -249,8 +250,12 @@ def wrap_in_ddp(
         )
 
 
-def check_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> None:
+def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) -> None:
     """Refuses, before processes start, what DistributedDataParallel would refuse in each.
+
+    Args:
+        ddp_kwargs: Its arguments.
+        may_search: Whether somebody can try sizes of buckets.
 
     Raises:
         TypeError: If an argument is none of DDP's, or of the wrong kind.
@@ -263,10 +268,11 @@ def check_ddp_kwargs(ddp_kwargs: dict[str, Any]) -> None:
             f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(_DDP_ARGUMENTS))}."
         )
     cap = ddp_kwargs.get("bucket_cap_mb")
-    if cap is None:
+    if cap is None or (cap == AUTO and may_search):
         return
     if not isinstance(cap, (int, float)):
-        raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes), got {cap!r}.")
+        by_name = f" or {AUTO!r}" if may_search else ""
+        raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes){by_name}, got {cap!r}.")
     if not cap > 0:
         raise ValueError(f"`bucket_cap_mb` must be positive (mebibytes), got {cap!r}.")
 

@@ -212,7 +212,16 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
             "4 MB per step. `compression=...` exchanges less: 'bf16', 'po",
         ),
         (BY_LINK, Job(("bf16", "powersgd"), num_buckets=3), "Exchange less often"),
-        (BY_LINK, Job(num_buckets=1), "`bucket_cap_mb=...` of less lets it begin while"),
+        (
+            BY_LINK,
+            Job(num_buckets=1),
+            "of less lets it begin while the backward pass still computes; 'auto' finds a size.",
+        ),
+        (
+            BY_LINK,
+            Job(num_buckets=1, num_hosts=2, is_stock=True),
+            "`bucket_cap_mb=...` of less lets it begin while the",
+        ),
         (BY_LINK, Job(num_buckets=3), "Exchange less often (`Trainer(accumulate_grad_batches=...)`)"),
         (BY_LINK, Job(is_stock=True), "`strategy='ddp_ext'` exchanges over shared memory"),
         ([times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)], Job(), "So few bytes take round trips"),

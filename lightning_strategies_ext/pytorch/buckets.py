@@ -1,0 +1,92 @@
+"""``bucket_cap_mb="auto"`` under the Trainer: between two steps, the module is put into DDP anew, in other buckets."""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_strategies_ext.torch_distributed.bucket_search import (
+    AUTO,
+    BucketSearch,
+    check_can_search,
+    gradient_bytes,
+    take_out,
+)
+from lightning_strategies_ext.torch_distributed.gradient_sync import wrap_in_ddp
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
+else:
+    _Base = object
+
+_ASKED_FOR = f"`bucket_cap_mb={AUTO!r}`"
+
+
+class BucketsByTrial(_Base):
+    """The part of a strategy that tries sizes of buckets, if it was asked to; inherited from first."""
+
+    _ddp_kwargs: dict[str, Any]
+    _tries_buckets = False
+    _bucket_search: BucketSearch | None = None
+
+    def _take_bucket_size(self, ddp_kwargs: dict[str, Any], **others: Any) -> None:
+        """Takes the size out of DDP's arguments if it is to be tried out.
+
+        Args:
+            ddp_kwargs: Arguments of DistributedDataParallel.
+            **others: Arguments of the strategy that are not possible then; None where they were not given.
+
+        Raises:
+            ValueError: If one of them was given.
+        """
+        self._tries_buckets = ddp_kwargs.get("bucket_cap_mb") == AUTO
+        if self._tries_buckets:
+            check_can_search(ddp_kwargs, others)
+            del ddp_kwargs["bucket_cap_mb"]
+
+    def _begin_to_try_buckets(self, model: DistributedDataParallel) -> None:
+        """Called by all ranks together, for a model with DDP's own buckets."""
+        if not self._tries_buckets or self.world_size == 1:
+            return
+        search = BucketSearch(gradient_bytes(model), self.root_device)
+        if search.is_over:
+            rank_zero_info(f"{_ASKED_FOR}: all gradients fit the smallest bucket, and there is nothing to choose.")
+        else:
+            self._bucket_search = search
+
+    @override
+    def _before_train_step(self) -> None:
+        super()._before_train_step()
+        search = self._bucket_search
+        if search is None or not search.end_step():
+            return
+        cap = search.cap
+        if search.is_over:
+            self._bucket_search = None
+            choice = search.choose(lambda times: self.collectives.reduce(times, reduce_op="mean"))
+            rank_zero_info(f"{_ASKED_FOR}: {choice}.")
+            cap = choice.cap
+        self._put_in_buckets(cap)
+
+    def _put_in_buckets(self, cap: float | None) -> None:
+        """Puts DDP around the module anew; called by all ranks together, between two steps."""
+        assert isinstance(self.model, DistributedDataParallel)
+        module = self.model.module
+        take_out(self.model)
+        self.model = None
+        sizes = {} if cap is None else {"bucket_cap_mb": cap}
+        # Ranks have the same weights; each keeps its buffers, which a forward pass brings together if they are to be.
+        self.model = wrap_in_ddp(module, self.root_device, **{**self._ddp_kwargs, **sizes, "init_sync": False})
+        self._world.exchange.follow(self.model)
+
+    def _end_trying_buckets(self) -> None:
+        """Called at the end of a stage."""
+        if self._bucket_search is not None:
+            left = self._bucket_search.num_steps_left
+            rank_zero_info(f"{_ASKED_FOR}: nothing was chosen, since that takes {left} more steps.")
+            self._bucket_search = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_bucket_search": None}

@@ -1,0 +1,78 @@
+"""Which sizes of buckets are tried, for how long, and which is chosen; the clock is the test's, and no rank runs."""
+
+import pytest
+import torch
+
+from lightning_strategies_ext.torch_distributed import bucket_search
+from lightning_strategies_ext.torch_distributed.bucket_search import BucketChoice, BucketSearch, caps_for
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "caps"),
+    [
+        (10, [None]),
+        (MIB, [None]),
+        (MIB + 4, [None, 1, 4]),
+        (10 * MIB, [None, 1, 4, 16]),
+        (100 * MIB, [None, 1, 4, 16, 64, 256]),
+        (1000 * MIB, [None, 1, 4, 16, 64, 256]),
+    ],
+)
+def test_sizes_are_tried_up_to_one_bucket_for_all(num_bytes, caps):
+    assert list(caps_for(num_bytes)) == caps
+
+
+def search_with(monkeypatch, passes_s: dict[float | None, list[float]]) -> tuple[BucketSearch, int]:
+    """A search in which passes take as long as said, by size, in turn; and how many steps it took."""
+    now = 0.0
+    monkeypatch.setattr(bucket_search.time, "perf_counter", lambda: now)
+    search = BucketSearch(2 * MIB, torch.device("cpu"))
+    num_steps = 0
+    while not search.is_over:
+        for has_exchanged in (False, True):  # as with accumulated gradients
+            passes = passes_s[search.cap]
+            search.begin_pass()
+            now += passes[num_steps % len(passes)] if has_exchanged else 1000.0
+            search.end_pass(has_exchanged)
+            assert not search.is_over
+            search.end_step()
+        num_steps += 1
+        assert search.num_steps_left == 3 * 2 * 8 - num_steps
+    return search, num_steps
+
+
+def test_the_fastest_is_chosen_by_what_passes_with_an_exchange_take_on_all_ranks(monkeypatch):
+    search, num_steps = search_with(monkeypatch, {None: [1.0], 1: [0.8], 4: [0.9, 0.2]})
+    assert num_steps == 48
+    seen = []
+
+    def mean_over_ranks(times):
+        seen.append(times.tolist())
+        return (times + torch.tensor([1.0, 1.2, 0.6])) / 2  # the other rank's
+
+    choice = search.choose(mean_over_ranks)
+    assert seen == [pytest.approx([1.0, 0.8, 0.55], abs=0.36)]  # medians of odd numbers of both
+    assert choice.cap == 4
+    assert "bucket_cap_mb=4" in str(choice)
+    assert "1e+03 ms with DDP's own sizes" in str(choice)
+
+
+def test_little_is_not_worth_another_size():
+    assert BucketChoice({None: 1.0, 1.0: 0.98, 4.0: 1.2}).cap is None
+    assert BucketChoice({None: 1.0, 1.0: 0.96, 4.0: 0.95}).cap == 4.0
+
+
+def test_a_step_with_several_passes_counts_once(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(bucket_search.time, "perf_counter", lambda: now)
+    search = BucketSearch(2 * MIB, torch.device("cpu"))
+    for _ in range(search.num_steps_left):
+        for seconds in (1.0, 2.0):
+            search.begin_pass()
+            now += seconds
+            search.end_pass(has_exchanged=True)
+        search.end_step()
+    assert search.is_over
+    assert search.choose(lambda times: times).seconds == {None: 3.0, 1.0: 3.0, 4.0: 3.0}
