@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.totals import Totals
+from lightning_strategies_ext.memory import free_memory
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
 from lightning_strategies_ext.uneven.step_state import StepState
 
@@ -56,15 +57,28 @@ class Shared:
     totals: Totals | None
 
 
+class CommitTooLargeError(RuntimeError):
+    """This host has not the memory for a commit of each of its ranks."""
+
+
 class Commit:
     """The newest state that a rank can go back to.
+
+    Args:
+        num_local_ranks: How many ranks this host has, which are about to take memory for commits together; 1 for a rank
+            that comes to others, who have taken theirs.
 
     Attributes:
         shared: What all ranks have; None before the first commit.
     """
 
-    def __init__(self) -> None:
+    #: What to do where memory is short.
+    cure = "Start fewer ranks per host (`devices=...`)"
+
+    def __init__(self, num_local_ranks: int) -> None:
         self.shared: Shared | None = None
+        self._num_local_ranks = num_local_ranks
+        self._free = free_memory()  # before any of them takes some
         self._tensors: list[Tensor] = []
         self._own: Any = None
         self._random: Any = None
@@ -90,6 +104,9 @@ class Commit:
             trainer: The Trainer.
             first_world_size: Number of ranks when ``fit`` began.
             collectives: Of the ranks.
+
+        Raises:
+            CommitTooLargeError: If this host has not the memory.
         """
         # Users' hooks are called here, which may wait for other ranks. After the totals nothing does.
         checkpoint = _lightning.dump_checkpoint(trainer)
@@ -97,6 +114,8 @@ class Commit:
         found: list[Tensor] = []
         slots: list[Slot] = []
         packed = _packed(checkpoint, found, slots)
+        if self.shared is None or self.shared.slots != slots:
+            self._check_fits(slots)
         modes = {name: module.training for name, module in trainer.lightning_module.named_modules()}
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         position = batches, trainer.global_step
@@ -127,6 +146,23 @@ class Commit:
                 self._tensors[index : index + 1] = [tensor.detach().to("cpu", copy=True)]
         self.shared = shared
 
+    def _check_fits(self, slots: list[Slot]) -> None:
+        """Refuses a commit for which there is no memory.
+
+        Args:
+            slots: Of the commit.
+
+        Raises:
+            CommitTooLargeError: If there is none.
+        """
+        num_bytes = sum(slot.shape.numel() * slot.dtype.itemsize for slot in slots)
+        if num_bytes * self._num_local_ranks > self._free:
+            raise CommitTooLargeError(
+                f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {self._num_local_ranks} ranks of this host"
+                f" keeps one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.cure}, or use"
+                " `strategy='ddp_ext'` with a ModelCheckpoint."
+            )
+
     def receive(self, collectives: Collectives, src: int, shared: Shared | None, is_behind: bool) -> None:
         """Takes the commit of another rank; called by all ranks, of which some may have it already.
 
@@ -135,12 +171,16 @@ class Commit:
             src: The rank that has it.
             shared: As that rank has it.
             is_behind: Whether this rank does not.
+
+        Raises:
+            CommitTooLargeError: If this host has not the memory.
         """
         assert shared is not None
         tensors = self._tensors
         # What a callback keeps besides its state, such as ModelCheckpoint's `current_score`, may be on some ranks only.
         is_other = is_behind or self.shared is None or self.shared.slots != shared.slots
         if is_other:
+            self._check_fits(shared.slots)
             tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in shared.slots]
         collectives.broadcast_tensors(tensors, src)
         if is_other:  # from here on, when all of it is there

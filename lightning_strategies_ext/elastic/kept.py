@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import psutil
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
@@ -21,8 +20,9 @@ from torchmetrics import Metric
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.elastic.commit import Commit, Shared, Slot
+from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, Shared, Slot
 from lightning_strategies_ext.elastic.keeper import Keeper
+from lightning_strategies_ext.memory import free_memory
 
 _MAGIC = b"lse-0001"
 _HEADER = struct.Struct("<8sQqQQ")  # magic, whether it is whole, batches, start of the pickle, its size
@@ -30,10 +30,6 @@ _DONE = struct.Struct("<q")  # optimizer steps that the rank has done since
 _DONE_AT = 64  # bytes
 _HEADER_BYTES = 4096
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
-
-
-class CommitTooLargeError(RuntimeError):
-    """This host has not the memory for a commit of each of its ranks."""
 
 
 class Memory:
@@ -52,22 +48,19 @@ class Memory:
         self.head = mmap.mmap(fd, _HEADER_BYTES)
 
     @classmethod
-    def create(cls, num_bytes: int, num_ranks: int) -> "Memory":
-        """Makes one of so many bytes.
+    def create(cls, num_bytes: int) -> "Memory":
+        """Makes one.
 
         Args:
             num_bytes: Of the tensors.
-            num_ranks: How many ranks of this host do the same.
 
         Raises:
-            CommitTooLargeError: If it does not fit.
+            CommitTooLargeError: If there is no memory for it.
         """
-        free = psutil.virtual_memory().available
-        if num_bytes * num_ranks > free:
+        free = free_memory()
+        if num_bytes > free:  # the kernel would look for it everywhere, for minutes
             raise CommitTooLargeError(
-                f"A commit has {num_bytes / 2**30:.1f} GiB, and each of the {num_ranks} ranks of this host keeps one;"
-                f" {free / 2**30:.1f} GiB of its memory are free. Start fewer ranks per host (`--nproc-per-node`), or"
-                " use `strategy='ddp_ext'` with a ModelCheckpoint."
+                f"A commit has {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of this host's memory are free."
             )
         fd = os.memfd_create("lightning_strategies_ext-commit")
         try:
@@ -160,15 +153,16 @@ class KeptCommit(Commit):
         done: Optimizer steps that ranks of this host had done before they were ended; -1 if there is no commit.
     """
 
+    cure = "Start fewer ranks per host (`--nproc-per-node`)"
+
     def __init__(
         self, keeper: Keeper, fit: int, rank: int, world_size: int, local_rank: int, num_local_ranks: int
     ) -> None:
-        super().__init__()
+        super().__init__(num_local_ranks)
         self._keeper = keeper
         self._prefix = f"fit{fit}/"
         self._name = str(local_rank)
         self._rank, self._world_size = rank, world_size
-        self._num_local_ranks = num_local_ranks
         self._memory: Memory | None = None
         self._slots: list[Slot] | None = None  # of that memory, as its tensors
         self._views: list[Tensor] = []
@@ -224,7 +218,7 @@ class KeptCommit(Commit):
         memory, starts_at = self._memory, layout_of(shared.slots)[1]
         is_new = memory is None or self._slots != shared.slots
         if memory is None or is_new:
-            memory = Memory.create(starts_at, self._num_local_ranks)
+            memory = Memory.create(starts_at)
             self._views = memory.tensors(shared.slots)
         memory.begin()
         for kept, tensor in zip(self._views, found, strict=True):

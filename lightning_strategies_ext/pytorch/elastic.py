@@ -6,7 +6,7 @@ What happens then is :mod:`lightning_strategies_ext.elastic`'s. A strategy inher
 
 from abc import abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.pytorch.parallel import where_in
 
 if TYPE_CHECKING:
+    from lightning_strategies_ext.launch.strategy import WorkersStrategy
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
 else:
     _Base = object
@@ -62,7 +63,9 @@ class Elastic(_Base):
         """Begins what the ranks of a world do together."""
 
     def _begin_fit(self, trainer: "pl.Trainer") -> None:
-        self._make_fit(trainer, next_fit_number(), Commit(), has_begun=not self.membership.is_entered)
+        comes_to_others = not self.membership.is_entered
+        commit = Commit(1 if comes_to_others else cast("WorkersStrategy", self).num_processes)
+        self._make_fit(trainer, next_fit_number(), commit, has_begun=comes_to_others)
 
     def _make_fit(self, trainer: "pl.Trainer", number: int, commit: Commit, *, has_begun: bool) -> None:
         options = self._commit_every_n_steps, self._scale_learning_rate

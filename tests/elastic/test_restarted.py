@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_strategies_ext import DDPElasticStrategy
-from lightning_strategies_ext.elastic.commit import Slot
+from lightning_strategies_ext.elastic.commit import CommitTooLargeError, Slot
 from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
-from lightning_strategies_ext.elastic.kept import CommitTooLargeError, Memory, layout_of
+from lightning_strategies_ext.elastic.kept import Memory, layout_of
 from lightning_strategies_ext.registry import UnavailableHereError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
 
@@ -107,7 +107,7 @@ SLOTS = [Slot(0, torch.Size([3, 5]), torch.float32), Slot(1, torch.Size([]), tor
 
 def test_a_commit_that_was_cut_short_is_none():
     starts_at = layout_of(SLOTS)[1]
-    memory = Memory.create(starts_at, 1)
+    memory = Memory.create(starts_at)
     assert memory.batches == -1
     memory.begin()
     memory.tensors(SLOTS)[0].fill_(2.0)
@@ -123,8 +123,8 @@ def test_a_commit_that_was_cut_short_is_none():
 
 
 def test_one_that_does_not_fit_is_refused():
-    with pytest.raises(CommitTooLargeError, match=r"each of the 4 ranks of this host keeps one; .* are free"):
-        Memory.create(1 << 50, 4)
+    with pytest.raises(CommitTooLargeError, match=r"A commit has 1048576.0 GiB, and .* are free"):
+        Memory.create(1 << 50)
 
 
 # --- arguments ---

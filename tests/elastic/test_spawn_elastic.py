@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy
+from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy, WorkerRaisedError
+from lightning_strategies_ext.elastic import commit
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_workers
+from tests.support.models import MLP, fit
 from tests.support.ranks import run_warm
 
 #: Pauses while one of two is not there.
@@ -205,6 +207,19 @@ def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, num
 def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
     with pytest.raises(error, match=message):
         DDPSpawnElasticStrategy(**arguments)
+
+
+class ShortOfMemory(MLP):
+    """A model whose commits have some 2,000 bytes, in workers that have 3,000 left together."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        commit.free_memory = lambda: 3000
+
+
+def test_a_commit_for_which_there_is_no_memory_ends_fit_and_says_what_it_would_take():
+    with pytest.raises(WorkerRaisedError, match=r"each of the 2 ranks of this host keeps one; 0\.0 GiB .*`devices="):
+        fit(DDPSpawnElasticStrategy(commit_every_n_steps=2), ShortOfMemory, max_epochs=1)
 
 
 def test_the_argument_makes_the_class_and_its_options_need_it():

@@ -1,0 +1,68 @@
+"""What is free is what the host has, or what a control group still allows: a real one, made by the test."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_strategies_ext.memory import free_memory
+
+LIMIT = 3 * 2**30
+PROGRAM = """
+import os
+from pathlib import Path
+
+Path({group!r}, "cgroup.procs").write_text(str(os.getpid()))
+from lightning_strategies_ext.memory import free_memory
+
+before = free_memory()
+taken = b"x" * 2**30
+print(before, free_memory())
+"""
+
+
+def own_group() -> tuple[Path, str]:
+    """This process's control group for memory, and the name of the file with its limit."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            return Path("/sys/fs/cgroup/memory", path.lstrip("/")), "memory.limit_in_bytes"
+    return Path("/sys/fs/cgroup", path.lstrip("/")), "memory.max"
+
+
+@pytest.fixture
+def limited_group() -> Iterator[Path]:
+    """A group in which processes may have :data:`LIMIT` bytes together."""
+    if not Path("/proc/self/cgroup").exists():
+        pytest.skip("there are no control groups here")
+    parent, limit = own_group()
+    group = parent / f"tests-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        try:
+            (group / limit).write_text(str(LIMIT))
+        except OSError as error:
+            pytest.skip(f"no control group with a limit can be made here: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_a_limit_counts_and_what_is_taken_of_it(limited_group: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(group=str(limited_group))], capture_output=True, text=True, check=True
+    )
+    before, after = map(int, result.stdout.split())
+    assert LIMIT - 2**30 < before <= LIMIT
+    assert before - after >= 2**30
+
+
+def test_it_is_no_more_than_the_host_has() -> None:
+    assert 0 < free_memory() <= psutil.virtual_memory().total
