@@ -351,7 +351,7 @@ def ranks_that_are_started_afterwards() -> list[str]:
         "strategy = train('horovod_ext', max_epochs=1, devices=1)[0].strategy",
         "print(f'\\nseen: {strategy.global_rank} of {strategy.world_size}')",
     )
-    command = [*start_of("horovodrun", num_ranks=2), warm.python(), "-c", "; ".join(program)]
+    command = [*warm.launcher(start_of("horovodrun", num_ranks=2)), warm.python(), "-c", "; ".join(program)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return sorted(re.findall(r"seen: (\d of \d)", output))
 

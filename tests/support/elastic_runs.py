@@ -98,7 +98,7 @@ def run_elastic(
     plan["num_ranks"] = count_ranks(hosts)
 
     def command(directory: Path) -> list[str]:
-        return elastic_horovodrun(directory, hosts, min_ranks, *arguments)
+        return warm.launcher(elastic_horovodrun(directory, hosts, min_ranks, *arguments))
 
     return _run(command, plan, timeout_s, keep)
 

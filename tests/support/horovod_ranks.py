@@ -45,7 +45,7 @@ def try_horovod(
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "arguments").write_bytes(pickle.dumps(args))
         # Ranks that are killed leave the files there that Open MPI shares memory through.
-        start = start_of(launcher, num_ranks, directory)
+        start = warm.launcher(start_of(launcher, num_ranks, directory))
         name = f"{function.__module__}:{function.__qualname__}"
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         environment |= warm.CHILDREN if launcher == "python" else {}

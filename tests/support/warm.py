@@ -3,10 +3,11 @@
 Launchers such as ``horovodrun`` start them as they start any program: what they start is a small program in the place
 of the interpreter, which has the server fork one with its arguments, environment, directory, open files and namespaces,
 of which tests make hosts. It passes on the signals that it gets, ends as the forked one ends, and takes that with it
-when it is killed. What such a program starts by ``sys.executable``, as torchrun does, is forked from the server too,
+when it is killed. The forked one does what is to be done at the interpreter's end, but frees nothing. What such a program starts by ``sys.executable``, as torchrun does, is forked from the server too,
 and is no child of it then; with :data:`CHILDREN` in the environment it is started as ever.
 """
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -23,11 +24,13 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 #: For programs that ask whose child they are, as ranks do that ``horovod_ext`` starts.
 CHILDREN = {"TESTS_CHILDREN": "1"}
@@ -136,6 +139,16 @@ def start_server() -> subprocess.Popen[bytes] | None:
 def python() -> str:
     """What to call in the place of ``sys.executable`` to run a program that need not import what all programs do."""
     return os.environ.get(_SERVER, sys.executable)
+
+
+def launcher(command: list[str]) -> list[str]:
+    """A launcher's command, of which ``horovodrun`` runs here, too: it imports torch to ask what Horovod can do.
+
+    It is no file then, which its helpers, one for each rank, would run again.
+    """
+    if command and Path(command[0]).name == "horovodrun":
+        return [python(), "-c", "from horovod.runner.launch import run_commandline; run_commandline()", *command[1:]]
+    return command
 
 
 def _serve(listener: socket.socket, directory: str) -> Program:
@@ -253,7 +266,36 @@ def main() -> None:
         with suppress(ImportError):  # there may be no Horovod
             importlib.import_module(name)
     gc.freeze()
-    _serve(listener, directory).run()
+    _end(_run(_serve(listener, directory)))
+
+
+def _run(program: Program) -> int:
+    """Runs it, and returns how the interpreter would end: the exit code, or the negative number of a signal."""
+    try:
+        program.run()
+    except SystemExit as exit:
+        if exit.code is None or isinstance(exit.code, int):
+            return (exit.code or 0) & 0xFF
+        print(exit.code, file=sys.stderr)
+        return 1
+    except BaseException as exception:
+        sys.excepthook(type(exception), exception, exception.__traceback__)
+        return -signal.SIGINT if isinstance(exception, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process as the interpreter does, but for freeing what there is: a third of a second, to copy memory that
+    is shared with the server."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 if __name__ == "__main__":
