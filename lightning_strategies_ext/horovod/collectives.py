@@ -82,8 +82,8 @@ class HorovodCollectives(Collectives):
         """
         if self.rank() is None:
             return
-        try:
-            hvd.barrier()
+        try:  # not Horovod's own barrier, which cannot be waited for in another way than its `synchronize` does
+            wait_for(hvd.allreduce_async_(torch.zeros(1), name="lightning_strategies_ext.barrier", op=hvd.Sum))
         except RuntimeError as error:
             label = f"barrier {name}" if name else "barrier"
             raise RuntimeError(f"Rank {hvd.rank()}: {label} failed: {error}") from error
