@@ -50,7 +50,7 @@ def try_horovod(
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         environment |= warm.CHILDREN if launcher == "python" else {}
         environment |= SELDOM if launcher == "horovodrun" else {}
-        environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
+        environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
         result = run_command(
             *start, warm.python(), "-m", __name__, name, directory, env=environment, timeout_s=timeout_s
         )

@@ -39,8 +39,8 @@ WITHOUT_MPI = (
     {"MPI4PY_MPIABI": "none"} if RequirementCache("lightning>=2.6") else {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
 )
 #: Horovod's ranks over gloo speak to each other once in so many milliseconds, also when they have nothing to say, which
-#: by default takes a third of a core for each of them.
-SELDOM = {"HOROVOD_CYCLE_TIME": "3"}
+#: with our default of 0.1 takes a third of a core for each of them. More would make those wait that have something.
+SELDOM = {"HOROVOD_CYCLE_TIME": "1"}
 #: What each rank finds in its environment besides; tests that set something undo it.
 rank_environment: dict[str, str] = {}
 _context = multiprocessing.get_context("forkserver")
