@@ -38,11 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
-        return  # this process runs no tests, and starts those that do
+    # With --numprocesses this process runs no tests, and starts those that do, which find its server of programs.
+    is_one_of_several = hasattr(session.config, "workerinput")
+    runs_tests = is_one_of_several or not session.config.getoption("numprocesses", None)
     if not session.config.getoption("--no-processes"):
-        ranks.start_server()
-        session.config.stash[_WARM] = warm.start_server()
+        if not is_one_of_several:
+            session.config.stash[_WARM] = warm.start_server()
+        if runs_tests:
+            ranks.start_server()
+        return
+    if not runs_tests:
         return
 
     def skip(*args: object, **kwargs: object) -> NoReturn:
