@@ -20,6 +20,11 @@ from tests.support.ranks import SELDOM, run_command
 STRATEGY = {"commit_every_n_steps": 20}
 #: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
 UNDISTURBED_ACCURACY = 0.988
+#: How far from that a run may come whose ranks change. The step at which they do, which is another one on a busy machine,
+#: and whose dropout and means of batches go on from there, decide over single images of the 360: of 100 runs each came to
+#: between 352 and 357 of them, and to the same again for the same step and survivor. A step fewer or twice, or a learning
+#: rate that is not the one to be, is found by what is counted.
+LEARNING_NOISE = 0.02
 
 
 @dataclass
@@ -170,7 +175,9 @@ def read_run(directory: Path, output: str, code: int) -> Run:
     return Run(output, code, sorted(lines, key=lambda line: line["time"]), checkpoints)
 
 
-def check_is_as_good_as_undisturbed(run: Run, num_epochs: int = NUM_EPOCHS, *, from_disk: bool = False) -> None:
+def check_is_as_good_as_undisturbed(
+    run: Run, num_epochs: int = NUM_EPOCHS, *, from_disk: bool = False, within: float = LEARNING_NOISE
+) -> None:
     """Whether all samples of all epochs have counted once, and what was learned is worth as much.
 
     What ranks have added up within an epoch is in no checkpoint on disk, as with Lightning.
@@ -179,7 +186,7 @@ def check_is_as_good_as_undisturbed(run: Run, num_epochs: int = NUM_EPOCHS, *, f
     assert run.ends, run.output
     # After another `fit`, of one epoch with the first learning rate, it may be a little less.
     learned = [line["validated"] for line in run.having("validated")] or [end["accuracy"] for end in run.ends]
-    assert learned == [pytest.approx(UNDISTURBED_ACCURACY, abs=0.01)] * len(learned)
+    assert learned == [pytest.approx(UNDISTURBED_ACCURACY, abs=within)] * len(learned)
     for end in run.ends:
         assert end["accuracy"] > 0.95
         assert end["weights"] == run.ends[0]["weights"]
