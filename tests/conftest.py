@@ -29,6 +29,8 @@ torch.set_num_threads(1)
 # test before it, or the parameters of one, has computed in parallel in this process.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
+#: Files that are among the longest and would be among the last: they come first, so that nobody is left alone with one.
+_FIRST = {"test_wheels.py", "test_uneven_inputs.py"}
 #: The server of :mod:`tests.support.warm`, which ends when it is let go.
 _WARM = pytest.StashKey[subprocess.Popen[bytes] | None]()
 
@@ -59,6 +61,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _FIRST)
     if config.getoption("--no-processes"):
         forked = [item for item in items if item.get_closest_marker("forked")]
         config.hook.pytest_deselected(items=forked)

@@ -3,8 +3,9 @@
 Launchers such as ``horovodrun`` start them as they start any program: what they start is a small program in the place
 of the interpreter, which has the server fork one with its arguments, environment, directory, open files and namespaces,
 of which tests make hosts. It passes on the signals that it gets, ends as the forked one ends, and takes that with it
-when it is killed. The forked one does what is to be done at the interpreter's end, but frees nothing. What such a program starts by ``sys.executable``, as torchrun does, is forked from the server too,
-and is no child of it then; with :data:`CHILDREN` in the environment it is started as ever.
+when it is killed. The forked one does what is to be done at the interpreter's end, but frees nothing. What such a
+program starts by ``sys.executable``, as torchrun does, is forked from the server too, and is no child of it then; with
+:data:`CHILDREN` in the environment it is started as ever.
 """
 
 import atexit
