@@ -9,11 +9,11 @@ from pathlib import Path
 from benchmarks.horovod_launch import FIRST, SECOND, start_of
 from tests.support import warm
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
-from tests.support.ranks import kill_tree, run_command, start_command
+from tests.support.ranks import SELDOM, kill_tree, run_command, start_command
 
 SCRIPT = EXAMPLES / "horovod_digits.py"
 ACCURACY = "accuracy on 360 held-out images"
-ENVIRONMENT = {**WIDE, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**WIDE, **SELDOM, "OMP_NUM_THREADS": "1"}
 
 
 def test_two_ranks_of_horovodrun() -> None:
@@ -39,7 +39,7 @@ def run_and_kill_rank_1(environment: dict[str, str]) -> tuple[str, int]:
     job = start_command(
         *warm.launcher([*start_of("horovodrun", 2), "--min-np", "1", "--max-np", "4"]),
         *("--host-discovery-script", EXAMPLES / "horovod_hosts.sh"),
-        *(warm.python(), SCRIPT, "--elastic", "--epochs", "40"),
+        *(warm.python(), SCRIPT, "--elastic", "--epochs", "24"),
         env=environment,
     )
     limit = threading.Timer(LIMIT_S, kill_tree, [job.pid])

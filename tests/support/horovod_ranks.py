@@ -49,7 +49,7 @@ def try_horovod(
         name = f"{function.__module__}:{function.__qualname__}"
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         environment |= warm.CHILDREN if launcher == "python" else {}
-        environment |= SELDOM if launcher == "horovodrun" else {}
+        environment |= SELDOM if launcher != "mpirun" else {}
         environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
         result = run_command(
             *start, warm.python(), "-m", __name__, name, directory, env=environment, timeout_s=timeout_s
