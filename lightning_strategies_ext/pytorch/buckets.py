@@ -13,7 +13,7 @@ from lightning_strategies_ext.torch_distributed.bucket_search import (
     gradient_bytes,
     take_out,
 )
-from lightning_strategies_ext.torch_distributed.gradient_sync import wrap_in_ddp
+from lightning_strategies_ext.torch_distributed.gradient_sync import wrap_again
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
@@ -76,8 +76,7 @@ class BucketsByTrial(_Base):
         take_out(self.model)
         self.model = None
         sizes = {} if cap is None else {"bucket_cap_mb": cap}
-        # Ranks have the same weights; each keeps its buffers, which a forward pass brings together if they are to be.
-        self.model = wrap_in_ddp(module, self.root_device, **{**self._ddp_kwargs, **sizes, "init_sync": False})
+        self.model = wrap_again(module, self.root_device, **{**self._ddp_kwargs, **sizes})
         self._world.exchange.follow(self.model)
 
     def _end_trying_buckets(self) -> None:

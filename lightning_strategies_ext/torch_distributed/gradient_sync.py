@@ -250,6 +250,26 @@ def wrap_in_ddp(
         )
 
 
+def wrap_again(module: Module, device: torch.device, **ddp_kwargs: Any) -> DistributedDataParallel:
+    """Returns a module in DDP that was in another before, with other arguments; its buffers stay those of each rank.
+
+    Nothing is broadcast, from torch 2.7 on: before, DDP has no argument for that, and gives all ranks rank 0's.
+
+    Args:
+        module: With the same weights on all ranks.
+        device: Of this rank.
+        **ddp_kwargs: Arguments of DistributedDataParallel.
+    """
+    if "init_sync" in _DDP_ARGUMENTS:
+        return wrap_in_ddp(module, device, **{**ddp_kwargs, "init_sync": False})
+    own = [buffer.detach().clone() for buffer in module.buffers()]
+    model = wrap_in_ddp(module, device, **ddp_kwargs)
+    with torch.no_grad():
+        for buffer, kept in zip(module.buffers(), own, strict=True):
+            buffer.copy_(kept)
+    return model
+
+
 def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) -> None:
     """Refuses, before processes start, what DistributedDataParallel would refuse in each.
 

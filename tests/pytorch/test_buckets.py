@@ -32,6 +32,7 @@ NUM_PROFILED = 5
 
 CASES: dict[str, tuple[dict[str, Any], type[pl.LightningModule], dict[str, Any]]] = {
     "buffers": ({}, WithBatchNorm, {}),
+    "buffers of each rank": ({"broadcast_buffers": False}, WithBatchNorm, {}),
     "accumulation": ({}, MLP, {"accumulate_grad_batches": 2}),
     "gradients kept twice": ({"gradient_as_bucket_view": False}, MLP, {}),
     "static graph": ({"static_graph": True}, MLP, {}),
@@ -114,7 +115,8 @@ def test_sizes_are_tried_in_turn_and_weights_are_those_of_any_size():
         assert tried.caps == [*turns, turns[0] if chosen[1] is None else round(float(chosen[1]) * 2**20)], case
         if case in ("buffers", "gradients kept twice", "static graph", "bf16"):  # each step exchanges each bucket once
             assert tried.num_all_reduces == NUM_PROFILED * tried.num_buckets > 0, case
-        other = second[case][0]
+        other, usual = second[case]
+        assert_same_bits(other.state, usual.state)
         assert (other.caps, other.num_all_reduces, other.said) == (tried.caps, tried.num_all_reduces, ""), case
 
 
