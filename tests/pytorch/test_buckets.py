@@ -114,7 +114,9 @@ def test_sizes_are_tried_in_turn_and_weights_are_those_of_any_size():
         assert chosen, f"{case}: {tried.said}"
         assert tried.caps == [*turns, turns[0] if chosen[1] is None else round(float(chosen[1]) * 2**20)], case
         if case in ("buffers", "gradients kept twice", "static graph", "bf16"):  # each step exchanges each bucket once
-            assert tried.num_all_reduces == NUM_PROFILED * tried.num_buckets > 0, case
+            per_step, rest = divmod(tried.num_all_reduces, NUM_PROFILED)
+            assert per_step > 0 == rest, case
+            assert tried.num_buckets in (per_step, 0), case  # DDP of torch 2.5 does not say it
         other, usual = second[case]
         assert_same_bits(other.state, usual.state)
         assert (other.caps, other.num_all_reduces, other.said) == (tried.caps, tried.num_all_reduces, ""), case
