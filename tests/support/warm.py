@@ -63,9 +63,18 @@ server.connect({address!r})
 said = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), files]).encode()
 socket.send_fds(server, [struct.pack("I", len(said))], files + namespaces)
 server.sendall(said)
+
+
+def pass_on(number, frame):
+    try:
+        server.send(bytes([number]))
+    except OSError:
+        pass  # the forked one has ended, and how is about to be read
+
+
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) != signal.SIG_IGN:
-        signal.signal(number, lambda number, frame: server.send(bytes([number])))
+        signal.signal(number, pass_on)
 (code,) = struct.unpack("i", server.recv(4))
 if code < 0:
     if code != -signal.SIGKILL:
@@ -287,7 +296,9 @@ def _run(program: Program) -> int:
 
 def _end(code: int) -> NoReturn:
     """Ends the process as the interpreter does, but for freeing what there is: a third of a second, to copy memory that
-    is shared with the server."""
+    is shared with the server. MPI's end is a part of the interpreter's, and what has started its ranks waits for it."""
+    if "mpi4py.MPI" in sys.modules and code >= 0:
+        sys.exit(code)
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
