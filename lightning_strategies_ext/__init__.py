@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.exceptions import WorldTooSmallError as WorldTooSmallError
     from lightning_strategies_ext.pytorch.ddp import DDPStrategy as DDPStrategy
     from lightning_strategies_ext.pytorch.ddp_elastic import DDPElasticStrategy as DDPElasticStrategy
+    from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy as DDPRayStrategy
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy as DDPSpawnElasticStrategy
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ParallelStrategy": "lightning_strategies_ext.pytorch.parallel",
     "DDPStrategy": "lightning_strategies_ext.pytorch.ddp",
+    "DDPRayStrategy": "lightning_strategies_ext.pytorch.ddp_ray",
     "DDPSpawnStrategy": "lightning_strategies_ext.pytorch.ddp_spawn",
     "DDPElasticStrategy": "lightning_strategies_ext.pytorch.ddp_elastic",
     "DDPSpawnElasticStrategy": "lightning_strategies_ext.pytorch.ddp_spawn_elastic",

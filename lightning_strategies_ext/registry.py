@@ -106,6 +106,12 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
         {"start_method": "forkserver"},
     ),
     NamedStrategy(
+        "ddp_ray_ext",
+        {PYTORCH: "lightning_strategies_ext.pytorch.ddp_ray:DDPRayStrategy"},
+        "torch.distributed",
+        "DDP, workers on a Ray cluster, everything comes back",
+    ),
+    NamedStrategy(
         "ddp_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_elastic:DDPElasticStrategy"},
         "torch.distributed",

@@ -20,7 +20,8 @@ from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
 from lightning_strategies_ext.launch import scripts
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome
-from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
+from lightning_strategies_ext.launch.processes.process import ProcessStarter, WorkerStartMethod
+from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.stage.job import StageJob
 from lightning_strategies_ext.launch.strategy import LaunchedStrategy, telling_the_others
 from lightning_strategies_ext.launch.worker_group import Workers, raise_shown_in_short
@@ -72,15 +73,15 @@ class WorkerLauncher(_lightning.Launcher):
 
     Args:
         strategy: The strategy; its ``check_before_launch(trainer)`` raises to refuse a run.
-        start_method: How workers are started, see :class:`.WorkerPool`.
+        starter: What starts the workers.
 
     Attributes:
         workers: The workers.
     """
 
-    def __init__(self, strategy: LaunchedStrategy, start_method: WorkerStartMethod) -> None:
+    def __init__(self, strategy: LaunchedStrategy, starter: Starter) -> None:
         self._strategy = strategy
-        self.workers = Workers(strategy, start_method)
+        self.workers = Workers(strategy, starter)
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -89,7 +90,7 @@ class WorkerLauncher(_lightning.Launcher):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running workers, in order of local ranks."""
+        """Process ids of the running workers, in order of ranks."""
         return self.workers.pids
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -187,7 +188,7 @@ class FabricWorkerLauncher(_lightning.FabricMultiProcessingLauncher):
 
     Args:
         strategy: The strategy.
-        start_method: How workers are started, see :class:`.WorkerPool`.
+        start_method: How workers are started, see :class:`.ProcessStarter`.
 
     Attributes:
         workers: The workers, which stay for the next launch.
@@ -195,7 +196,7 @@ class FabricWorkerLauncher(_lightning.FabricMultiProcessingLauncher):
 
     def __init__(self, strategy: Any, start_method: WorkerStartMethod) -> None:
         super().__init__(strategy, start_method)
-        self.workers = Workers(strategy, start_method)
+        self.workers = Workers(strategy, ProcessStarter(start_method))
 
     @property
     def is_interactive_compatible(self) -> bool:

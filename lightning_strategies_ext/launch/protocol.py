@@ -22,16 +22,44 @@ from lightning_strategies_ext.launch.processes.conditions import Conditions, Rng
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where a worker sits among those of all hosts; on one host, its rank says all.
+
+    Attributes:
+        rank: Among all.
+        world_size: Number of all.
+        local_rank: Among those of its host.
+        local_world_size: Number of those.
+        host_rank: Of its host among hosts.
+        num_hosts: Number of hosts.
+        address: Where all meet: that of the first worker's host.
+        port: The same.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host_rank: int
+    num_hosts: int
+    address: str
+    port: int
+
+
 @dataclass
 class Start:
     """The first message to a worker: what makes it like the main process.
 
     Attributes:
+        rank: Among the pool's workers.
         preparation: As ``multiprocessing.spawn.get_preparation_data`` gives it; None in a forked worker.
+        seat: Of a worker that may be on another host than others.
     """
 
-    local_rank: int
+    rank: int
     preparation: dict[str, Any] | None
+    seat: Seat | None = None
 
 
 @dataclass

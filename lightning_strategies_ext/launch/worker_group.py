@@ -1,4 +1,4 @@
-"""The worker processes of one strategy: started when they are first needed, replaced when they are of no more use."""
+"""The workers of one strategy: started when they are first needed, replaced when they are of no more use."""
 
 import logging
 import os
@@ -10,16 +10,15 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
-from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
+from lightning_strategies_ext.launch.processes.conditions import RngState
 from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool
-from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
+from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.processes.worker import is_importing_main
 from lightning_strategies_ext.launch.stage.job import CallJob, StageJob
 from lightning_strategies_ext.launch.strategy import WorkersStrategy
@@ -38,12 +37,12 @@ class Workers:
 
     Args:
         strategy: The strategy, Trainer's or Fabric's.
-        start_method: How workers are started, see :class:`.WorkerPool`.
+        starter: What starts the workers.
     """
 
-    def __init__(self, strategy: WorkersStrategy, start_method: WorkerStartMethod) -> None:
+    def __init__(self, strategy: WorkersStrategy, starter: Starter) -> None:
         self._strategy = strategy
-        self._start_method: WorkerStartMethod = start_method
+        self._starter = starter
         self._pool: WorkerPool | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._rendezvous: dict[str, str] = {}
@@ -56,12 +55,12 @@ class Workers:
 
     @property
     def are_interactive_compatible(self) -> bool:
-        """Whether they work in a notebook: only a forked worker knows what was defined there."""
-        return self._start_method == "fork"
+        """Whether they work in a notebook."""
+        return self._starter.knows_cells
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of those that are there, in order of local ranks."""
+        """Process ids of those that are there, in order of ranks."""
         return [] if self._pool is None else self._pool.pids
 
     @property
@@ -86,16 +85,11 @@ class Workers:
         num_processes = self._strategy.num_processes
         if environment is not None and environment.creates_processes_externally and num_processes > 1:
             raise ValueError(
-                f"`start_method={self._start_method!r}` would start {num_processes} workers in each of the"
+                f"`{self._starter.name}` would start {num_processes} workers in each of the"
                 f" processes that were started for {type(environment).__name__} already. Use"
                 " `strategy='ddp_ext'`, or start the script once."
             )
-        if self._start_method == "fork" and torch.cuda.is_initialized():
-            raise RuntimeError(
-                "`start_method='fork'`: this process has used a GPU already, and its forks could not. Restart the"
-                " notebook or script and leave the GPU alone until training starts, or use"
-                " `strategy='ddp_spawn_ext'` in a script."
-            )
+        self._starter.check_can_start()
 
     @contextmanager
     def in_use(self) -> Generator[None, None, None]:
@@ -114,14 +108,14 @@ class Workers:
         """
         pickled: Pickled | None = None
         try:
-            pickled = job.pickled()
+            pickled = job.pickled(self._starter.dump)
         except TypeError:
-            if self._start_method != "fork":
+            if not self._starter.forks:
                 raise
             job.note_inherited()
         with _choosing:
             pool = self._usable_pool(job if pickled is None else None)
-        packed = None if pickled is None else Packed(pickled, self._kept)
+        packed = None if pickled is None else self._starter.pack(pickled, self._kept)
         del pickled  # it may be large
         try:
             now = RngState.now()
@@ -129,13 +123,18 @@ class Workers:
             variables = {**os.environ, **self._rendezvous}
             num_threads = self._num_threads()
             conditions = [
-                Conditions(os.getcwd(), variables, self._rng[rank] if goes_on else now, num_threads)
-                for rank in range(self._strategy.num_processes)
+                self._starter.conditions(
+                    os.getcwd(),
+                    {**variables, **worker.variables},
+                    self._rng[worker.rank] if goes_on else now,
+                    num_threads,
+                )
+                for worker in pool.workers
             ]
             if job.allowance is None:
                 outcome = pool.run(packed, conditions, continues=self._has_run)
             else:
-                assert packed is not None
+                assert isinstance(packed, Packed)
                 outcome = run_changing(pool, packed, conditions, self._has_run, job.allowance)
         finally:
             if packed is not None:
@@ -200,16 +199,17 @@ class Workers:
 
     def _usable_pool(self, inherited: StageJob | CallJob | None) -> WorkerPool:
         # A forked worker knows what was defined when it was forked, and in a notebook more is defined all the time.
-        must_be_new = inherited is not None or hasattr(sys, "ps1")
+        is_interactive = hasattr(sys, "ps1") and (self._starter.forks or not self._starter.knows_cells)
+        must_be_new = inherited is not None or is_interactive
         if self._pool is not None and (must_be_new or not self._pool.is_usable()):
             self.close()
         if self._pool is None:
             # A forked worker has the globals of then: another Trainer's may have changed since.
-            taken = self._taken_from_idle(must_be_new or self._start_method == "fork")
+            taken = self._taken_from_idle(must_be_new or self._starter.forks)
             if taken is None:
                 self._rendezvous = _rendezvous(self._strategy)
                 passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
-                taken = WorkerPool(self._strategy.num_processes, self._start_method, passed_through, inherited)
+                taken = WorkerPool(self._strategy.num_processes, self._starter, passed_through, inherited)
             self._pool = taken
             self._finalizer = weakref.finalize(self, self._pool.close)
         return self._pool
@@ -218,7 +218,7 @@ class Workers:
         """How many threads a worker computes in."""
         wanted = os.environ.get("OMP_NUM_THREADS", "")
         num_threads = int(wanted) if wanted.isdecimal() else 0
-        if self._start_method == "fork":
+        if self._starter.forks:
             if num_threads > 1 and not self._has_run:
                 log.warning(
                     "OMP_NUM_THREADS=%s: forked workers compute in one thread each all the same, since OpenMP's threads"
@@ -226,8 +226,7 @@ class Workers:
                     wanted,
                 )
             return 1
-        num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return num_threads or max(1, num_cpus // self._strategy.num_processes)
+        return num_threads or self._starter.num_cpus(self._strategy.num_processes)
 
     def _taken_from_idle(self, must_be_new: bool) -> WorkerPool | None:
         """Takes over the workers of another strategy of this process that is idle, and ends those that do not fit.
@@ -257,7 +256,7 @@ class Workers:
         """What has to be alike in strategies for one's workers to be of use to the other: their process group is."""
         names = ("_process_group_backend", "_timeout", "_process_group_options", "num_nodes", "parallel_devices")
         group = [getattr(self._strategy, name, None) for name in names]
-        return self._start_method, self._strategy.num_processes, type(self._strategy.cluster_environment), *group
+        return self._starter.kind, self._strategy.num_processes, type(self._strategy.cluster_environment), *group
 
     def _let_go(self) -> None:
         self._pool = None

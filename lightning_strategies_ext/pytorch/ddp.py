@@ -42,6 +42,8 @@ from lightning_strategies_ext.arguments import (
 )
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
+from lightning_strategies_ext.launch.processes.process import ProcessStarter
+from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
@@ -200,7 +202,12 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         if self._start_method == "popen":
             self._launcher = ScriptLauncher(self)
         else:
-            self._launcher = WorkerLauncher(self, self._start_method)
+            self._launcher = WorkerLauncher(self, self._make_starter())
+
+    def _make_starter(self) -> Starter:
+        """What starts workers, if there are any."""
+        assert self._start_method != "popen"
+        return ProcessStarter(self._start_method)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
         """Refuses, before processes start, a ``fit`` that cannot work.

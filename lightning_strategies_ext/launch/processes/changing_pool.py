@@ -292,7 +292,7 @@ class _Run:
 
     def _tell(self, worker: WorkerProcess, message: Any) -> None:
         with suppress(OSError):  # its death is heard of
-            worker.channel.send(message)
+            worker.send(message)
 
 
 def _with_reason(death: WorkerDiedError, reason: str) -> WorkerDiedError:

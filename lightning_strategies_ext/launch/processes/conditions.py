@@ -26,10 +26,8 @@ class Conditions:
 
     def apply(self) -> None:
         """Makes this process's globals so."""
-        os.chdir(self.directory)
-        for name in set(os.environ) - set(self.environment):
-            del os.environ[name]
-        os.environ.update(self.environment)
+        self.enter_directory()
+        self.set_environment()
         torch.set_num_threads(self.num_threads)
         torch.set_default_dtype(self.default_dtype)
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.only_warns)
@@ -37,6 +35,16 @@ class Conditions:
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
         torch.set_float32_matmul_precision(self.matmul_precision)
         self.rng.apply()
+
+    def enter_directory(self) -> None:
+        """Changes to the main process's directory."""
+        os.chdir(self.directory)
+
+    def set_environment(self) -> None:
+        """Sets the main process's variables, and no others."""
+        for name in set(os.environ) - set(self.environment):
+            del os.environ[name]
+        os.environ.update(self.environment)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A pool of worker processes on this host: started once, given one job after the other, watched all the time.
+"""A pool of worker processes: started once, given one job after the other, watched all the time.
 
 Whatever happens to a worker, :meth:`WorkerPool.run` returns: with the workers' results, or with one exception that says
 which rank failed first and why, and then no worker is left in a state that nobody knows.
@@ -6,8 +6,6 @@ which rank failed first and why, and then no worker is left in a state that nobo
 
 import atexit
 import logging
-import multiprocessing
-import multiprocessing.spawn
 import os
 import signal
 import threading
@@ -24,10 +22,9 @@ from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedErr
 from lightning_strategies_ext.failure.ending import ENDED
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
-from lightning_strategies_ext.launch.processes.process import END_S, WorkerProcess, WorkerStartMethod
+from lightning_strategies_ext.launch.processes.starter import END_S, SentJob, Starter, Worker
 from lightning_strategies_ext.launch.processes.worker import Job
-from lightning_strategies_ext.launch.protocol import Done, End, Failure, Order, Pull, Save, Start
-from lightning_strategies_ext.launch.transport.channel import Packed
+from lightning_strategies_ext.launch.protocol import Done, End, Failure, Order, Pull, Save
 
 log = logging.getLogger(__name__)
 
@@ -61,20 +58,19 @@ class Outcome:
 
 
 class WorkerPool:
-    """Worker processes, one per device of this host.
+    """Worker processes, one per device.
 
     Args:
         num_workers: How many.
-        start_method: "spawn" starts Python anew for each; "fork" forks this process; "forkserver" forks a process
-            that has imported torch and Lightning.
+        starter: What starts them.
         passed_through: Exceptions of a worker that this process should raise as they are.
-        inherited: A job that workers get by being forked ("fork" only), for what cannot be pickled.
+        inherited: A job that workers get by being forked, for what cannot be pickled.
     """
 
     def __init__(
         self,
         num_workers: int,
-        start_method: WorkerStartMethod,
+        starter: Starter,
         passed_through: tuple[type[BaseException], ...] = (),
         inherited: Job | None = None,
     ) -> None:
@@ -85,20 +81,15 @@ class WorkerPool:
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         self._owner = os.getpid()
         self._passed_through = passed_through
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[Any] = []  # of the starter's class
         self._busy: set[int] = set()  # local ranks whose answer is missing
         _pools.add(self)
-        self._start_method: WorkerStartMethod = start_method
+        self._starter = starter
         self._inherited = inherited
-        self._preparation = None
-        if start_method != "fork":
-            self._preparation = multiprocessing.spawn.get_preparation_data("lightning-strategies-ext worker")
-            self._preparation["authkey"] = bytes(self._preparation["authkey"])
         try:
             for rank in range(num_workers):
-                self._workers.append(WorkerProcess(rank, start_method, inherited))
-            for worker in self._workers:
-                self._prepare(worker)
+                self._workers.append(starter.start(rank, num_workers, inherited))
+            self._workers = starter.prepare(self._workers)
         except BaseException:
             self.close()
             raise
@@ -112,16 +103,16 @@ class WorkerPool:
         return all(worker.is_there() for worker in self._workers)
 
     @property
-    def workers(self) -> list[WorkerProcess]:
-        """The workers, in order of local ranks."""
+    def workers(self) -> list[Any]:
+        """The workers, each a :class:`.Worker`, in order of ranks."""
         return self._workers
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, in order of local ranks."""
+        """Process ids, in order of ranks."""
         return [worker.pid for worker in self._workers]
 
-    def run(self, job: Packed | None, conditions: Sequence[Conditions], continues: bool) -> Outcome:
+    def run(self, job: SentJob | None, conditions: Sequence[Conditions], continues: bool) -> Outcome:
         """Runs a job in all workers and waits until each has run it, or one has failed.
 
         Args:
@@ -164,10 +155,10 @@ class WorkerPool:
         worker = self._workers[rank]
         while True:
             try:
-                worker.channel.send(Pull())
-                if not wait([worker.channel.socket], timeout_s):
+                worker.send(Pull())
+                if not worker.has_said(timeout_s):
                     worker.kill()
-                result = worker.channel.receive()
+                result = worker.receive()
             except (OSError, EOFError):
                 raise worker.death() from None
             if isinstance(result, End):
@@ -190,23 +181,23 @@ class WorkerPool:
         """
         worker = self._workers[rank]
         try:
-            worker.channel.send(Save(path))
-            if not wait([worker.channel.socket], timeout_s):
+            worker.send(Save(path))
+            if not worker.has_said(timeout_s):
                 return f"rank {rank} did not write it in {timeout_s} s"
-            answer = worker.channel.receive()
+            answer = worker.receive()
         except (OSError, EOFError):
             return str(worker.death())
         return answer.summary if isinstance(answer, Failure) else None
 
-    def replace(self, rank: int) -> WorkerProcess:
+    def replace(self, rank: int) -> Any:
         """Starts a worker in the place of one that has died."""
         self._workers[rank].close()
-        worker = self._workers[rank] = WorkerProcess(rank, self._start_method, self._inherited)
-        self._prepare(worker)
+        worker = self._workers[rank] = self._starter.start(rank, len(self._workers), self._inherited)
+        self._starter.prepare([worker])
         return worker
 
-    def keep(self, workers: Sequence[WorkerProcess]) -> None:
-        """Ends all others; these have other local ranks from here on, in this order."""
+    def keep(self, workers: Sequence[Worker]) -> None:
+        """Ends all others; these have other ranks from here on, in this order."""
         for worker in self._workers:
             if worker not in workers:
                 worker.kill()
@@ -231,37 +222,33 @@ class WorkerPool:
             if worker.rank in self._busy:
                 worker.kill()
             with suppress(OSError):
-                worker.channel.send(End())
+                worker.send(End())
         deadline = time.monotonic() + END_S
         for worker in workers:
             worker.wait(max(0.0, deadline - time.monotonic()))
             worker.kill()
             worker.close()
+        self._starter.close()
 
-    def _prepare(self, worker: WorkerProcess) -> None:
-        with suppress(OSError):  # it died at once: who waits for its answer finds out why
-            worker.channel.send(Start(worker.rank, self._preparation))
-
-    def give(self, worker: WorkerProcess, order: Order, job: Packed | None) -> None:
+    def give(self, worker: Worker, order: Order, job: SentJob | None) -> None:
         """Orders a worker to run a job; None is the one that it inherited."""
-        with suppress(OSError):
-            worker.channel.send(order)
-            if job is not None:
-                job.send(worker.channel)
+        with suppress(OSError):  # it died: who waits for its answer finds out why
+            worker.give(order, job)
 
     @contextmanager
     def forwarding_sigterm(self) -> Generator[None, None, None]:
         """Lets the workers stop together when this process is asked to, unless the user has seen to that."""
-        in_charge = (
-            threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        )
+        usual = signal.getsignal(signal.SIGTERM)
+        # Ray sets one of its own, which exits, where the user has connected this process to a cluster.
+        is_default = usual == signal.SIG_DFL or getattr(usual, "__module__", "").startswith("ray.")
+        in_charge = threading.current_thread() is threading.main_thread() and is_default
         if in_charge:
             signal.signal(signal.SIGTERM, lambda signum, frame: self.signal(signum))
         try:
             yield
         finally:
             if in_charge:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, usual)
 
     def _collect(
         self,
@@ -332,9 +319,9 @@ class WorkerPool:
         return self._raised(rank, failure)
 
     def _raised(self, rank: int, failure: Failure) -> WorkerRaisedError:
-        pid = self._workers[rank].pid
-        message = f"rank {rank} (pid {pid}) failed: {failure.summary}\n\nTrace of rank {rank}:\n{failure.trace}"
-        error = WorkerRaisedError(message, rank, pid)
+        worker = self._workers[rank]
+        message = f"rank {rank} ({worker.where}) failed: {failure.summary}\n\nTrace of rank {rank}:\n{failure.trace}"
+        error = WorkerRaisedError(message, rank, worker.pid)
         error.__cause__ = failure.exception
         error.first_failure = failure.first
         return error

@@ -1,28 +1,31 @@
-"""A worker process as the main process sees it: started in one of three ways, asked, watched and ended."""
+"""A worker process of this host as the main process sees it: started in one of three ways, asked, watched, ended."""
 
 import multiprocessing
+import multiprocessing.spawn
 import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
 import psutil
+import torch
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
+from lightning_strategies_ext.launch.processes.conditions import Conditions
+from lightning_strategies_ext.launch.processes.starter import END_S
 from lightning_strategies_ext.launch.processes.worker import Job, command, own_exit_handlers, serve
-from lightning_strategies_ext.launch.protocol import Ping
-from lightning_strategies_ext.launch.transport.channel import Channel
+from lightning_strategies_ext.launch.protocol import Order, Ping, Start
+from lightning_strategies_ext.launch.transport.channel import Channel, Packed
+from lightning_strategies_ext.launch.transport.messages import Pickled, dump
+from lightning_strategies_ext.launch.transport.segments import KeptSegments
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
-
-#: How long a worker may take to end, in seconds.
-END_S = 3.0
 
 
 class WorkerProcess:
@@ -76,9 +79,49 @@ class WorkerProcess:
         return pid, lambda: server.exit_code(pid)
 
     @property
+    def where(self) -> str:
+        """Which process it is, for people."""
+        return f"pid {self.pid}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of its own: none."""
+        return {}
+
+    @property
     def pollable(self) -> list[Any]:
         """What becomes ready when there is an answer, or the worker has died."""
         return [self.channel] if self._pidfd is None else [self.channel, self._pidfd]
+
+    def send(self, message: Any) -> None:
+        """Sends a message.
+
+        Raises:
+            OSError: If the worker is gone.
+        """
+        self.channel.send(message)
+
+    def give(self, order: Order, job: Packed | None) -> None:
+        """Orders it to run a job; None is the one that it inherited.
+
+        Raises:
+            OSError: If the worker is gone.
+        """
+        self.channel.send(order)
+        if job is not None:
+            job.send(self.channel)
+
+    def has_said(self, timeout_s: float | None) -> bool:
+        """Waits until there is something to receive, or the worker is gone; False if neither came in time."""
+        return bool(wait([self.channel.socket], timeout_s))
+
+    def receive(self) -> Any:
+        """Waits for a message.
+
+        Raises:
+            EOFError: If the worker is gone.
+        """
+        return self.channel.receive()
 
     def answer(self) -> Any:
         """The worker's answer to a job, its death if it died without one, or None for now.
@@ -163,6 +206,69 @@ class WorkerProcess:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+class ProcessStarter:
+    """Starts workers on this host, see :class:`.Starter`.
+
+    Args:
+        start_method: "spawn" starts Python anew for each; "fork" forks this process; "forkserver" forks a process
+            that has imported torch and Lightning.
+    """
+
+    conditions = Conditions
+    dump = staticmethod(dump)
+
+    def __init__(self, start_method: WorkerStartMethod) -> None:
+        self._start_method: WorkerStartMethod = start_method
+        self.name = f"start_method={start_method!r}"
+        self.forks = start_method == "fork"
+        self.knows_cells = self.forks
+
+    @property
+    def kind(self) -> Any:
+        """What has to be alike in two of them for the workers of one to be of use to the other."""
+        return self._start_method
+
+    def num_cpus(self, num_workers: int) -> int:
+        """How many CPUs a worker has for its computations: its share of those of this process."""
+        num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, num_cpus // num_workers)
+
+    def check_can_start(self) -> None:
+        """Refuses to fork a process that has used a GPU.
+
+        Raises:
+            RuntimeError: If this one has.
+        """
+        if self.forks and torch.cuda.is_initialized():
+            raise RuntimeError(
+                "`start_method='fork'`: this process has used a GPU already, and its forks could not. Restart the"
+                " notebook or script and leave the GPU alone until training starts, or use"
+                " `strategy='ddp_spawn_ext'` in a script."
+            )
+
+    def start(self, rank: int, num_workers: int, inherited: Job | None) -> WorkerProcess:
+        """Starts a worker."""
+        return WorkerProcess(rank, self._start_method, inherited)
+
+    def prepare(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+        """Makes workers that have just been started like this process."""
+        preparation: dict[str, Any] | None = None
+        if not self.forks:
+            preparation = multiprocessing.spawn.get_preparation_data("lightning-strategies-ext worker")
+            preparation["authkey"] = bytes(preparation["authkey"])
+        for worker in workers:
+            with suppress(OSError):  # it died at once: who waits for its answer finds out why
+                worker.send(Start(worker.rank, preparation))
+        return list(workers)
+
+    def pack(self, pickled: Pickled, kept: KeptSegments) -> Packed:
+        """Writes a job into memory that workers can map."""
+        return Packed(pickled, kept)
+
+    def close(self) -> None:
+        """Does nothing: the fork server is that of all pools."""
 
 
 def _serve_in_own_session(theirs: socket.socket, main_pid: int, inherited: Job | None) -> None:

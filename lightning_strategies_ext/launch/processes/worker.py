@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import psutil
@@ -60,8 +61,9 @@ class WorkerState:
     """Which worker this is, and what outlives a job in it.
 
     Attributes:
-        local_rank: Index among the workers of this host.
-        channel: To the main process, for a job whose ranks may change.
+        rank: Index among the pool's workers.
+        seat: See :class:`.Start`.
+        channel: To the main process, for a job whose ranks may change; None if there is none that a job may use.
         continues: Whether the job goes on where an earlier one of this pool ended.
         joins: Whether the others are in the middle of the job.
         is_running: Whether a job runs now.
@@ -69,14 +71,20 @@ class WorkerState:
         save: Writes the state of the stage that ran to a file, until the next job.
     """
 
-    def __init__(self, local_rank: int, channel: Channel) -> None:
-        self.local_rank = local_rank
+    def __init__(self, start: Start, channel: Channel | None = None) -> None:
+        self.rank = start.rank
+        self.seat = start.seat
         self.channel = channel
         self.continues = False
         self.joins = False
         self.is_running = False
         self.on_interrupt: Callable[[], None] | None = None
         self.save: Callable[[str], None] | None = None
+
+    @property
+    def local_rank(self) -> int:
+        """Index among the workers of this host."""
+        return self.rank if self.seat is None else self.seat.local_rank
 
 
 def is_importing_main() -> bool:
@@ -114,56 +122,103 @@ def own_exit_handlers() -> Generator[None, None, None]:
 
 def _serve(channel: Channel, inherited: Job | None) -> None:
     start: Start = channel.receive()
-    state = WorkerState(start.local_rank, channel)
-    signal.signal(signal.SIGINT, lambda signum, frame: _interrupted(state))
-    try:
-        _prepare(start)
-    except BaseException as exception:
-        channel.send(Failure.of(exception))
+    service = Service(WorkerState(start, channel), inherited)
+    failure = service.prepare(start)
+    if failure is not None:
+        channel.send(failure)
         return
-    gc.enable()
-    gc.collect()
-    gc.freeze()  # what is imported stays: the collection between jobs need not look at it
-    envelope = Envelope(Pickled(b""))
-    results: Iterator[Any] = iter(())
-    result: Any
-    while not isinstance(message := channel.receive(), End):
+    while not service.has_ended and not isinstance(message := channel.receive(), End):
+        for answer in service.answers(message, partial(channel.receive_envelope, private=True)):
+            try:
+                channel.send(answer)
+            except Exception as exception:  # pickle cannot take a result of the user's
+                channel.send(service.note_unsent(exception))
+
+
+class Service:
+    """What a worker answers to the main process's messages, whatever carries them.
+
+    Args:
+        state: Of this worker.
+        inherited: See :func:`serve`.
+
+    Attributes:
+        has_ended: Whether there is nothing more that this worker is good for.
+    """
+
+    def __init__(self, state: WorkerState, inherited: Job | None = None) -> None:
+        self.has_ended = False
+        self._state = state
+        self._inherited = inherited
+        self._envelope = Envelope(Pickled(b""))
+        self._results: Iterator[Any] = iter(())
+
+    def prepare(self, start: Start) -> Failure | None:
+        """Makes this process ready for jobs; returns why that has failed, if it has."""
+        signal.signal(signal.SIGINT, lambda signum, frame: _interrupted(self._state))
+        try:
+            _prepare(start)
+        except BaseException as exception:
+            return Failure.of(exception)
+        gc.enable()
+        gc.collect()
+        gc.freeze()  # what is imported stays: the collection between jobs need not look at it
+        return None
+
+    def answers(self, message: Any, receive_job: Callable[[], Envelope]) -> Iterator[Any]:
+        """What to answer; the caller exhausts it, for there may be something left to do after an answer.
+
+        Args:
+            message: The message, any but :class:`.End`.
+            receive_job: Waits for the job that follows an :class:`.Order`.
+        """
         if isinstance(message, Ping):
-            channel.send(message)
-            continue
-        if isinstance(message, Notice):
-            continue  # it came when the job was over
-        if isinstance(message, Save):
-            channel.send(_save(message.path, state))
-            continue
-        if isinstance(message, Pull):
-            try:
-                result = next(results, End())
-                channel.send(result)
-            except Exception as exception:
-                result = Failure.of(exception)
-                channel.send(result)
-            if not isinstance(result, (End, Failure)):
-                continue
-            results = iter(())
+            yield message
+        elif isinstance(message, Notice):
+            pass  # it came when the job was over
+        elif isinstance(message, Save):
+            yield _save(message.path, self._state)
+        elif isinstance(message, Pull):
+            yield self._next_result()
         else:
-            state.save = None
-            envelope.close()
-            envelope = Envelope(Pickled(b"")) if message.is_inherited else channel.receive_envelope(private=True)
-            try:
-                results = _run(message, envelope, inherited, state)
-                channel.send(Done(RngState.now()))
-            except JobFailedError as failed:
-                channel.send(Failure.of(failed.__cause__ or failed, has_results=failed.results is not None))
-                failed.clean_up()
-                if failed.results is None:
-                    return
-                results = failed.results
-            except BaseException as exception:
-                channel.send(Failure.of(exception))
+            yield from self._run(message, receive_job)
+            gc.collect()  # the trainer of a job that is over, with its memory and the workers of its dataloaders
+
+    def note_unsent(self, exception: Exception) -> Failure:
+        """Called when a result could not be sent; what to send in its place. There are no more results then."""
+        self._results = iter(())
+        gc.collect()
+        return Failure.of(exception)
+
+    def _next_result(self) -> Any:
+        try:
+            result = next(self._results, End())
+        except Exception as exception:
+            return self.note_unsent(exception)
+        if isinstance(result, End):
+            self._results = iter(())
+            gc.collect()
+        return result
+
+    def _run(self, order: Order, receive_job: Callable[[], Envelope]) -> Iterator[Any]:
+        self._state.save = None
+        self._results = iter(())
+        self._envelope.close()
+        self._envelope = Envelope(Pickled(b"")) if order.is_inherited else receive_job()
+        try:
+            self._results = _run(order, self._envelope, self._inherited, self._state)
+            yield Done(RngState.now())
+        except JobFailedError as failed:
+            yield Failure.of(failed.__cause__ or failed, has_results=failed.results is not None)
+            failed.clean_up()
+            if failed.results is None:
+                self.has_ended = True
                 return
-            inherited = None
-        gc.collect()  # the trainer of a job that is over, with its memory and the workers of its dataloaders
+            self._results = failed.results
+        except BaseException as exception:
+            yield Failure.of(exception)
+            self.has_ended = True
+        self._inherited = None
 
 
 def _save(path: str, state: WorkerState) -> "Done | Failure":

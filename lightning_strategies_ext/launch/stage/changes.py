@@ -124,12 +124,18 @@ def place_of(obj: Tensor | np.ndarray[Any, Any]) -> int:
 
 
 def with_identity(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
-    """Those of which the user's own come back: what is updated in place, functions, and what cannot be pickled."""
+    """Those of which the user's own come back: what is updated in place, functions, and what cannot be pickled.
+
+    And classes that were defined in a function, which only a worker on Ray can have got.
+    """
     kept = {id(obj) for obj in unpicklable}
     return {
         number: obj
         for number, obj in objects.items()
-        if id(obj) in kept or isinstance(obj, FunctionType) or _is_updatable(obj)
+        if id(obj) in kept
+        or isinstance(obj, FunctionType)
+        or (isinstance(obj, type) and "<locals>" in obj.__qualname__)
+        or _is_updatable(obj)
     }
 
 

@@ -7,21 +7,22 @@ from typing import Any
 from torch.nn import Module
 
 from lightning_strategies_ext.launch.stage.changes import attributes_of, in_slots
-from lightning_strategies_ext.launch.transport.messages import Shared, dump
+from lightning_strategies_ext.launch.transport.messages import Dump, Shared
 
 
-def culprit(job: Any, error: Exception) -> tuple[str, Exception]:
+def culprit(job: Any, error: Exception, dump: Dump) -> tuple[str, Exception]:
     """What cannot be pickled, and why.
 
     Args:
         job: A :class:`.StageJob`.
         error: Why the whole cannot be.
+        dump: What was to write it.
     """
     for name, root in _roots(job):
         for inner, part in root.named_modules() if isinstance(root, Module) else [("", root)]:
-            reason = _why_not(part, job.shared)
+            reason = _why_not(part, job.shared, dump)
             if reason is not None:
-                path, reason = _innermost(part, inner, reason, job.shared)
+                path, reason = _innermost(part, inner, reason, job.shared, dump)
                 return (f"`{path}` of {name}" if path else name[0].upper() + name[1:]), reason
     return "The Trainer, or something that hangs on it,", error
 
@@ -40,7 +41,7 @@ def _roots(job: Any) -> Iterator[tuple[str, Any]]:
     yield "the Trainer", trainer
 
 
-def _why_not(obj: Any, shared: Shared) -> Exception | None:
+def _why_not(obj: Any, shared: Shared, dump: Dump) -> Exception | None:
     # Without the Trainer's other parts, each of which is looked at on its own. Data belong to what they are given in.
     others = Shared([other for other in shared.objects if other is not obj and not isinstance(other, shared.never)])
     try:
@@ -50,12 +51,12 @@ def _why_not(obj: Any, shared: Shared) -> Exception | None:
     return None
 
 
-def _innermost(obj: Any, path: str, reason: Exception, shared: Shared) -> tuple[str, Exception]:
+def _innermost(obj: Any, path: str, reason: Exception, shared: Shared, dump: Dump) -> tuple[str, Exception]:
     seen = set()
     while id(obj) not in seen:
         seen.add(id(obj))
         for step, child in _children(obj):
-            inner = None if id(child) in seen else _why_not(child, shared)
+            inner = None if id(child) in seen else _why_not(child, shared, dump)
             if inner is not None:
                 obj, path, reason = child, f"{path}{step}".removeprefix("."), inner
                 break

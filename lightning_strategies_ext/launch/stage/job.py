@@ -22,13 +22,14 @@ from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
 from lightning_strategies_ext.launch.processes.worker import JobFailedError, WorkerState
+from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.stage.changes import with_identity
 from lightning_strategies_ext.launch.stage.culprit import culprit
 from lightning_strategies_ext.launch.stage.predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.strategy import WorkerStrategy, telling_the_others
 from lightning_strategies_ext.launch.transport.channel import Channel, Envelope
-from lightning_strategies_ext.launch.transport.messages import Pickled, dump, walk
+from lightning_strategies_ext.launch.transport.messages import Dump, Pickled, dump, walk
 from lightning_strategies_ext.launch.transport.segments import Received
 
 log = logging.getLogger(__name__)
@@ -46,12 +47,14 @@ class WorkerContext:
         received: What came from the main process, to tell what has changed since; None if it was inherited in a fork.
         channel: To the main process, for a stage whose ranks may change.
         joins: Whether the others are in the middle of the stage.
+        seat: See :class:`.Start`.
     """
 
     continues: bool
     received: Received | None
     channel: Channel | None = None
     joins: bool = False
+    seat: Seat | None = None
 
     def has_module_as_sent(self, module: Module) -> bool:
         """Whether no tensor of the module differs from what the main process sent, to all workers alike."""
@@ -79,14 +82,17 @@ class StageJob:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "shared": self.shared.objects}
 
-    def pickled(self) -> Pickled:
+    def pickled(self, dump: Dump = dump) -> Pickled:
         """Pickles it, and notes what the workers know then.
+
+        Args:
+            dump: What writes it.
 
         Raises:
             TypeError: If a part of it cannot be pickled; says which.
         """
         sent: dict[int, Any] = {}
-        pickled = pickled_or_explained(self, sent)
+        pickled = pickled_or_explained(self, dump, sent)
         # It is in its own message, and would keep itself and all else until the next collection of garbage.
         del sent[next(number for number, obj in sent.items() if obj is self)]
         self.shared = self.shared.with_message(sent)
@@ -119,10 +125,10 @@ class StageJob:
             received = Received(envelope.parts)
         before = None
         may_change = self.allowance is not None
-        if state.local_rank == 0 or may_change:  # any may be the first rank in the end
+        if state.rank == 0 or may_change:  # any may be the first rank in the end
             before = Before(trainer, self.shared, inherited or with_identity(envelope.found), received)
         state.save = partial(_save, trainer)
-        context = WorkerContext(state.continues, received, state.channel, state.joins)
+        context = WorkerContext(state.continues, received, state.channel, state.joins, state.seat)
         strategy: WorkerStrategy = trainer.strategy
         os.environ["LOCAL_RANK"] = str(state.local_rank)
         state.on_interrupt = strategy.request_interrupt
@@ -140,7 +146,7 @@ class StageJob:
         predictions = None
         if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
             predictions = PredictionsOfRank.of(trainer, value)
-            if trainer.num_nodes > 1:
+            if trainer.num_nodes > 1 and state.seat is None:  # each host has a main process of its own
                 value, predictions = predictions.gathered(trainer.world_size), None
             else:
                 value = None
@@ -195,6 +201,8 @@ class StageJob:
 @dataclass
 class _ModulePiece:
     """Some of the module's tensors, or slices of large ones: (name, shape, first element) → elements."""
+
+    is_only_read = True  # they are copied into the module that the user holds
 
     tensors: dict[tuple[str, torch.Size, int | None], Tensor]
 
@@ -281,13 +289,16 @@ class CallJob:
         self.return_result = return_result
         self.joins_group = joins_group
 
-    def pickled(self) -> Pickled:
+    def pickled(self, dump: Dump = dump) -> Pickled:
         """Pickles it.
+
+        Args:
+            dump: What writes it.
 
         Raises:
             TypeError: If a part of it cannot be pickled; says which.
         """
-        return pickled_or_explained(self)
+        return pickled_or_explained(self, dump)
 
     allowance = None
 
@@ -298,20 +309,21 @@ class CallJob:
         """Runs the function; see :class:`.Job`."""
         os.environ["LOCAL_RANK"] = str(state.local_rank)
         if self.joins_group:
-            self.strategy.enter_worker(WorkerContext(state.continues, None))
+            self.strategy.enter_worker(WorkerContext(state.continues, None, seat=state.seat))
             self.strategy.setup_distributed()
         with telling_the_others(self.strategy):
             value = self.function(*self.args, **self.kwargs)
-        if state.local_rank > 0 or not self.return_result:
+        if state.rank > 0 or not self.return_result:
             return iter(())
         return iter([value])
 
 
-def pickled_or_explained(job: StageJob | CallJob, found: dict[int, Any] | None = None) -> Pickled:
+def pickled_or_explained(job: StageJob | CallJob, dump: Dump = dump, found: dict[int, Any] | None = None) -> Pickled:
     """Pickles a job.
 
     Args:
         job: The job.
+        dump: What writes it.
         found: See :func:`.dump`.
 
     Raises:
@@ -320,7 +332,7 @@ def pickled_or_explained(job: StageJob | CallJob, found: dict[int, Any] | None =
     try:
         return dump(job, found=found)
     except Exception as error:
-        what, reason = ("What the workers need", error) if isinstance(job, CallJob) else culprit(job, error)
+        what, reason = ("What the workers need", error) if isinstance(job, CallJob) else culprit(job, error, dump)
         raise TypeError(
             f"{what} cannot be sent to the worker processes: {reason}. Define classes and functions at the top of a"
             " module and keep open files, locks and lambdas out of attributes, or use"

@@ -16,12 +16,14 @@ import copyreg
 import gc
 import io
 import pickle
+import sys
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +95,27 @@ class Pickled:
         return loaded
 
 
+_is_main_elsewhere = False
+
+
+def main_is_elsewhere() -> None:
+    """Called in a process whose ``__main__`` is not the user's: what was defined there came by value.
+
+    From here on it goes back by its name, so that the main process has its own.
+    """
+    global _is_main_elsewhere
+    _is_main_elsewhere = True
+
+
+class Dump(Protocol):
+    """A function as :func:`dump`."""
+
+    def __call__(
+        self, obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+    ) -> Pickled:
+        """Pickles an object."""
+
+
 def dump(
     obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
 ) -> Pickled:
@@ -108,9 +131,19 @@ def dump(
     Raises:
         Exception: Whatever pickle raises for an object that it cannot take: PicklingError, TypeError, AttributeError.
     """
+    return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, returning, found)
+
+
+def dump_with(
+    kind: "type[MessagePickler]",
+    obj: Any,
+    shared: Shared | None = None,
+    returning: bool = False,
+    found: dict[int, Any] | None = None,
+) -> Pickled:
+    """:func:`dump` with a pickler of one's own."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    kind = _Pickler if shared is None else _SharingPickler
     pickler = kind(stream, buffers, shared, returning)
     pickler.dump(obj)
     if found is not None:
@@ -150,7 +183,16 @@ class _Memory:
         return _storage_from, (pickle.PickleBuffer(as_bytes),)
 
 
-class _Pickler(pickle.Pickler):
+class MessagePickler(pickle.Pickler):
+    """What :func:`dump` writes with.
+
+    Args:
+        stream: Where the pickle goes.
+        buffers: Gets the memory that it refers to.
+        shared: See :func:`dump`.
+        returning: See :func:`dump`.
+    """
+
     def __init__(
         self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], shared: Shared | None, returning: bool
     ) -> None:
@@ -161,8 +203,11 @@ class _Pickler(pickle.Pickler):
         self._copies: list[Tensor] = []  # pickle's memo knows objects by their id: they must live until the end
 
     def reducer_override(self, obj: Any) -> Any:
+        """How an object is written, if not as pickle does."""
         if type(obj) is Tensor:
             return self._reduce_tensor(obj)
+        if _is_main_elsewhere and _is_at_top_of_main(obj):
+            return _of_main, (obj.__qualname__,)
         if isinstance(obj, types.FunctionType):
             name = getattr(obj, "name_in_worker", None)
             if name is None and self._returning and not _is_importable(obj):
@@ -194,13 +239,17 @@ class _Pickler(pickle.Pickler):
         return tensor
 
 
-class _SharingPickler(_Pickler):  # apart, since it is asked about every single object
+class SharingPickler(MessagePickler):
+    """The same, where the receiver has some of the objects."""
+
+    # Apart, since this is asked about every single object.
     def persistent_id(self, obj: Any) -> int | None:
+        """The number of an object that the receiver has."""
         assert self._shared is not None
         return self._shared.number_of(obj)
 
 
-class _Walker(_Pickler):
+class _Walker(MessagePickler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.unpicklable: list[Any] = []
@@ -228,6 +277,15 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, number: int) -> Any:
         assert self._shared is not None
         return self._shared.object_of(number)
+
+
+def _is_at_top_of_main(obj: Any) -> bool:
+    is_defined = isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__"
+    return is_defined and "<" not in obj.__qualname__
+
+
+def _of_main(name: str) -> Any:
+    return attrgetter(name)(sys.modules["__main__"])
 
 
 def _belongs_to_object(method: types.MethodType) -> bool:

@@ -1,0 +1,125 @@
+"""What runs in a worker on Ray: an actor, whose one method at a time answers one message of the main process."""
+
+import gc
+import importlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+
+from lightning_strategies_ext.launch.processes.worker import Service, WorkerState
+from lightning_strategies_ext.launch.protocol import Failure, Order, Start
+from lightning_strategies_ext.launch.ray.line import MainLine
+from lightning_strategies_ext.launch.ray.messages import Parcel, Reply
+from lightning_strategies_ext.launch.transport.messages import dump, main_is_elsewhere
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What only a worker knows of its place.
+
+    Attributes:
+        pid: Its process id.
+        host: Ray's id of its host.
+        address: Of its host, as others reach it.
+        interface: The network interface with that address, if it can be found.
+        port: One that is free.
+        versions: Of the packages that have to be alike.
+    """
+
+    pid: int
+    host: str
+    address: str
+    interface: str | None
+    port: int
+    versions: dict[str, str]
+
+
+class WorkerActor:
+    """A worker. Ray calls its methods one after the other, in the main thread, where signals arrive.
+
+    Args:
+        address: See :class:`.MainLine`.
+        secret: See :class:`.MainLine`.
+        number: See :class:`.MainLine`.
+    """
+
+    def __init__(self, address: tuple[str, int], secret: bytes, number: int) -> None:
+        gc.disable()  # see `worker.command`
+        self._line = MainLine(address, secret, number)
+        self._service: Service | None = None
+        self._rest: Iterator[Any] = iter(())
+
+    def facts(self, modules: Sequence[str], packages: Sequence[str]) -> Facts:
+        """Tells where it is, when it has imported what jobs need.
+
+        Args:
+            modules: Which to import.
+            packages: Whose versions to tell.
+        """
+        for module in modules:
+            importlib.import_module(module)
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            port = probe.getsockname()[1]
+        return Facts(os.getpid(), context.get_node_id(), address, _interface_with(address), port, versions(packages))
+
+    def start(self, start: Start) -> Failure | None:
+        """Gets ready for jobs; returns why that has failed, if it has."""
+        main_is_elsewhere()
+        self._service = Service(WorkerState(start))
+        return self._service.prepare(start)
+
+    def answer(self, message: Any, job: Parcel | None = None) -> Reply:
+        """Answers a message.
+
+        Args:
+            message: The message.
+            job: What follows an :class:`.Order`.
+        """
+        assert self._service is not None
+        self.go_on()
+        if isinstance(message, Order):
+            assert job is not None
+        self._rest = self._service.answers(message, job.envelope if job is not None else Parcel(b"").envelope)
+        del job
+        answer = next(self._rest)
+        try:
+            pickled = dump(answer, returning=True)
+        except Exception as exception:
+            answer = self._service.note_unsent(exception)
+            pickled = dump(answer, returning=True)
+        return Reply(Parcel.of(pickled), getattr(answer, "is_only_read", False), self._line.flush())
+
+    def go_on(self) -> None:
+        """Does what is left to do after an answer."""
+        for _ in self._rest:
+            pass
+        if self._service is not None and self._service.has_ended:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the worker in good order."""
+        self._rest = iter(())
+        self._service = None
+        gc.collect()  # ends the workers of dataloaders
+        self._line.flush()
+        ray.actor.exit_actor()
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of packages that are imported here."""
+    return {name: str(getattr(importlib.import_module(name), "__version__", "?")) for name in packages}
+
+
+def _interface_with(address: str) -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return str(name)
+    return None

@@ -1,0 +1,235 @@
+"""The Ray cluster of this process: the one it is connected to, one it is told of, or one of its own on this machine.
+
+Ray is one per process. What the user has connected stays; what is connected or started here is left or ended with the
+last pool that uses it.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from lightning_strategies_ext.launch.ray.demand import Demand
+
+log = logging.getLogger(__name__)
+
+#: The extra that brings Ray.
+EXTRA = "lightning-strategies-ext[ray]"
+#: Ray's sockets are in its directory, and the path of one must not be longer than 107 characters.
+_MOST_CHARACTERS = 36
+_ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+_lock = threading.RLock()
+_users = 0
+_directory: str | None = None
+
+
+def check_has_ray() -> None:
+    """Refuses to go on without Ray.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed; names the extra.
+    """
+    try:
+        with _sigterm_as_it_was():
+            import ray
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"`strategy='ddp_ray_ext'` needs Ray, which cannot be imported ({error}). Install it:"
+            f" `pip install '{EXTRA}'`, on every host of the cluster in the same version."
+        ) from error
+    if not hasattr(ray, "is_initialized"):  # a folder of that name beside the script
+        raise ModuleNotFoundError(
+            f"`strategy='ddp_ray_ext'` needs Ray, and `import ray` gives {list(ray.__path__)}, which is something else."
+            f" Install it: `pip install '{EXTRA}'`."
+        )
+
+
+def check_address(address: Any) -> None:
+    """Refuses an address that no cluster is reached by from here.
+
+    Raises:
+        TypeError: If it is neither a string nor None.
+        ValueError: If it is that of a Ray Client server.
+    """
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f"`address` must be None, 'auto', 'local' or 'host:port', got {address!r}.")
+    if address is not None and address.startswith("ray://"):
+        raise ValueError(
+            f"`address={address!r}`: workers cannot talk to a main process that is outside of their cluster (Ray"
+            " Client). Run the script on a host of the cluster, with `ray job submit` or by hand, and"
+            " `address='auto'`."
+        )
+
+
+def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dict[str, Any] | None) -> None:
+    """Connects this process to a cluster, or starts one; :func:`leave` is to be called as often.
+
+    Args:
+        address: "auto" for the cluster that this machine belongs to, ``"host:port"`` for another, "local" for a new one
+            on this machine. None is the one that this process is connected to, else that of ``RAY_ADDRESS``, else a new
+            one.
+        demand: What each worker needs.
+        num_workers: How many.
+        runtime_env: See ``ray.init``; of the job, if this call connects.
+
+    Raises:
+        ValueError: If the workers do not fit, or this process is connected to another cluster.
+        RuntimeError: If the cluster cannot be reached, or this process is connected through Ray Client.
+    """
+    import ray
+
+    global _users, _directory
+    with _lock:
+        if ray.is_initialized():
+            _check_is_in_cluster()
+            demand.check_fits(num_workers, hosts(), "the Ray cluster")
+            if _users:
+                _users += 1
+            return
+        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        check_address(address)
+        if address == "local":
+            here = _this_machine()
+            demand.check_fits(num_workers, [here], "this machine")
+            _directory = _start(here, runtime_env)
+        else:
+            try:
+                with _sigterm_as_it_was():
+                    ray.init(
+                        address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING
+                    )
+            except (ConnectionError, TimeoutError) as error:
+                raise RuntimeError(
+                    f"`address={address!r}`: no Ray cluster is there ({error}). Start one with `ray start --head`, or"
+                    " leave the argument out to have one on this machine for as long as it is needed."
+                ) from error
+        _users = 1
+        try:
+            demand.check_fits(num_workers, hosts(), "the Ray cluster")
+        except ValueError:
+            leave()
+            raise
+
+
+def leave() -> None:
+    """Called when a pool does not need the cluster any more; ends what was connected or started by :func:`join`."""
+    import ray
+
+    global _users, _directory
+    with _lock:
+        if not _users:
+            return
+        _users -= 1
+        if _users:
+            return
+        with _sigterm_as_it_was(), suppress(Exception):
+            ray.shutdown()
+        if _directory is not None:
+            shutil.rmtree(_directory, ignore_errors=True)
+            _directory = None
+
+
+def hosts() -> list[dict[str, float]]:
+    """The resources of each host that is there."""
+    import ray
+
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def said_of_free() -> str:
+    """What is not in use, for people."""
+    import ray
+
+    free = ray.available_resources()
+    named = {name: amount for name, amount in free.items() if not name.startswith(("node:", "memory", "object_store"))}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(named.items())) or "nothing"
+
+
+def _check_is_in_cluster() -> None:
+    from ray.util.client import ray as client
+
+    if client.is_connected():
+        raise RuntimeError(
+            "This process is connected through Ray Client (`ray.init('ray://…')`), and workers cannot talk to a main"
+            " process that is outside of their cluster. Run the script on a host of the cluster, with `ray job submit`"
+            " or by hand."
+        )
+
+
+def _this_machine() -> dict[str, float]:
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"CPU": float(num_cpus), "GPU": float(torch.cuda.device_count())}
+
+
+def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | None:
+    import ray
+
+    directory = None
+    if "RAY_TMPDIR" not in os.environ:
+        parent = tempfile.gettempdir()
+        directory = tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) + 14 <= _MOST_CHARACTERS else "/tmp")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    log.info("Ray is started on this machine, with %d CPUs and %d GPUs", here["CPU"], here["GPU"])
+    try:
+        with _sigterm_as_it_was(), _only_this_machine():
+            ray.init(
+                address="local",
+                num_cpus=int(here["CPU"]),
+                num_gpus=int(here["GPU"]),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                runtime_env=runtime_env,
+                _temp_dir=directory,
+            )
+    except BaseException:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return directory
+
+
+@contextmanager
+def _only_this_machine() -> Generator[None, None, None]:
+    """Lets Ray that is started in it listen at 127.0.0.1 only.
+
+    Ray (read in 2.60) has no argument for that: it turns ``_node_ip_address="127.0.0.1"`` into an address that others
+    reach. It has a switch, meant for firewalls on other systems, which it reads when it is imported, here and in the
+    processes that it starts; ``ray._private.ray_constants`` has what it has read.
+    """
+    before = os.environ.get(_ONLY_THIS_MACHINE)
+    os.environ[_ONLY_THIS_MACHINE] = "0"
+    constants: Any = sys.modules.get("ray._private.ray_constants")
+    was_enabled = getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    if constants is not None and was_enabled is not None:
+        constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        if constants is not None and was_enabled is not None:
+            constants.ENABLE_RAY_CLUSTER = was_enabled
+        if before is None:
+            del os.environ[_ONLY_THIS_MACHINE]
+        else:
+            os.environ[_ONLY_THIS_MACHINE] = before
+
+
+@contextmanager
+def _sigterm_as_it_was() -> Generator[None, None, None]:
+    """Keeps Ray from handling SIGTERM in this process: the pool does, and tells its workers."""
+    is_main = threading.current_thread() is threading.main_thread()
+    usual = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if is_main and usual is not None:
+            signal.signal(signal.SIGTERM, usual)

@@ -1,0 +1,117 @@
+"""Jobs and answers on their way through Ray: a small pickle, and the memory beside it without a copy of ours.
+
+Ray takes the buffers of a :class:`Parcel` as they are (pickle protocol 5) and writes them to its object store, once
+each; a reader on the same host gets views of them there. What is defined in a script or in a notebook's cell travels by
+value, and comes back as what the main process has.
+"""
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from ray.cloudpickle import CloudPickler
+
+from lightning_strategies_ext.launch.transport.channel import Envelope
+from lightning_strategies_ext.launch.transport.messages import (
+    MessagePickler,
+    Pickled,
+    Shared,
+    SharingPickler,
+    dump_with,
+)
+from lightning_strategies_ext.launch.transport.segments import Segment
+
+
+class _ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # Ray says no types
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = MessagePickler.reducer_override(self, obj)
+        return CloudPickler.reducer_override(self, obj) if reduced is NotImplemented else reduced
+
+
+class _SharingByValuePickler(_ByValuePickler, SharingPickler):
+    pass
+
+
+def dump_by_value(
+    obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+) -> Pickled:
+    """:func:`.messages.dump` for a reader that has no ``__main__`` of the user's."""
+    return dump_with(_ByValuePickler if shared is None else _SharingByValuePickler, obj, shared, returning, found)
+
+
+@dataclass
+class Parcel:
+    """A pickled object on its way through Ray.
+
+    Attributes:
+        data: The pickle.
+        buffers: Memory that it refers to; read only where it arrives.
+    """
+
+    data: bytes
+    buffers: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, pickled: Pickled) -> "Parcel":
+        """Without a copy of what it refers to."""
+        return cls(pickled.data, [pickle.PickleBuffer(_raw(buffer)) for buffer in pickled.buffers])
+
+    def pickled(self, *, is_only_read: bool) -> Pickled:
+        """As it was, for the reader.
+
+        Args:
+            is_only_read: Whether nobody keeps what is loaded, so that it may stay where it arrived.
+        """
+        return Pickled(self.data, [_view(buffer) if is_only_read else bytearray(buffer) for buffer in self.buffers])
+
+    def envelope(self) -> Envelope:
+        """For a worker: in memory of its own, as a message over a channel would be, to tell what changes in it."""
+        if not self.buffers:
+            return Envelope(Pickled(self.data))
+        segment = Segment.write([self.data, *self.buffers])
+        mapping = segment.map(private=True)
+        data, *buffers = mapping.buffers(segment.spans)
+        return Envelope(Pickled(bytes(data), buffers), [(segment, mapping)])
+
+
+@dataclass
+class Reply:
+    """A worker's answer.
+
+    Attributes:
+        parcel: The answer.
+        is_only_read: See :meth:`Parcel.pickled`.
+        num_bytes_said: What has gone over the line before, in bytes.
+    """
+
+    parcel: Parcel
+    is_only_read: bool
+    num_bytes_said: int
+
+    def load(self) -> Any:
+        """Rebuilds the answer."""
+        return self.parcel.pickled(is_only_read=self.is_only_read).load()
+
+
+class _Memory:
+    """Memory that NumPy takes for writable; torch warns of any other, though all that is done is to read it."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+        address, _ = np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"]
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (memoryview(buffer).nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _view(buffer: Any) -> Any:
+    array: Any = np.asarray(_Memory(buffer))
+    return memoryview(array)
+
+
+def _raw(buffer: Any) -> Any:
+    return buffer.raw() if isinstance(buffer, pickle.PickleBuffer) else buffer

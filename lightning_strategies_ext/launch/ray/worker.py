@@ -1,0 +1,282 @@
+"""A worker on Ray as the main process sees it: asked by calls of its actor, watched by them and by its line."""
+
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from lightning_strategies_ext.exceptions import WorkerDiedError
+from lightning_strategies_ext.launch.processes.starter import END_S
+from lightning_strategies_ext.launch.protocol import End, Failure, Order, Ping, Seat
+from lightning_strategies_ext.launch.ray.actor import Facts
+from lightning_strategies_ext.launch.ray.line import Exchange, Line
+from lightning_strategies_ext.launch.ray.messages import Parcel
+
+#: How long Ray may take to say why an actor is gone whose line is broken, in seconds.
+_REASON_S = 3.0
+
+
+class SentParcel:
+    """A job in Ray's object store, see :class:`.SentJob`.
+
+    Args:
+        parcel: The job.
+    """
+
+    def __init__(self, parcel: Parcel) -> None:
+        self.reference: Any = ray.put(parcel)
+
+    def close(self) -> None:
+        """Lets go of it; workers that were given it have it still."""
+        self.reference = None
+
+
+class RayWorker:
+    """See :class:`.Worker`.
+
+    Args:
+        number: Which tells it from the others, also before it has a rank.
+        exchange: Where its line ends.
+        options: For Ray, see ``ActorClass.options``.
+        actor_class: The class of the actor, as Ray has it.
+
+    Attributes:
+        rank: Among the pool's workers.
+        line: Its line.
+        facts: Where it is.
+        seat: Among the others.
+    """
+
+    def __init__(self, number: int, exchange: Exchange, options: dict[str, Any], actor_class: Any) -> None:
+        self.rank = number
+        self.facts: Facts | None = None
+        self.seat: Seat | None = None
+        self._bell, self._ringing = os.pipe()
+        os.set_blocking(self._ringing, False)
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._waiting: Future[Any] | None = None
+        self._error: BaseException | None = None
+        self.line: Line = exchange.expect(number, self._ring)
+        self._actor: Any = actor_class.options(**options).remote(exchange.address, exchange.secret, number)
+
+    # --- what it is ---
+
+    @property
+    def pid(self) -> int:
+        """Its process id, on its host; 0 before that is known."""
+        return 0 if self.facts is None else self.facts.pid
+
+    @property
+    def where(self) -> str:
+        """Which process it is, for people."""
+        return f"pid {self.pid} on {'a host' if self.facts is None else self.facts.address}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of its own: where it meets the others."""
+        assert self.seat is not None
+        assert self.facts is not None
+        variables = {"MASTER_ADDR": self.seat.address, "MASTER_PORT": str(self.seat.port)}
+        interface = self.facts.interface
+        if self.seat.num_hosts > 1 and interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            variables["GLOO_SOCKET_IFNAME"] = interface
+        return variables
+
+    # --- what is said ---
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Calls a method of the actor; its answer is a future's."""
+        return getattr(self._actor, method).remote(*args).future()
+
+    def send(self, message: Any) -> None:
+        """Sends a message.
+
+        Raises:
+            OSError: If the worker is gone.
+        """
+        self._send(message, None)
+
+    def give(self, order: Order, job: SentParcel | None) -> None:
+        """Orders it to run a job.
+
+        Raises:
+            OSError: If the worker is gone.
+        """
+        assert job is not None
+        self._send(order, job.reference)
+
+    def _send(self, message: Any, job: Any) -> None:
+        if not self.is_alive():
+            raise OSError("the worker is gone")
+        try:
+            if isinstance(message, End):
+                self._actor.end.remote()
+                return
+            self._waiting = self._actor.answer.remote(message, job).future()
+            self._waiting.add_done_callback(lambda future: self._ring())
+            if isinstance(message, Order):
+                self._actor.go_on.remote()
+        except RayError as error:
+            self._error = error
+            raise OSError("the worker is gone") from error
+
+    def has_said(self, timeout_s: float | None) -> bool:
+        """Waits until there is something to receive, or the worker is gone; False if neither came in time."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._has_answer() and self.is_alive():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._wait_for_bell(left)
+        return True
+
+    def receive(self) -> Any:
+        """Waits for a message.
+
+        Raises:
+            EOFError: If the worker is gone.
+        """
+        self.has_said(None)
+        if not self._has_answer() and self._waiting is not None:
+            wait_until(self._waiting, _REASON_S)
+        if not self._has_answer():
+            raise EOFError("the worker is gone")
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        try:
+            reply = waiting.result()
+        except RayTaskError as error:  # the actor is there, and its method has failed: at a class that it lacks, say
+            return _failure_of(error)
+        except RayError as error:
+            self._error = error
+            raise EOFError("the worker is gone") from error
+        self.line.wait_until_heard(reply.num_bytes_said)
+        answer = reply.load()
+        if isinstance(answer, Failure):  # hosts have clocks of their own: what is heard first counts as first
+            answer = replace(answer, time=time.monotonic())
+        return answer
+
+    def _has_answer(self) -> bool:
+        return self._waiting is not None and self._waiting.done()
+
+    @property
+    def pollable(self) -> list[Any]:
+        """What becomes ready when there is an answer, or the worker has died."""
+        return [self._bell]
+
+    def answer(self) -> Any:
+        """The worker's answer to a job, its death if it died without one, or None for now."""
+        self._drain_bell()
+        is_dead = not self.is_alive()
+        if self._has_answer():
+            with suppress(EOFError):
+                return self.receive()
+        return self.death() if is_dead or self._error is not None else None
+
+    def ping(self) -> None:
+        """Asks the worker, which waits for a job, to answer :meth:`is_there`."""
+        with suppress(OSError):
+            self.send(Ping())
+
+    def is_there(self) -> bool:
+        """Waits for the answer to :meth:`ping`; False if the worker ended instead."""
+        if self._waiting is None:
+            return False
+        with suppress(EOFError):
+            return isinstance(self.receive(), Ping)
+        return False
+
+    # --- how it ends ---
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self._is_open and self._error is None and not self.line.closed.is_set()
+
+    def death(self) -> WorkerDiedError:
+        """Describes how it ended; waits a moment for Ray to know."""
+        if self._error is None and self._waiting is not None:
+            wait_until(self._waiting, _REASON_S)
+            if self._waiting.done() and isinstance(self._waiting.exception(), RayError):
+                self._error = self._waiting.exception()
+        message = f"rank {self.rank} ({self.where}) ended, in the middle of its work"
+        message += "." if self._error is None else f". Ray says: {reason_in(self._error)}"
+        return WorkerDiedError(message, self.rank, self.pid, -1)
+
+    def signal(self, signum: int) -> None:
+        """Sends it a signal, if it runs."""
+        if signum == signal.SIGKILL:
+            self.kill()
+        elif self.is_alive():
+            self.line.signal(signum)
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until it has ended."""
+        self.line.closed.wait(timeout_s)
+
+    def kill(self) -> None:
+        """Kills it, if it runs."""
+        if self._is_open and not self.line.closed.is_set():
+            with suppress(Exception):  # Ray may be gone
+                ray.kill(self._actor)
+            self.wait(END_S)
+
+    def close(self) -> None:
+        """Frees what this process holds for it."""
+        with suppress(Exception):
+            ray.kill(self._actor)  # one that has never connected
+        self._actor = self._waiting = None
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self._bell)
+                os.close(self._ringing)
+
+    # --- the bell ---
+
+    def _ring(self) -> None:
+        with self._lock:
+            if self._is_open:
+                with suppress(BlockingIOError):
+                    os.write(self._ringing, b"!")
+
+    def _wait_for_bell(self, timeout_s: float | None) -> None:
+        if wait([self._bell], 0.5 if timeout_s is None else min(timeout_s, 0.5)):
+            self._drain_bell()
+
+    def _drain_bell(self) -> None:
+        while self._is_open and wait([self._bell], 0):
+            os.read(self._bell, 64)
+
+
+def wait_until(future: "Future[Any]", timeout_s: float) -> None:
+    """Waits for a future, and raises nothing."""
+    with suppress(Exception):
+        future.exception(timeout_s)
+
+
+def reason_in(error: BaseException) -> str:
+    """What Ray says of an actor that is gone, without the advice and the numbers."""
+    text = str(error).strip()
+    found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text, re.DOTALL)
+    said = text.splitlines()[-1] if found is None else found.group(1).strip()
+    if found is not None and "connection error" in said:
+        said += " It was killed or has crashed; the kernel kills when memory runs out."
+    return said
+
+
+def _failure_of(error: RayTaskError) -> Failure:
+    cause = getattr(error, "cause", None) or error
+    lines = str(cause).strip().splitlines()
+    summary = ": ".join([type(cause).__qualname__, *lines[:1]])
+    return Failure(None, summary, str(error), time.monotonic(), has_results=False, is_consequence=False)

@@ -1,0 +1,277 @@
+"""DDPRayStrategy: DDP in workers on a Ray cluster, whose results come back to the caller. Name ``ddp_ray_ext``.
+
+What differs from :class:`.DDPSpawnStrategy` is where workers are (:mod:`.launch.ray`), and so which ranks they have:
+those on one host are its local ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
+
+from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
+from lightning_strategies_ext.launch.processes.starter import Starter
+from lightning_strategies_ext.launch.protocol import Seat
+from lightning_strategies_ext.launch.ray.cluster import check_address, check_has_ray
+from lightning_strategies_ext.launch.ray.demand import Demand, Placement, check_demand
+from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
+from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
+from lightning_strategies_ext.uneven.control import UnevenInputs
+
+#: Arguments of :class:`.DDPSpawnStrategy` that have no meaning here, and why.
+_REFUSED = {
+    "start_method": "Ray starts the workers",
+    "elastic": "a lost worker ends the stage; `ddp_spawn_elastic_ext` goes on without one, on one host",
+    "min_workers": "a lost worker ends the stage",
+    "commit_every_n_steps": "a lost worker ends the stage",
+    "max_restarts": "a lost worker ends the stage",
+    "cluster_environment": "ranks and addresses come from where Ray has put the workers",
+}
+
+
+class DDPRayStrategy(DDPSpawnStrategy):
+    """Multi-process data parallelism in workers on a Ray cluster, or on this machine where there is none.
+
+    Args:
+        num_workers: How many; as many as ``Trainer(devices=...)`` says if None.
+        num_cpus_per_worker: CPUs that Ray reserves for each, and threads that it computes in; a fraction lets several
+            share one.
+        num_gpus_per_worker: GPUs that Ray reserves for each, one or a fraction of one; one if the Trainer's accelerator
+            is a GPU, if None.
+        resources_per_worker: Further resources that each needs, by their names in the cluster.
+        placement: "PACK" puts workers on as few hosts as possible, "SPREAD" on as many.
+        address: "auto" for the cluster that this machine belongs to, ``"host:port"`` for another, "local" for Ray on
+            this machine, which ends with the workers. None is the cluster that this process is connected to
+            (``ray.init``), else that of ``RAY_ADDRESS``, else "local".
+        runtime_env: What workers find on their hosts, as ``ray.init`` takes it: ``{"working_dir": "."}`` brings your
+            modules. Where this process is connected already, give it there.
+        accelerator: See :class:`.DDPSpawnStrategy`.
+        parallel_devices: See :class:`.DDPSpawnStrategy`; their type is what counts.
+        checkpoint_io: See :class:`.DDPSpawnStrategy`.
+        precision_plugin: See :class:`.DDPSpawnStrategy`.
+        ddp_comm_state: See :class:`.DDPStrategy`.
+        ddp_comm_hook: See :class:`.DDPStrategy`.
+        ddp_comm_wrapper: See :class:`.DDPStrategy`.
+        model_averaging_period: See :class:`.DDPStrategy`.
+        process_group_backend: See :class:`.DDPStrategy`.
+        timeout: See :class:`.DDPStrategy`; also how long to wait until others leave room in the cluster.
+        process_group_options: See :class:`.DDPStrategy`.
+        keep_workers: See :class:`.DDPSpawnStrategy`.
+        patience: See :class:`.DDPStrategy`.
+        uneven_inputs: See :class:`.DDPStrategy`.
+        compression: See :class:`.DDPStrategy`.
+        **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
+
+    Raises:
+        ModuleNotFoundError: If Ray is not installed.
+        TypeError: If an argument is of the wrong kind or unknown.
+        ValueError: If a value or a combination cannot work.
+
+    Example::
+
+        from lightning_strategies_ext import DDPRayStrategy
+
+        trainer = Trainer(strategy=DDPRayStrategy(num_workers=8, address="auto"))
+        trainer.fit(model, datamodule)
+        predictions = trainer.predict(model, datamodule)  # in the same workers; of all ranks, in order
+    """
+
+    def __init__(
+        self,
+        num_workers: int | None = None,
+        num_cpus_per_worker: float = 1,
+        num_gpus_per_worker: float | None = None,
+        resources_per_worker: Mapping[str, float] | None = None,
+        placement: Placement = "PACK",
+        address: str | None = None,
+        runtime_env: dict[str, Any] | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        process_group_options: Any | None = None,
+        keep_workers: bool = True,
+        patience: float | timedelta | None = DEFAULT_PATIENCE,
+        uneven_inputs: UnevenInputs = "error",
+        compression: CompressionName | Compression | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, why in _REFUSED.items():
+            if name in kwargs:
+                raise ValueError(f"`{name}={kwargs[name]!r}` cannot be had with `ddp_ray_ext`: {why}. Leave it out.")
+        check_demand(num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement)
+        if num_gpus_per_worker is not None and num_gpus_per_worker > 1:
+            raise ValueError(
+                f"`num_gpus_per_worker={num_gpus_per_worker!r}`: a worker computes on one GPU. Use as many"
+                " `num_workers` as GPUs."
+            )
+        check_address(address)
+        if runtime_env is not None and not isinstance(runtime_env, dict):
+            raise TypeError(f"`runtime_env` must be a dict, as `ray.init` takes it, or None, got {runtime_env!r}.")
+        check_has_ray()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            process_group_options=process_group_options,
+            keep_workers=keep_workers,
+            patience=patience,
+            uneven_inputs=uneven_inputs,
+            compression=compression,
+            **kwargs,
+        )
+        self._num_workers = num_workers
+        self._num_cpus = num_cpus_per_worker
+        self._num_gpus = num_gpus_per_worker
+        self._resources = dict(resources_per_worker or {})
+        self._placement: Placement = placement
+        self._address = address
+        self._runtime_env = runtime_env
+
+    # --- environment, launch ---
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.num_nodes > 1:
+            raise ValueError(
+                f"`num_nodes={self.num_nodes}`: Ray decides on which hosts workers are. Leave it out and give"
+                " `num_workers` to the strategy, with `placement='SPREAD'` for as many hosts as possible."
+            )
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if self._num_workers is not None:
+            if devices[0].type == "cpu" and len(devices) not in (1, self._num_workers):
+                raise ValueError(
+                    f"`num_workers={self._num_workers}` and `devices={len(devices)}` differ. Give one of them only."
+                )
+            self.parallel_devices = [devices[0]] * self._num_workers
+        super()._configure_launcher()
+
+    @override
+    def _make_starter(self) -> Starter:
+        from lightning_strategies_ext.launch.ray.starter import RayStarter
+
+        timeout = self._timeout or default_pg_timeout
+        modules = (pl.__name__, __name__)
+        return RayStarter(self._demand(), self._address, self._runtime_env, timeout.total_seconds(), modules)
+
+    def _demand(self) -> Demand:
+        is_on_gpus = self.parallel_devices is not None and self.parallel_devices[0].type == "cuda"
+        num_gpus = float(is_on_gpus) if self._num_gpus is None else self._num_gpus
+        if num_gpus and not is_on_gpus:
+            raise ValueError(
+                f"`num_gpus_per_worker={num_gpus:g}`, and the Trainer computes on CPUs: use"
+                " `Trainer(accelerator='gpu')`, in a main process that has a GPU, too."
+            )
+        if is_on_gpus and not num_gpus:
+            raise ValueError(
+                "`num_gpus_per_worker=0`, and the Trainer computes on GPUs: leave it out, or use"
+                " `Trainer(accelerator='cpu')`."
+            )
+        return Demand(self._num_cpus, num_gpus, self._resources, self._placement)
+
+    # --- in a worker ---
+
+    @override
+    def enter_worker(self, context: WorkerContext) -> None:
+        """Called first in a worker: its ranks and its device are those of its seat."""
+        super().enter_worker(context)
+        seat = context.seat
+        assert seat is not None
+        assert self.parallel_devices is not None
+        kind = self.parallel_devices[0].type
+        # Of the GPUs of its host, a worker sees those that Ray has given to it.
+        device = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
+        self.parallel_devices = [device] * seat.local_world_size
+        self.num_nodes = seat.num_hosts
+        self.cluster_environment = SeatEnvironment(seat)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which samples are this rank's; hosts may have different numbers of ranks."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
+class SeatEnvironment(ClusterEnvironment):
+    """Where ranks and addresses come from in a worker.
+
+    Args:
+        seat: Of the worker.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__()
+        self._seat = seat
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        """True: Ray has."""
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        """Of the first worker's host."""
+        return self._seat.address
+
+    @property
+    @override
+    def main_port(self) -> int:
+        """One that was free there."""
+        return self._seat.port
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        """False: the strategy knows."""
+        return False
+
+    @override
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self._seat.world_size
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Does nothing: it is known."""
+
+    @override
+    def global_rank(self) -> int:
+        """Among all workers."""
+        return self._seat.rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Does nothing: it is known."""
+
+    @override
+    def local_rank(self) -> int:
+        """Among those of this host."""
+        return self._seat.local_rank
+
+    @override
+    def node_rank(self) -> int:
+        """Of this host."""
+        return self._seat.host_rank
