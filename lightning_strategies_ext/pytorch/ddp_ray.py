@@ -71,7 +71,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
-        ModuleNotFoundError: If Ray is not installed.
+        UnavailableHereError: If Ray is not installed.
         TypeError: If an argument is of the wrong kind or unknown.
         ValueError: If a value or a combination cannot work.
 

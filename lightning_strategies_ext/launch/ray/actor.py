@@ -3,7 +3,9 @@
 import gc
 import importlib
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,13 +56,15 @@ class WorkerActor:
         self._service: Service | None = None
         self._rest: Iterator[Any] = iter(())
 
-    def facts(self, modules: Sequence[str], packages: Sequence[str]) -> Facts:
+    def facts(self, paths: Sequence[str], modules: Sequence[str], packages: Sequence[str]) -> Facts:
         """Tells where it is, when it has imported what jobs need.
 
         Args:
+            paths: Where the main process finds modules; last here, as far as there are such directories.
             modules: Which to import.
             packages: Whose versions to tell.
         """
+        sys.path.extend(path for path in paths if path not in sys.path and os.path.exists(path))
         for module in modules:
             importlib.import_module(module)
         context = ray.get_runtime_context()
@@ -73,6 +77,7 @@ class WorkerActor:
     def start(self, start: Start) -> Failure | None:
         """Gets ready for jobs; returns why that has failed, if it has."""
         main_is_elsewhere()
+        _let_signals_in()
         self._service = Service(WorkerState(start))
         return self._service.prepare(start)
 
@@ -111,6 +116,17 @@ class WorkerActor:
         gc.collect()  # ends the workers of dataloaders
         self._line.flush()
         ray.actor.exit_actor()
+
+
+def _let_signals_in() -> None:
+    """Lets this worker hear what comes over the line, as one that is no child of Ray does, and no Ctrl-C of a terminal.
+
+    Ray starts workers with SIGINT blocked, and handles SIGTERM by an exit, which Lightning would call beside its own.
+    """
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lightning_strategies_ext.launch.ray.demand import Demand
+from lightning_strategies_ext.registry import UnavailableHereError
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +37,18 @@ def check_has_ray() -> None:
     """Refuses to go on without Ray.
 
     Raises:
-        ModuleNotFoundError: If it is not installed; names the extra.
+        UnavailableHereError: If it is not installed; names the extra.
     """
     try:
         with _sigterm_as_it_was():
             import ray
     except ImportError as error:
-        raise ModuleNotFoundError(
+        raise UnavailableHereError(
             f"`strategy='ddp_ray_ext'` needs Ray, which cannot be imported ({error}). Install it:"
             f" `pip install '{EXTRA}'`, on every host of the cluster in the same version."
         ) from error
     if not hasattr(ray, "is_initialized"):  # a folder of that name beside the script
-        raise ModuleNotFoundError(
+        raise UnavailableHereError(
             f"`strategy='ddp_ray_ext'` needs Ray, and `import ray` gives {list(ray.__path__)}, which is something else."
             f" Install it: `pip install '{EXTRA}'`."
         )

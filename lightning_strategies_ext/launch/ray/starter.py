@@ -1,6 +1,8 @@
 """Starts workers on a Ray cluster: a placement group, an actor in each of its bundles, a seat for each."""
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -134,7 +136,8 @@ class RayStarter:
         Raises:
             RuntimeError: If one does not come, or has other versions of what must be alike.
         """
-        asked = [(worker, worker.ask("facts", self._modules, self._packages)) for worker in workers]
+        paths = [os.path.abspath(path) for path in sys.path]
+        asked = [(worker, worker.ask("facts", paths, self._modules, self._packages)) for worker in workers]
         for worker, future in asked:
             worker.facts = _result(worker, future)
             self._check_versions(worker)

@@ -1,0 +1,295 @@
+"""The promises of ``ddp_ray_ext`` on one machine: what ``ddp_spawn_ext`` promises, of workers that Ray has started."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_strategies_ext import WorkerDiedError, WorkerRaisedError
+from tests.support.ddp_spawn_trainers import Node, Stateful, seeded
+from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
+from tests.support.ray_clusters import HALF, assert_nothing_is_left, needs_ray, own_ray
+
+pytestmark = needs_ray
+FOREVER_S = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with own_ray():
+        yield
+
+
+def on_ray(devices: int = 2, **kwargs: Any) -> Trainer:
+    from lightning_strategies_ext import DDPRayStrategy
+
+    return make_trainer(DDPRayStrategy(**HALF), devices=devices, **kwargs)
+
+
+class Notes(Callback):
+    """What a callback of the user's may hold."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.node = Node()
+        self.tensor = torch.zeros(3)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps.append(trainer.global_step)
+        self.node.values.append(batch_idx)
+        self.tensor += 1
+
+
+def test_it_trains_to_the_weights_of_spawned_workers_and_brings_all_back(tmp_path):
+    results = []
+    for trainer in (make_trainer("ddp_spawn_ext", max_epochs=2), on_ray(max_epochs=2)):
+        model, notes = seeded(Stateful), Notes()
+        steps, node = notes.steps, notes.node
+        saves = ModelCheckpoint(tmp_path / type(trainer.strategy).__name__, monitor="loss_epoch", save_top_k=2)
+        trainer.callbacks += [notes, saves]
+        trainer.fit(model, loader(shuffle=True))
+        first = state_of(model)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(model, loader(shuffle=True))
+        assert steps is notes.steps == list(range(1, 25))
+        assert node is notes.node
+        assert Path(saves.best_model_path).exists()
+        optimizer = trainer.optimizers[0]
+        assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+        results.append(
+            {
+                **{f"first.{name}": tensor for name, tensor in first.items()},
+                **state_of(model),
+                **{name: metric.clone() for name, metric in trainer.callback_metrics.items()},
+                "Adam": optimizer.state[next(model.parameters())]["exp_avg"].clone(),
+                "best": saves.best_model_score.clone(),
+                "tensor": notes.tensor.clone(),
+                "node": torch.tensor(node.values),
+                "random": torch.rand(3),
+            }
+        )
+    assert_same_bits(*results)
+
+
+def test_workers_stay_and_predictions_come_in_the_order_of_the_dataset():
+    trainer = on_ray()
+    model = seeded()
+    trainer.fit(model, loader())
+    pids = trainer.strategy.launcher.pids
+    predictions = trainer.predict(model, loader(num_samples=31))
+    assert trainer.strategy.launcher.pids == pids
+    assert len(set(pids)) == 2
+    expected = model.net(next(iter(loader(num_samples=31, batch_size=31)))[0])
+    assert torch.allclose(torch.cat(predictions), expected)
+    (metrics,) = trainer.validate(model, loader(), verbose=False)
+    assert metrics["val_loss"] == trainer.callback_metrics["val_loss"].item()
+
+
+class Large(MLP):
+    """48 MB of weights, some of them in a tensor that travels in several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(12_000_000))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + ((self.large - 1) ** 2).mean() * 1e6
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_large_tensors_come_back_and_can_be_written_to():
+    model = Large()
+    place = model.large.data_ptr()
+    trainer = on_ray(max_epochs=1)
+    trainer.fit(model, loader(16))
+    assert model.large.data_ptr() == place
+    assert (model.large > 0).all()
+    assert model.large.unique().numel() == 1
+    model.large.data += 1
+
+
+class Speaks(Callback):
+    def on_train_start(self, trainer, pl_module):
+        print(f"rank {trainer.global_rank} (local {trainer.local_rank}) of {trainer.world_size} speaks")
+        os.system("echo a child of it, too")
+
+
+def test_what_workers_print_is_shown_here_before_fit_returns(capfd):
+    on_ray(callbacks=[Speaks()], max_epochs=1).fit(MLP(), loader())
+    shown = capfd.readouterr().out
+    assert "rank 0 (local 0) of 2 speaks\n" in shown
+    assert "rank 1 (local 1) of 2 speaks\n" in shown
+    assert shown.count("a child of it, too\n") == 2
+
+
+def test_a_progress_bar_is_that_of_rank_zero(capfd):
+    on_ray(max_epochs=1, enable_progress_bar=True).fit(MLP(), loader())
+    assert "8/8" in "".join(capfd.readouterr())
+
+
+# --- failures ---
+
+
+class MyError(Exception):
+    pass
+
+
+class Fails(MLP):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 3 and self.global_rank == 1:
+            if self.how == "raises":
+                raise MyError("bad sample")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_names_rank_host_and_cause_and_another_fit_works():
+    trainer = on_ray()
+    with pytest.raises(WorkerRaisedError) as raised:
+        trainer.fit(Fails("raises"), loader())
+    message = str(raised.value)
+    assert f"rank 1 (pid {raised.value.error_pid} on 127.0.0.1) failed: MyError: bad sample" in message
+    assert "in training_step" in message
+    assert type(raised.value.__cause__) is MyError
+    trainer.fit(MLP(), loader())
+    assert trainer.state.finished
+
+
+def test_a_killed_worker_is_noticed_at_once():
+    trainer = on_ray()
+    began = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+ on 127.0.0.1\) ended.*Ray says: .*killed"):
+        trainer.fit(Fails("dies"), loader())
+    assert time.monotonic() - began < 60
+    trainer.fit(MLP(), loader())
+    assert trainer.state.finished
+
+
+class Slow(MLP):
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        if self.global_step == 3:
+            (self.directory / f"training{self.global_rank}").touch()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_all_ranks_and_what_they_have_done_is_here(tmp_path, signum):
+    def press() -> None:
+        deadline = time.monotonic() + FOREVER_S
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    model, trainer = Slow(tmp_path), on_ray(max_epochs=-1)
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(SystemExit):
+            trainer.fit(model, loader())
+    finally:
+        thread.join()
+        signal.signal(signum, before)
+    assert trainer.global_step > 3
+    assert trainer.received_sigterm == (signum == signal.SIGTERM)
+
+
+def test_nothing_is_left_in_the_cluster_when_the_workers_have_ended():
+    trainer = on_ray()
+    trainer.fit(MLP(), loader())
+    pids = trainer.strategy.launcher.pids
+    trainer.strategy.close()
+    assert trainer.strategy.launcher.pids == []
+    assert_nothing_is_left(pids)
+
+
+def test_a_function_runs_without_a_trainer():
+    from lightning_strategies_ext import DDPRayStrategy
+
+    with DDPRayStrategy(2, **HALF, parallel_devices=[torch.device("cpu")]) as strategy:
+        assert strategy.spawn(sum_of_ranks) == 1
+        assert strategy.spawn(lambda: 7) == 7
+
+
+def sum_of_ranks() -> int:
+    tensor = torch.tensor(torch.distributed.get_rank())
+    torch.distributed.all_reduce(tensor)
+    return int(tensor)
+
+
+# --- what is refused ---
+
+
+def test_more_than_the_cluster_has_is_refused_with_numbers():
+    from lightning_strategies_ext import DDPRayStrategy
+
+    num_cpus = len(os.sched_getaffinity(0))
+    for arguments, message in (
+        ({"num_workers": 1000}, rf"1000 CPUs, and the Ray cluster has {num_cpus}\b"),
+        ({"num_workers": 2, "resources_per_worker": {"fast": 1}}, r"2 of 'fast', and the Ray cluster has 0\b"),
+        ({"num_workers": 1, "num_cpus_per_worker": 1000}, "1000 CPUs"),
+    ):
+        trainer = make_trainer(DDPRayStrategy(**arguments), devices=1)
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(MLP(), loader())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_workers": 0}, ValueError, "num_workers=0"),
+        ({"num_workers": 2.5}, TypeError, "num_workers"),
+        ({"num_cpus_per_worker": 0}, ValueError, "a worker computes"),
+        ({"num_cpus_per_worker": 1.5}, ValueError, "fractions of one"),
+        ({"num_gpus_per_worker": -1}, ValueError, "negative"),
+        ({"num_gpus_per_worker": 2}, ValueError, "one GPU"),
+        ({"resources_per_worker": {"CPU": 2}}, ValueError, "num_cpus_per_worker"),
+        ({"resources_per_worker": 3}, TypeError, "resources_per_worker"),
+        ({"placement": "pack"}, ValueError, "'PACK'"),
+        ({"address": "ray://head:10001"}, ValueError, "Ray Client"),
+        ({"address": 6379}, TypeError, "address"),
+        ({"runtime_env": "."}, TypeError, "runtime_env"),
+        ({"elastic": True}, ValueError, "ddp_spawn_elastic_ext"),
+        ({"start_method": "fork"}, ValueError, "Ray starts"),
+        ({"max_restarts": 3}, ValueError, "max_restarts"),
+        ({"cluster_environment": None}, ValueError, "cluster_environment"),
+        ({"no_such_argument": 1}, TypeError, "no_such_argument"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(arguments, error, message):
+    from lightning_strategies_ext import DDPRayStrategy
+
+    with pytest.raises(error, match=message):
+        DDPRayStrategy(**arguments)
+
+
+def test_what_the_trainer_asks_for_must_agree():
+    from lightning_strategies_ext import DDPRayStrategy
+
+    with pytest.raises(ValueError, match="num_workers=2"):
+        make_trainer(DDPRayStrategy(2), devices=3)
+    with pytest.raises(ValueError, match="Ray decides"):
+        make_trainer(DDPRayStrategy(2), devices=1, num_nodes=2)
+    with pytest.raises(ValueError, match="num_gpus_per_worker=1"):
+        make_trainer(DDPRayStrategy(2, num_gpus_per_worker=1), devices=1)
