@@ -23,7 +23,7 @@ from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome
 from lightning_strategies_ext.launch.processes.process import ProcessStarter, WorkerStartMethod
 from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.stage.job import StageJob
-from lightning_strategies_ext.launch.strategy import LaunchedStrategy, telling_the_others
+from lightning_strategies_ext.launch.strategy import LaunchedStrategy, StagesStrategy, telling_the_others
 from lightning_strategies_ext.launch.worker_group import Workers, raise_shown_in_short
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class WorkerLauncher(_lightning.Launcher):
         workers: The workers.
     """
 
-    def __init__(self, strategy: LaunchedStrategy, starter: Starter) -> None:
+    def __init__(self, strategy: StagesStrategy, starter: Starter) -> None:
         self._strategy = strategy
         self.workers = Workers(strategy, starter)
 
@@ -118,7 +118,7 @@ class WorkerLauncher(_lightning.Launcher):
             return self.workers.call(function, args, kwargs)
         self.workers.check_can_start()
         self._strategy.check_before_launch(trainer)
-        with self.workers.in_use():
+        with self.workers.in_use(), self._strategy.around_stage(trainer):
             value = self._run(StageJob(trainer, function, args, kwargs))
         self.workers.end_unless_kept()
         if hasattr(self._strategy, "post_dispatch"):

@@ -1,7 +1,7 @@
 """What launchers and workers ask of a strategy, the Trainer's or Fabric's."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.fabric.plugins import CheckpointIO
@@ -61,6 +61,13 @@ class LaunchedStrategy(WorkersStrategy, Protocol):
 
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see."""
+
+
+class StagesStrategy(LaunchedStrategy, Protocol):
+    """A strategy of the Trainer's whose stages run in workers."""
+
+    def around_stage(self, trainer: Any) -> AbstractContextManager[None]:
+        """What the main process does around a stage."""
 
 
 class WorkerStrategy(LaunchedStrategy, Protocol):

@@ -9,6 +9,7 @@ or more over ``shm``, which adds up in another order than gloo.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -228,6 +229,10 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         module_hooks = ("configure_model", "setup", "configure_callbacks")
         if not any(is_overridden(hook, module) for hook in module_hooks) and not _has_callback_with_setup(trainer):
             check_has_trainable_parameters(module)
+
+    def around_stage(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+        """What the main process does around a stage in workers: nothing, here."""
+        return nullcontext()
 
     def enter_worker(self, context: WorkerContext) -> None:
         """Called first in a worker process, with what is known only there."""

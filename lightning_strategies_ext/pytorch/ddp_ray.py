@@ -4,7 +4,11 @@ What differs from :class:`.DDPSpawnStrategy` is where workers are (:mod:`.launch
 those on one host are its local ranks.
 """
 
-from collections.abc import Callable, Mapping
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -148,6 +152,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         self._placement: Placement = placement
         self._address = address
         self._runtime_env = runtime_env
+        self._signs: list[str] = []
 
     # --- environment, launch ---
 
@@ -190,14 +195,33 @@ class DDPRayStrategy(DDPSpawnStrategy):
             )
         return Demand(self._num_cpus, num_gpus, self._resources, self._placement)
 
+    @contextmanager
+    @override
+    def around_stage(self, trainer: "pl.Trainer") -> Generator[None, None, None]:
+        """Leaves an empty file in each directory that the stage writes to, for the first worker to see."""
+        with ExitStack() as files:
+            self._signs = []
+            for directory in _written_to(trainer):
+                with suppress(OSError):  # then the worker says what is wrong with it
+                    os.makedirs(directory, exist_ok=True)
+                    file = files.enter_context(tempfile.NamedTemporaryFile(prefix=".ddp_ray_ext-", dir=directory))
+                    self._signs.append(file.name)
+            yield
+
     # --- in a worker ---
 
     @override
     def enter_worker(self, context: WorkerContext) -> None:
-        """Called first in a worker: its ranks and its device are those of its seat."""
+        """Called first in a worker: its ranks and its device are those of its seat.
+
+        Raises:
+            RuntimeError: If this is the first worker, and what it is to write would not be seen by the main process.
+        """
         super().enter_worker(context)
         seat = context.seat
         assert seat is not None
+        if seat.rank == 0:
+            _check_are_seen(self._signs)
         assert self.parallel_devices is not None
         kind = self.parallel_devices[0].type
         # Of the GPUs of its host, a worker sees those that Ray has given to it.
@@ -211,6 +235,25 @@ class DDPRayStrategy(DDPSpawnStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which samples are this rank's; hosts may have different numbers of ranks."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+
+def _written_to(trainer: "pl.Trainer") -> list[str]:
+    """The directories that checkpoints and loggers of a stage go to, as far as they are on disks."""
+    found: list[Any] = [trainer.default_root_dir] if trainer.loggers or trainer.checkpoint_callbacks else []
+    found += [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    found += [logger.save_dir for logger in trainer.loggers]
+    return [path for path in dict.fromkeys(str(path) for path in found if path) if "://" not in path]
+
+
+def _check_are_seen(signs: list[str]) -> None:
+    for sign in signs:
+        if not os.path.exists(sign):
+            raise RuntimeError(
+                f"{os.path.dirname(sign)} of the main process is not that of {socket.gethostname()}, where rank 0 is:"
+                " checkpoints and logs would not be found. Give the Trainer a `default_root_dir` (and callbacks and"
+                " loggers a directory) on a storage that all hosts see, a shared disk or an address such as 's3://…';"
+                " or let the main process's host have CPUs in the cluster, where rank 0 is put then."
+            )
 
 
 class SeatEnvironment(ClusterEnvironment):

@@ -1,0 +1,148 @@
+"""``ddp_ray_ext`` on two hosts, each with a raylet: one program trains on both, and learns what happens on the other.
+
+The hosts are two network namespaces, see :mod:`tests.support.hosts`; where these cannot be had, the test says why and
+is skipped.
+"""
+
+import json
+import secrets
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import NoHostsError, two_hosts
+from tests.support.ranks import REPOSITORY, clean_environment, run_command
+from tests.support.ray_clusters import needs_ray
+
+pytestmark = needs_ray
+
+PROGRAM = """
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import psutil
+import torch
+
+from lightning_strategies_ext import DDPRayStrategy
+from tests.support.ddp_spawn_trainers import Stateful, seeded
+from tests.support.models import loader, make_trainer, state_of
+
+directory = Path(sys.argv[1])
+found = {}
+
+
+class Looks(pl.Callback):  # in `__main__`
+    seen = None
+
+    def on_train_start(self, trainer, pl_module):
+        strategy = trainer.strategy
+        mine = (trainer.global_rank, trainer.local_rank, trainer.node_rank, strategy.num_processes, os.uname().nodename)
+        seen = [None] * trainer.world_size
+        torch.distributed.all_gather_object(seen, mine)
+        self.seen = seen, torch.distributed.get_backend(), os.environ["MASTER_ADDR"]
+
+
+class KillsRaylet(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3 and trainer.global_rank == 2:
+            os.kill(psutil.Process().parent().pid, signal.SIGKILL)
+
+
+def on_ray(*args, callbacks=(), **kwargs):
+    strategy = DDPRayStrategy(*args, **kwargs, address="auto")
+    return make_trainer(strategy, devices=1, max_epochs=1, callbacks=[*callbacks])
+
+
+looks = Looks()
+trainer = on_ray(3, callbacks=[looks])
+model = seeded(Stateful)
+trainer.fit(model, loader(60, batch_size=4, shuffle=True))
+found["seen"] = looks.seen
+outputs = torch.cat(trainer.predict(model, loader(31)))
+with torch.no_grad():
+    expected = model.eval().net(next(iter(loader(31, batch_size=31)))[0])
+found["in order"] = torch.allclose(outputs, expected, atol=1e-6)
+found["steps"] = trainer.global_step
+trainer.strategy.close()
+
+other = make_trainer("ddp_fork_ext", devices=3, max_epochs=1)
+same = seeded(Stateful)
+other.fit(same, loader(60, batch_size=4, shuffle=True))
+differing = [name for name, tensor in state_of(model).items() if not torch.allclose(tensor, state_of(same)[name])]
+found["as spawned"] = differing
+other.strategy.close()
+
+hidden = directory / "hidden"  # of this program alone: the other host does not see what is in it
+hidden.mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", hidden], check=True)
+trainer = make_trainer(
+    DDPRayStrategy(1, address="auto", resources_per_worker={"far": 0.5}),
+    devices=1,
+    max_epochs=1,
+    default_root_dir=hidden,
+    enable_checkpointing=True,
+)
+try:
+    trainer.fit(seeded(), loader())
+except Exception as error:
+    found["hidden"] = str(error)
+
+trainer = on_ray(3, callbacks=[KillsRaylet()])
+try:
+    trainer.fit(seeded(), loader(120))
+except Exception as error:
+    found["killed"] = [type(error).__name__, str(error)]
+(directory / "found").write_text(json.dumps(found))
+"""
+
+
+def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ray = Path(sys.executable).with_name("ray")
+    quiet = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": "/tmp",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    directory = ["--temp-dir", f"/tmp/r{tmp_path.stat().st_ino}"]
+    try:
+        with two_hosts(tmp_path) as (first, second):
+            address = f"{first.address}:6379"
+            start = [str(ray), "start", "--disable-usage-stats", "--node-ip-address"]
+            head = [*start, first.address, "--head", "--port", "6379", "--num-cpus", "2", *directory]
+            run = run_command(*first.enter(), *head, "--include-dashboard", "false", env=quiet)
+            assert run.returncode == 0, run.stdout
+            run = run_command(
+                *second.enter(), *start, second.address, "--address", address, "--num-cpus", "1",
+                "--resources", json.dumps({"far": 1}), env=quiet,
+            )  # fmt: skip
+            assert run.returncode == 0, run.stdout
+            environment = {**clean_environment(), **quiet, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": address}
+            program = run_command(
+                *first.enter(), sys.executable, tmp_path / "program.py", tmp_path, env=environment, timeout_s=240
+            )
+            names = [first.name, second.name]
+    except NoHostsError as error:
+        pytest.skip(str(error))
+    assert (tmp_path / "found").exists(), program.stdout
+    found = json.loads((tmp_path / "found").read_text())
+    seen, backend, meeting = found["seen"]
+    assert seen == [[0, 0, 0, 2, names[0]], [1, 1, 0, 2, names[0]], [2, 0, 1, 1, names[1]]]
+    assert backend == "gloo"
+    assert meeting == "10.113.97.1"
+    assert found["steps"] == 5
+    assert found["in order"]
+    assert found["as spawned"] == []
+    assert f"is not that of {names[1]}, where rank 0 is" in found["hidden"]
+    kind, message = found["killed"]
+    assert kind == "WorkerDiedError"
+    assert "on 10.113.97.2) ended" in message
+    assert "rank 2 (pid" in message
