@@ -353,6 +353,8 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
         assert found["engine"] == strategy.engine
         if strategy.name == "ddp_elastic_ext":  # which is no fault
             assert "torchrun --standalone" in found["problem"]
+        elif strategy.name == "ddp_ray_ext" and found["problem"]:
+            assert "pip install 'lightning-strategies-ext[ray]'" in found["problem"]
         elif strategy.engine == "Horovod" and found["problem"]:
             command = "install-horovod" if "not installed" in found["problem"] else "--host-discovery-script"
             assert command in found["problem"]
@@ -374,6 +376,7 @@ def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() 
         "ddp_fork_ext*",
         "ddp_notebook_ext*",
         "ddp_spawn_elastic_ext",
+        "ddp_ray_ext",
         "ddp_elastic_ext",
     ]
     assert rows == [*families, "dp_ext", "horovod_ext", "horovod_elastic_ext", "dp", "horovod"]
@@ -402,7 +405,11 @@ def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Enviro
     assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]["problem"]
     assert shown["raising_one"]["is_fault"]
     assert shown["good_one"]["problem"] is None
-    assert all(shown[strategy.name]["problem"] is None for strategy in STRATEGIES if "elastic" not in strategy.name)
+    assert all(
+        shown[strategy.name]["problem"] is None
+        for strategy in STRATEGIES
+        if not re.search("elastic|ray", strategy.name)
+    )
 
 
 def test_the_console_command_is_the_same_program() -> None:

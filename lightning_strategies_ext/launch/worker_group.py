@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, NoReturn
 
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -209,7 +210,8 @@ class Workers:
             if taken is None:
                 self._rendezvous = _rendezvous(self._strategy)
                 passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
-                taken = WorkerPool(self._strategy.num_processes, self._starter, passed_through, inherited)
+                starter = copy(self._starter)  # each pool has its own, and may be another strategy's later
+                taken = WorkerPool(self._strategy.num_processes, starter, passed_through, inherited)
             self._pool = taken
             self._finalizer = weakref.finalize(self, self._pool.close)
         return self._pool

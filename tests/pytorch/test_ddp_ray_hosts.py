@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from lightning_strategies_ext import DDPRayStrategy
-from tests.support.ddp_spawn_trainers import Stateful, seeded
+from tests.support.ddp_spawn_trainers import seeded
 from tests.support.models import loader, make_trainer, state_of
 
 directory = Path(sys.argv[1])
@@ -59,9 +59,19 @@ def on_ray(*args, callbacks=(), **kwargs):
     return make_trainer(strategy, devices=1, max_epochs=1, callbacks=[*callbacks])
 
 
+hidden = directory / "hidden"  # of this program alone: the other host does not see what is in it
+hidden.mkdir()
+subprocess.run(["mount", "-t", "tmpfs", "tmpfs", hidden], check=True)
+writes = {"default_root_dir": hidden, "enable_checkpointing": True}
+strategy = DDPRayStrategy(1, address="auto", resources_per_worker={"far": 0.5})
+try:
+    make_trainer(strategy, devices=1, max_epochs=1, **writes).fit(seeded(), loader())
+except Exception as error:
+    found["hidden"] = str(error)
+
 looks = Looks()
 trainer = on_ray(3, callbacks=[looks])
-model = seeded(Stateful)
+model = seeded()
 trainer.fit(model, loader(60, batch_size=4, shuffle=True))
 found["seen"] = looks.seen
 outputs = torch.cat(trainer.predict(model, loader(31)))
@@ -69,29 +79,13 @@ with torch.no_grad():
     expected = model.eval().net(next(iter(loader(31, batch_size=31)))[0])
 found["in order"] = torch.allclose(outputs, expected, atol=1e-6)
 found["steps"] = trainer.global_step
-trainer.strategy.close()
 
 other = make_trainer("ddp_fork_ext", devices=3, max_epochs=1)
-same = seeded(Stateful)
+same = seeded()
 other.fit(same, loader(60, batch_size=4, shuffle=True))
 differing = [name for name, tensor in state_of(model).items() if not torch.allclose(tensor, state_of(same)[name])]
-found["as spawned"] = differing
+found["as forked"] = differing
 other.strategy.close()
-
-hidden = directory / "hidden"  # of this program alone: the other host does not see what is in it
-hidden.mkdir()
-subprocess.run(["mount", "-t", "tmpfs", "tmpfs", hidden], check=True)
-trainer = make_trainer(
-    DDPRayStrategy(1, address="auto", resources_per_worker={"far": 0.5}),
-    devices=1,
-    max_epochs=1,
-    default_root_dir=hidden,
-    enable_checkpointing=True,
-)
-try:
-    trainer.fit(seeded(), loader())
-except Exception as error:
-    found["hidden"] = str(error)
 
 trainer = on_ray(3, callbacks=[KillsRaylet()])
 try:
@@ -140,7 +134,7 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
     assert meeting == "10.113.97.1"
     assert found["steps"] == 5
     assert found["in order"]
-    assert found["as spawned"] == []
+    assert found["as forked"] == []
     assert f"is not that of {names[1]}, where rank 0 is" in found["hidden"]
     kind, message = found["killed"]
     assert kind == "WorkerDiedError"

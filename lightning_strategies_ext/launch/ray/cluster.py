@@ -31,6 +31,8 @@ _ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _lock = threading.RLock()
 _users = 0
 _directory: str | None = None
+_session: str | None = None
+_address: str | None = None
 
 
 def check_has_ray() -> None:
@@ -71,7 +73,7 @@ def check_address(address: Any) -> None:
         )
 
 
-def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dict[str, Any] | None) -> None:
+def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dict[str, Any] | None) -> bool:
     """Connects this process to a cluster, or starts one; :func:`leave` is to be called as often.
 
     Args:
@@ -82,21 +84,29 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
         num_workers: How many.
         runtime_env: See ``ray.init``; of the job, if this call connects.
 
+    Returns:
+        Whether this call has connected it.
+
     Raises:
         ValueError: If the workers do not fit, or this process is connected to another cluster.
         RuntimeError: If the cluster cannot be reached, or this process is connected through Ray Client.
     """
     import ray
 
-    global _users, _directory
+    global _users, _directory, _session, _address
     with _lock:
         if ray.is_initialized():
             _check_is_in_cluster()
+            if _session != _this_session():
+                _forget()  # the user has left ours, and has connected to another since
+            if not _users or address != _address:
+                _check_is_asked_for(address)
             demand.check_fits(num_workers, hosts(), "the Ray cluster")
             if _users:
                 _users += 1
-            return
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
+            return False
+        _forget()
+        asked, address = address, address or os.environ.get("RAY_ADDRESS") or "local"
         check_address(address)
         if address == "local":
             here = _this_machine()
@@ -113,30 +123,39 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
                     f"`address={address!r}`: no Ray cluster is there ({error}). Start one with `ray start --head`, or"
                     " leave the argument out to have one on this machine for as long as it is needed."
                 ) from error
-        _users = 1
+        _users, _session, _address = 1, _this_session(), asked
         try:
             demand.check_fits(num_workers, hosts(), "the Ray cluster")
         except ValueError:
             leave()
             raise
+        return True
 
 
 def leave() -> None:
     """Called when a pool does not need the cluster any more; ends what was connected or started by :func:`join`."""
     import ray
 
-    global _users, _directory
+    global _users
     with _lock:
         if not _users:
             return
         _users -= 1
         if _users:
             return
-        with _sigterm_as_it_was(), suppress(Exception):
-            ray.shutdown()
-        if _directory is not None:
-            shutil.rmtree(_directory, ignore_errors=True)
-            _directory = None
+        if ray.is_initialized() and _session == _this_session():
+            with _sigterm_as_it_was(), suppress(Exception):
+                ray.shutdown()
+        _forget()
+
+
+def _forget() -> None:
+    """Lets go of what was joined before, which is not there any more."""
+    global _users, _directory, _session
+    _users, _session = 0, None
+    if _directory is not None:
+        shutil.rmtree(_directory, ignore_errors=True)
+        _directory = None
 
 
 def hosts() -> list[dict[str, float]]:
@@ -163,6 +182,25 @@ def _check_is_in_cluster() -> None:
             "This process is connected through Ray Client (`ray.init('ray://…')`), and workers cannot talk to a main"
             " process that is outside of their cluster. Run the script on a host of the cluster, with `ray job submit`"
             " or by hand."
+        )
+
+
+def _this_session() -> str:
+    """What tells the connection of this process to a cluster from others that it had before."""
+    import ray
+
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
+
+
+def _check_is_asked_for(address: str | None) -> None:
+    import ray
+
+    there = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", there):
+        raise ValueError(
+            f"`address={address!r}`: this process is connected to the Ray cluster at {there} already, and can be to one"
+            " only. Leave the argument out, or call `ray.shutdown()` first."
         )
 
 

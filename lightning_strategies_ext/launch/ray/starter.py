@@ -67,6 +67,7 @@ class RayStarter:
         self._exchange: Exchange | None = None
         self._has_joined = False
         self._actor_class: Any = None
+        self._of_actors: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_group": None, "_exchange": None, "_has_joined": False, "_actor_class": None}
@@ -92,8 +93,9 @@ class RayStarter:
             RuntimeError: If it cannot be reached, or others do not leave room in time.
         """
         if not self._has_joined:
-            cluster.join(self._address, self._demand, num_workers, self._runtime_env)
+            has_connected = cluster.join(self._address, self._demand, num_workers, self._runtime_env)
             self._has_joined = True
+            self._of_actors = {} if has_connected or not self._runtime_env else {"runtime_env": self._runtime_env}
             self._actor_class = ray.remote(WorkerActor)
             self._reserve(num_workers)
             self._exchange = Exchange(ray.util.get_node_ip_address())
@@ -102,6 +104,7 @@ class RayStarter:
             "num_cpus": self._demand.num_cpus,
             "num_gpus": self._demand.num_gpus,
             "resources": dict(self._demand.resources),
+            **self._of_actors,
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(

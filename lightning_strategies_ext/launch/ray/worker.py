@@ -127,7 +127,7 @@ class RayWorker:
             self._waiting.add_done_callback(lambda future: self._ring())
             if isinstance(message, Order):
                 self._actor.go_on.remote()
-        except RayError as error:
+        except Exception as error:  # Ray may be gone as well
             self._error = error
             raise OSError("the worker is gone") from error
 

@@ -1,0 +1,77 @@
+"""``examples/ray_digits.py``: Ray starts and ends with the script, however that ends."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
+from tests.support.ranks import kill_tree, start_script
+from tests.support.ray_clusters import needs_ray
+
+pytestmark = needs_ray
+SCRIPT = EXAMPLES / "ray_digits.py"
+ENVIRONMENT = {**WIDE, "OMP_NUM_THREADS": "1"}
+GONE_WITHIN_S = 60
+
+
+@pytest.mark.parametrize("ending", ["by itself", "by SIGKILL", "by SIGTERM"])
+def test_it_trains_and_leaves_nothing_behind(ending):
+    """All that it started is gone when it is: workers, and Ray, which nobody else could have reached."""
+    epochs = "3" if ending == "by itself" else "10000"
+    job = start_script(SCRIPT, "--cpus", "0.5", "--epochs", epochs, env=ENVIRONMENT, python=sys.executable)
+    limit = threading.Timer(LIMIT_S, kill_tree, [job.pid])
+    limit.start()
+    lines, started, listening = [], [], set()
+    try:
+        for line in job.stdout:
+            lines.append(line)
+            if len(re.findall(r"rank \d of 2 is process", "".join(lines))) == 2 and not started:
+                started = psutil.Process(job.pid).children(recursive=True)
+                listening = listened_at([psutil.Process(job.pid), *started])
+                if ending == "by SIGKILL":
+                    os.kill(job.pid, signal.SIGKILL)
+                elif ending == "by SIGTERM":
+                    os.kill(job.pid, signal.SIGTERM)
+        code = job.wait()
+    finally:
+        limit.cancel()
+        kill_tree(job.pid)
+    output = "".join(lines)
+    assert len(started) > 4, output
+    assert listening == {"127.0.0.1"}
+    assert_gone(started)
+    if ending == "by itself":
+        assert code == 0, output
+        assert rows(output)["workers"] == "2"
+        assert number(output, "accuracy on 360 held-out images") > 0.8
+        right = number(output, "predicted rightly, in their order")
+        assert right == pytest.approx(360 * number(output, "accuracy on 360 held-out images"), abs=0.5)
+    elif ending == "by SIGKILL":
+        assert code == -signal.SIGKILL
+
+
+def listened_at(processes: list[psutil.Process]) -> set[str]:
+    """The addresses; those of workers aside, whose process group listens as torch's do."""
+    found = set()
+    for process in processes:
+        try:
+            if "WorkerActor" in "".join(process.cmdline()):
+                continue
+            connections = process.net_connections()
+        except psutil.NoSuchProcess:
+            continue
+        found |= {one.laddr.ip.removeprefix("::ffff:") for one in connections if one.status == psutil.CONN_LISTEN}
+    return found
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while left := [process for process in processes if process.is_running()]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

@@ -1,0 +1,52 @@
+"""What ``ddp_ray_ext`` needs of a cluster, and what it says where there is no Ray. No Ray is started here."""
+
+import pytest
+
+from lightning_strategies_ext.launch.ray.demand import Demand
+from tests.support.ranks import run_warm
+
+
+@pytest.mark.parametrize(
+    ("demand", "num_workers", "hosts"),
+    [
+        (Demand(), 2, [{"CPU": 2.0}]),
+        (Demand(0.5), 4, [{"CPU": 2.0}]),
+        (Demand(0.1), 10, [{"CPU": 1.0}]),
+        (Demand(3, placement="SPREAD"), 2, [{"CPU": 4.0}, {"CPU": 4.0}]),
+        (Demand(1, 0.5, {"fast": 1}), 2, [{"CPU": 4.0, "GPU": 1.0, "fast": 2.0, "memory": 1e9}]),
+    ],
+)
+def test_what_fits_is_let_through(demand, num_workers, hosts):
+    demand.check_fits(num_workers, hosts, "the cluster")
+
+
+@pytest.mark.parametrize(
+    ("demand", "num_workers", "hosts", "message"),
+    [
+        (Demand(), 3, [{"CPU": 2.0}], "`num_workers=3` .*`num_cpus_per_worker=1` each need 3 CPUs, and it has 2[.]"),
+        (Demand(1, 1), 2, [{"CPU": 8.0}], "`num_gpus_per_worker=1` each need 2 GPUs, and it has 0[.]"),
+        (Demand(1, 0, {"fast": 2}), 1, [{"CPU": 8.0, "fast": 1.0}], "'fast': 2.* need 2 of 'fast', and it has 1[.]"),
+        (Demand(3), 2, [{"CPU": 4.0}, {"CPU": 2.0}], r"each need 3 CPUs do not fit .* 2 hosts have room for 1 \+ 0 of"),
+    ],
+)
+def test_what_does_not_is_refused_with_the_numbers(demand, num_workers, hosts, message):
+    with pytest.raises(ValueError, match=message):
+        demand.check_fits(num_workers, hosts, "it")
+
+
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None
+from lightning.pytorch import Trainer
+try:
+    Trainer(strategy="ddp_ray_ext", accelerator="cpu", devices=2)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
+    result = run_warm("-c", WITHOUT_RAY)
+    assert result.returncode == 0, result.stdout
+    assert "UnavailableHereError `strategy='ddp_ray_ext'` needs Ray" in result.stdout
+    assert "pip install 'lightning-strategies-ext[ray]'" in result.stdout
