@@ -199,8 +199,8 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
         self._check_precision(self._gradient_sync.compression)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
-        check_start_method_here(self._start_method)
         if self._start_method == "popen":
+            check_start_method_here(self._start_method)
             self._launcher = ScriptLauncher(self)
         else:
             self._launcher = WorkerLauncher(self, self._make_starter())
@@ -208,6 +208,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
     def _make_starter(self) -> Starter:
         """What starts workers, if there are any."""
         assert self._start_method != "popen"
+        check_start_method_here(self._start_method)
         return ProcessStarter(self._start_method)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:

@@ -1,9 +1,14 @@
 """What ``ddp_ray_ext`` needs of a cluster, and what it says where there is no Ray. No Ray is started here."""
 
+import os
+
 import pytest
 
+from lightning_strategies_ext import DDPRayStrategy
 from lightning_strategies_ext.launch.ray.demand import Demand
+from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_warm
+from tests.support.ray_clusters import needs_ray
 
 
 @pytest.mark.parametrize(
@@ -50,3 +55,14 @@ def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
     assert result.returncode == 0, result.stdout
     assert "UnavailableHereError `strategy='ddp_ray_ext'` needs Ray" in result.stdout
     assert "pip install 'lightning-strategies-ext[ray]'" in result.stdout
+
+
+@needs_ray
+def test_what_this_machine_does_not_have_is_refused_before_ray_is_started():
+    import ray
+
+    num_cpus = len(os.sched_getaffinity(0))
+    trainer = make_trainer(DDPRayStrategy(1000, address="local"), devices=1)
+    with pytest.raises(ValueError, match=rf"need 1000 CPUs, and this machine has {num_cpus}[.]"):
+        trainer.fit(MLP(), loader())
+    assert not ray.is_initialized()

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import ParallelStrategy as LightningParallelSt
 
 from lightning_strategies_ext import (
     DDPElasticStrategy,
+    DDPRayStrategy,
     DDPSpawnElasticStrategy,
     DDPSpawnStrategy,
     DDPStrategy,
@@ -182,7 +183,8 @@ def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "strategy_class", [DDPStrategy, DDPSpawnStrategy, DDPSpawnElasticStrategy, DDPElasticStrategy, FabricDDPStrategy]
+    "strategy_class",
+    [DDPStrategy, DDPSpawnStrategy, DDPSpawnElasticStrategy, DDPElasticStrategy, DDPRayStrategy, FabricDDPStrategy],
 )
 def test_the_classes_register_their_own_names_and_no_other(strategy_class):
     strategies = type(pl.strategies.StrategyRegistry)()
@@ -196,6 +198,7 @@ def test_the_classes_register_their_own_names_and_no_other(strategy_class):
         DDPSpawnStrategy: in_workers,
         DDPSpawnElasticStrategy: elastic,
         DDPElasticStrategy: restarted,
+        DDPRayStrategy: {"ddp_ray_ext"},
         FabricDDPStrategy: {row.name for row in STRATEGIES if row.name in START_METHODS and FABRIC in row.classes},
     }
     assert set(strategies) == names[strategy_class]

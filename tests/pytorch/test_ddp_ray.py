@@ -14,9 +14,10 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_strategies_ext import WorkerDiedError, WorkerRaisedError
+from lightning_strategies_ext import DDPRayStrategy, WorkerDiedError, WorkerRaisedError
 from tests.support.ddp_spawn_trainers import Node, Stateful, seeded
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
+from tests.support.ranks import REPOSITORY
 from tests.support.ray_clusters import HALF, assert_nothing_is_left, needs_ray, own_ray
 
 pytestmark = needs_ray
@@ -30,8 +31,6 @@ def cluster() -> Iterator[None]:
 
 
 def on_ray(devices: int = 2, **kwargs: Any) -> Trainer:
-    from lightning_strategies_ext import DDPRayStrategy
-
     return make_trainer(DDPRayStrategy(**HALF), devices=devices, **kwargs)
 
 
@@ -138,6 +137,91 @@ def test_a_progress_bar_is_that_of_rank_zero(capfd):
     assert "8/8" in "".join(capfd.readouterr())
 
 
+def test_a_function_runs_without_a_trainer():
+    with DDPRayStrategy(2, **HALF, parallel_devices=[torch.device("cpu")]) as strategy:
+        assert strategy.spawn(sum_of_ranks) == 1
+        assert strategy.spawn(lambda: 7) == 7
+
+
+def sum_of_ranks() -> int:
+    tensor = torch.tensor(torch.distributed.get_rank())
+    torch.distributed.all_reduce(tensor)
+    return int(tensor)
+
+
+def test_nothing_is_left_in_the_cluster_when_the_workers_have_ended():
+    trainer = on_ray()
+    trainer.fit(MLP(), loader())
+    pids = trainer.strategy.launcher.pids
+    trainer.strategy.close()
+    assert trainer.strategy.launcher.pids == []
+    assert_nothing_is_left(pids)
+
+
+CELLS = (
+    """
+import lightning.pytorch as pl
+import torch
+from lightning_strategies_ext import DDPRayStrategy
+from tests.support.models import loader, make_trainer
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 3)
+        self.notes = []
+
+    def training_step(self, batch, batch_idx):
+        self.notes.append(note(batch_idx))
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def note(batch_idx):
+    return batch_idx + offset
+
+offset = 10
+""",
+    """
+model = Net()
+trainer = make_trainer(DDPRayStrategy(num_cpus_per_worker=0.5), max_epochs=1)
+trainer.fit(model, loader(16))
+pids = trainer.strategy.launcher.pids
+print(model.notes, type(model) is Net)
+""",
+    """
+class Other(Net):
+    def training_step(self, batch, batch_idx):
+        print("in the other")
+        return super().training_step(batch, batch_idx)
+
+offset = 20
+other = make_trainer(DDPRayStrategy(num_cpus_per_worker=0.5), max_epochs=1)
+other.fit(model := Other(), loader(16))
+print(model.notes, type(model) is Other, other.strategy.launcher.pids == pids)
+other.strategy.close()
+""",
+)
+
+
+def test_what_the_cells_of_a_notebook_define_goes_to_workers_that_stay(tmp_path, monkeypatch):
+    import ray
+
+    nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat, nbclient and ipykernel")
+    nbclient = pytest.importorskip("nbclient", reason="notebooks need nbformat, nbclient and ipykernel")
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    nbclient.NotebookClient(notebook, timeout=FOREVER_S, startup_timeout=FOREVER_S).execute()
+    printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+    assert "[10, 11] True\n" in printed[1]
+    assert printed[2].count("in the other") == 4
+    assert "[20, 21] True True\n" in printed[2]
+
+
 # --- failures ---
 
 
@@ -215,35 +299,10 @@ def test_a_signal_stops_all_ranks_and_what_they_have_done_is_here(tmp_path, sign
     assert trainer.received_sigterm == (signum == signal.SIGTERM)
 
 
-def test_nothing_is_left_in_the_cluster_when_the_workers_have_ended():
-    trainer = on_ray()
-    trainer.fit(MLP(), loader())
-    pids = trainer.strategy.launcher.pids
-    trainer.strategy.close()
-    assert trainer.strategy.launcher.pids == []
-    assert_nothing_is_left(pids)
-
-
-def test_a_function_runs_without_a_trainer():
-    from lightning_strategies_ext import DDPRayStrategy
-
-    with DDPRayStrategy(2, **HALF, parallel_devices=[torch.device("cpu")]) as strategy:
-        assert strategy.spawn(sum_of_ranks) == 1
-        assert strategy.spawn(lambda: 7) == 7
-
-
-def sum_of_ranks() -> int:
-    tensor = torch.tensor(torch.distributed.get_rank())
-    torch.distributed.all_reduce(tensor)
-    return int(tensor)
-
-
 # --- what is refused ---
 
 
 def test_more_than_the_cluster_has_is_refused_with_numbers():
-    from lightning_strategies_ext import DDPRayStrategy
-
     num_cpus = len(os.sched_getaffinity(0))
     for arguments, message in (
         ({"num_workers": 1000}, rf"1000 CPUs, and the Ray cluster has {num_cpus}\b"),
@@ -278,15 +337,11 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
     ],
 )
 def test_what_cannot_work_is_refused_at_once(arguments, error, message):
-    from lightning_strategies_ext import DDPRayStrategy
-
     with pytest.raises(error, match=message):
         DDPRayStrategy(**arguments)
 
 
 def test_what_the_trainer_asks_for_must_agree():
-    from lightning_strategies_ext import DDPRayStrategy
-
     with pytest.raises(ValueError, match="num_workers=2"):
         make_trainer(DDPRayStrategy(2), devices=3)
     with pytest.raises(ValueError, match="Ray decides"):
