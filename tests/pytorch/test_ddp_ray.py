@@ -212,6 +212,7 @@ def test_what_the_cells_of_a_notebook_define_goes_to_workers_that_stay(tmp_path,
     nbclient = pytest.importorskip("nbclient", reason="notebooks need nbformat, nbclient and ipykernel")
     for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # lets Ray take 127.0.0.1 for an address
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
