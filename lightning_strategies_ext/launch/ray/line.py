@@ -113,7 +113,7 @@ class Line:
             self._on_close()
 
 
-class Exchange:
+class Switchboard:
     """Where the lines of a pool's workers end.
 
     Args:

@@ -18,7 +18,7 @@ from lightning_strategies_ext.launch.ray import cluster
 from lightning_strategies_ext.launch.ray.actor import WorkerActor, versions
 from lightning_strategies_ext.launch.ray.conditions import ConditionsElsewhere
 from lightning_strategies_ext.launch.ray.demand import Demand
-from lightning_strategies_ext.launch.ray.line import Exchange
+from lightning_strategies_ext.launch.ray.line import Switchboard
 from lightning_strategies_ext.launch.ray.messages import Parcel, dump_by_value
 from lightning_strategies_ext.launch.ray.worker import RayWorker, SentParcel, reason_in, wait_until
 from lightning_strategies_ext.launch.transport.messages import Pickled
@@ -64,13 +64,13 @@ class RayStarter:
         self._modules = list(modules)
         self._packages = [*_PACKAGES, *(module.partition(".")[0] for module in modules)]
         self._group: Any = None
-        self._exchange: Exchange | None = None
+        self._switchboard: Switchboard | None = None
         self._has_joined = False
         self._actor_class: Any = None
         self._of_actors: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_group": None, "_exchange": None, "_has_joined": False, "_actor_class": None}
+        return {**vars(self), "_group": None, "_switchboard": None, "_has_joined": False, "_actor_class": None}
 
     @property
     def kind(self) -> Any:
@@ -98,8 +98,8 @@ class RayStarter:
             self._of_actors = {} if has_connected or not self._runtime_env else {"runtime_env": self._runtime_env}
             self._actor_class = ray.remote(WorkerActor)
             self._reserve(num_workers)
-            self._exchange = Exchange(ray.util.get_node_ip_address())
-        assert self._exchange is not None
+            self._switchboard = Switchboard(ray.util.get_node_ip_address())
+        assert self._switchboard is not None
         options: dict[str, Any] = {
             "num_cpus": self._demand.num_cpus,
             "num_gpus": self._demand.num_gpus,
@@ -111,7 +111,7 @@ class RayStarter:
                 self._group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
             ),
         }
-        return RayWorker(rank, self._exchange, options, self._actor_class)
+        return RayWorker(rank, self._switchboard, options, self._actor_class)
 
     def _reserve(self, num_workers: int) -> None:
         demand = self._demand
@@ -170,14 +170,14 @@ class RayStarter:
         """Gives all that was reserved back, and ends what was started for it."""
         if not self._has_joined:
             return
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._switchboard is not None:
+            self._switchboard.close()
         if self._group is not None and ray.is_initialized():
             try:
                 remove_placement_group(self._group)
             except RayError as error:
                 log.warning("The placement group of the workers could not be removed: %s", error)
-        self._group = self._exchange = self._actor_class = None
+        self._group = self._switchboard = self._actor_class = None
         self._has_joined = False
         cluster.leave()
 

@@ -18,7 +18,7 @@ from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes.starter import END_S
 from lightning_strategies_ext.launch.protocol import End, Failure, Order, Ping, Seat
 from lightning_strategies_ext.launch.ray.actor import Facts
-from lightning_strategies_ext.launch.ray.line import Exchange, Line
+from lightning_strategies_ext.launch.ray.line import Line, Switchboard
 from lightning_strategies_ext.launch.ray.messages import Parcel
 
 #: How long Ray may take to say why an actor is gone whose line is broken, in seconds.
@@ -45,7 +45,7 @@ class RayWorker:
 
     Args:
         number: Which tells it from the others, also before it has a rank.
-        exchange: Where its line ends.
+        switchboard: Where its line ends.
         options: For Ray, see ``ActorClass.options``.
         actor_class: The class of the actor, as Ray has it.
 
@@ -56,7 +56,7 @@ class RayWorker:
         seat: Among the others.
     """
 
-    def __init__(self, number: int, exchange: Exchange, options: dict[str, Any], actor_class: Any) -> None:
+    def __init__(self, number: int, switchboard: Switchboard, options: dict[str, Any], actor_class: Any) -> None:
         self.rank = number
         self.facts: Facts | None = None
         self.seat: Seat | None = None
@@ -67,8 +67,8 @@ class RayWorker:
         self._is_open = True
         self._waiting: Future[Any] | None = None
         self._error: BaseException | None = None
-        self.line: Line = exchange.expect(number, self._ring)
-        self._actor: Any = actor_class.options(**options).remote(exchange.address, exchange.secret, number)
+        self.line: Line = switchboard.expect(number, self._ring)
+        self._actor: Any = actor_class.options(**options).remote(switchboard.address, switchboard.secret, number)
 
     # --- what it is ---
 
