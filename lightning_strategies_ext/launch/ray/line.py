@@ -206,7 +206,11 @@ class MainLine:
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, number: int) -> None:
-        self._connected = socket.create_connection(address, _CONNECT_S)
+        try:
+            self._connected = socket.create_connection(address, _CONNECT_S)
+        except OSError as error:
+            host, port = address
+            raise OSError(f"the main process cannot be reached at {host}:{port} ({error})") from error
         self._connected.settimeout(None)
         watch_peer(self._connected)
         self._connected.sendall(secret + _NUMBER.pack(number))
