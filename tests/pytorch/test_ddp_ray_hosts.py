@@ -6,7 +6,9 @@ is skipped.
 
 import json
 import secrets
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,7 +98,7 @@ except Exception as error:
 """
 
 
-def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
+def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
     (tmp_path / "program.py").write_text(PROGRAM)
     ray = Path(sys.executable).with_name("ray")
     quiet = {
@@ -106,7 +108,9 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
         "RAY_TMPDIR": "/tmp",
         "PYTHONPATH": str(REPOSITORY),
     }
-    directory = ["--temp-dir", f"/tmp/r{tmp_path.stat().st_ino}"]
+    short = f"/tmp/r{tmp_path.stat().st_ino}"  # Ray's sockets are in it, whose paths must not be long
+    request.addfinalizer(partial(shutil.rmtree, short, ignore_errors=True))
+    directory = ["--temp-dir", short]
     try:
         with two_hosts(tmp_path) as (first, second):
             address = f"{first.address}:6379"
