@@ -1,5 +1,6 @@
 """Starts the server that test ranks are forked from, once per session and not again in forked tests."""
 
+import gc
 import multiprocessing.process
 import os
 import signal
@@ -66,6 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         forked = [item for item in items if item.get_closest_marker("forked")]
         config.hook.pytest_deselected(items=forked)
         items[:] = [item for item in items if item not in set(forked)]
+
+
+def pytest_collection_finish() -> None:
+    """All that is imported stays: no collection looks through it, in a forked test or in a worker that a test forks."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ Each run trains digits for as many epochs as an undisturbed one, counts every sa
 """
 
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,11 +14,13 @@ import pytest
 import torch
 
 from lightning_strategies_ext import DDPElasticStrategy
+from lightning_strategies_ext.elastic import keeper
 from lightning_strategies_ext.elastic.commit import CommitTooLargeError, Slot
 from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
 from lightning_strategies_ext.elastic.kept import Memory, layout_of
 from lightning_strategies_ext.registry import UnavailableHereError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
+from tests.support.ranks import kill_tree, start_warm
 
 
 @pytest.fixture(scope="module")
@@ -88,19 +92,56 @@ def test_where_commits_are_lost_too_it_goes_on_from_disk():
     assert "No host has a commit of this `fit`" in run.output
 
 
-def test_what_is_lost_after_fit_trains_nothing_again_and_the_keeper_ends_with_the_agent(tmp_path: Path):
+def test_what_is_lost_after_fit_trains_nothing_again():
     events = [{"do": "kill", "at": "validation", "step": 0, "rank": 1, "fn": "validate"}]
-    run = run_torchrun(2, strategy=STRATEGY, events=events, again=True, keep=tmp_path, is_warm=False)
+    run = run_torchrun(2, strategy=STRATEGY, events=events, again=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
     assert len({line["pid"] for line in run.lines}) == 4
-    deadline = time.monotonic() + 30
-    while left := [each for each in psutil.process_iter(["cmdline"]) if tmp_path.name in (each.info["cmdline"] or [])]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
 
 
 # --- memory ---
+
+RANK = """
+import os, sys, time
+
+parent, until = os.getppid(), time.monotonic() + float(sys.argv[1])
+from lightning_strategies_ext.elastic.keeper import Job, Keeper
+
+keeper = Keeper(Job.of_this_process())
+kept = os.memfd_create("kept")
+keeper.keep("0/memory", kept)
+assert [os.path.samestat(os.fstat(fd), os.fstat(kept)) for fd in keeper.find("0/").values()] == [True]
+print("is kept", flush=True)
+while os.getppid() == parent and time.monotonic() < until:
+    time.sleep(0.02)
+"""
+
+
+def keepers_of(run_id: str) -> list[psutil.Process]:
+    commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
+    return [process for process, command in commands.items() if {keeper.__name__, run_id} <= {*command}]
+
+
+@pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
+def test_the_keeper_ends_with_the_agent(tmp_path: Path, ending: str):
+    (tmp_path / "rank.py").write_text(RANK)
+    run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
+    options = f"--nproc-per-node=1 {run_id} --no-python {sys.executable} {tmp_path / 'rank.py'}"
+    agent = start_warm("-m", "torch.distributed.run", *options.split(), 1 if ending == "by itself" else 100)
+    try:
+        assert "is kept\n" in agent.stdout
+        assert len(keepers_of(tmp_path.name)) == 1
+        if ending == "by SIGKILL":
+            agent.kill()
+        assert agent.wait() == (0 if ending == "by itself" else -signal.SIGKILL)
+    finally:
+        kill_tree(agent.pid)
+    deadline = time.monotonic() + 30
+    while left := keepers_of(tmp_path.name):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
 
 SLOTS = [Slot(0, torch.Size([3, 5]), torch.float32), Slot(1, torch.Size([]), torch.int64)]
 

@@ -4,26 +4,28 @@ import os
 import sys
 from pathlib import Path
 
+from tests.support import warm
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
 from tests.support.ranks import REPOSITORY, run_script
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 
 
-def run_without_lightning(backend: str, directory: Path) -> str:
+def run_without_lightning(backend: str, directory: Path, python: str) -> str:
     for name in ("lightning", "pytorch_lightning", "lightning_fabric"):
         (directory / name).mkdir(exist_ok=True)
         (directory / name / "__init__.py").write_text("raise AssertionError('Lightning is imported')\n")
     environment = {**WIDE, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}"}
     script = (EXAMPLES / "shm_without_lightning.py", "--backend", backend, "--epochs", "10")
-    result = run_script(*TORCHRUN, *script, env=environment, timeout_s=LIMIT_S, python=sys.executable)
+    result = run_script(*TORCHRUN, *script, env=environment, timeout_s=LIMIT_S, python=python)
     assert result.returncode == 0, result.stdout
     assert rows(result.stdout)["process group"] == [backend]
     return result.stdout
 
 
 def test_it_trains_the_same_bits_as_over_gloo_and_imports_no_lightning(tmp_path: Path) -> None:
-    ours, theirs = (run_without_lightning(backend, tmp_path) for backend in ("shm", "gloo"))
+    ours = run_without_lightning("shm", tmp_path, sys.executable)
+    theirs = run_without_lightning("gloo", tmp_path, warm.python())
     assert rows(ours)["Lightning was imported"] == ["no"]
     assert rows(ours)["ranks"] == ["2"]
     assert number(ours, "accuracy on held-out images") > 0.9

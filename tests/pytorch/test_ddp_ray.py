@@ -149,15 +149,6 @@ def sum_of_ranks() -> int:
     return int(tensor)
 
 
-def test_nothing_is_left_in_the_cluster_when_the_workers_have_ended():
-    trainer = on_ray()
-    trainer.fit(MLP(), loader())
-    pids = trainer.strategy.launcher.pids
-    trainer.strategy.close()
-    assert trainer.strategy.launcher.pids == []
-    assert_nothing_is_left(pids)
-
-
 CELLS = (
     """
 import lightning.pytorch as pl
@@ -298,6 +289,15 @@ def test_a_signal_stops_all_ranks_and_what_they_have_done_is_here(tmp_path, sign
         signal.signal(signum, before)
     assert trainer.global_step > 3
     assert trainer.received_sigterm == (signum == signal.SIGTERM)
+
+
+def test_nothing_is_left_in_the_cluster_when_the_workers_have_ended():
+    trainer = on_ray()
+    trainer.fit(MLP(), loader())
+    pids = trainer.strategy.launcher.pids
+    trainer.strategy.close()
+    assert trainer.strategy.launcher.pids == []
+    assert_nothing_is_left(pids)
 
 
 # --- what is refused ---

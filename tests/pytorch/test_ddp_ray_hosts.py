@@ -7,12 +7,11 @@ is skipped.
 import json
 import secrets
 import shutil
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
+from tests.support import lean
 from tests.support.hosts import NoHostsError, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment, run_command
 from tests.support.ray_clusters import needs_ray
@@ -100,7 +99,7 @@ except Exception as error:
 
 def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
     (tmp_path / "program.py").write_text(PROGRAM)
-    ray = Path(sys.executable).with_name("ray")
+    ray = [str(lean.python()), str(lean.python().with_name("ray"))]
     quiet = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -114,7 +113,7 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
     try:
         with two_hosts(tmp_path) as (first, second):
             address = f"{first.address}:6379"
-            start = [str(ray), "start", "--disable-usage-stats", "--node-ip-address"]
+            start = [*ray, "start", "--disable-usage-stats", "--node-ip-address"]
             head = [*start, first.address, "--head", "--port", "6379", "--num-cpus", "2", *directory]
             run = run_command(*first.enter(), *head, "--include-dashboard", "false", env=quiet)
             assert run.returncode == 0, run.stdout
@@ -125,7 +124,7 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
             assert run.returncode == 0, run.stdout
             environment = {**clean_environment(), **quiet, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": address}
             program = run_command(
-                *first.enter(), sys.executable, tmp_path / "program.py", tmp_path, env=environment, timeout_s=240
+                *first.enter(), lean.python(), tmp_path / "program.py", tmp_path, env=environment, timeout_s=240
             )
             names = [first.name, second.name]
     except NoHostsError as error:

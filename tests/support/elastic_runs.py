@@ -2,7 +2,6 @@
 left."""
 
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -121,27 +120,23 @@ def run_workers(workers: int, timeout_s: float = 150, keep: Path | None = None, 
     return _run(lambda directory: [], plan, timeout_s, keep)
 
 
-def run_torchrun(
-    ranks: int, timeout_s: float = 150, keep: Path | None = None, is_warm: bool = True, **plan: Any
-) -> Run:
+def run_torchrun(ranks: int, timeout_s: float = 150, keep: Path | None = None, **plan: Any) -> Run:
     """Runs the script with torchrun, whose agent starts all ranks anew when one fails.
 
     Args:
         ranks: How many.
         timeout_s: Seconds until the run is given up.
         keep: Its directory; a temporary one if None.
-        is_warm: Whether all of it is forked as in :mod:`.warm`.
         plan: Of the script.
     """
     plan |= {"num_ranks": ranks, "local_ranks": ranks}
-    python = warm.python() if is_warm else sys.executable
 
     def command(directory: Path) -> list[str]:
         run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={directory.name}"
         options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id}"
-        return [python, "-m", "torch.distributed.run", *options.split(), "--no-python"]
+        return [warm.python(), "-m", "torch.distributed.run", *options.split(), "--no-python"]
 
-    return _run(command, plan, timeout_s, keep, python)
+    return _run(command, plan, timeout_s, keep)
 
 
 def _run(
@@ -149,13 +144,12 @@ def _run(
     plan: dict[str, Any],
     timeout_s: float,
     keep: Path | None,
-    python: str | None = None,
 ) -> Run:
     with tempfile.TemporaryDirectory() as temporary:
         directory = temporary if keep is None else str(keep)
         result = run_command(
             *command(Path(directory)),
-            *(python or warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
+            *(warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
             env={"OMP_NUM_THREADS": "1", **SELDOM},
             timeout_s=timeout_s,
         )

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -216,10 +217,21 @@ def kill_tree(pid: int) -> None:
 
 
 def start_server() -> None:
-    """Starts the server that ranks are forked from, so that the first test does not pay for it."""
-    process = _context.Process(target=int)
-    process.start()
-    process.join()
+    """Starts the server that ranks are forked from, so that the first test does not pay for it.
+
+    It is forked from the server of :mod:`.warm` itself, where that runs.
+    """
+    executable = spawn.get_executable()
+    os.environ.update(warm.CHILDREN)
+    spawn.set_executable(warm.python())
+    try:
+        process = _context.Process(target=int)
+        process.start()
+        process.join()
+    finally:
+        spawn.set_executable(executable)
+        for name in warm.CHILDREN:
+            del os.environ[name]
 
 
 def _receive(receivers: list[Connection], deadline: float) -> list[tuple[Any, str | None]]:

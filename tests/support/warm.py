@@ -75,7 +75,8 @@ def pass_on(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, pass_on)
-(code,) = struct.unpack("i", server.recv(4))
+ended = server.recv(4)  # nothing when the server has ended, and killed what it had forked
+(code,) = struct.unpack("i", ended) if ended else [-signal.SIGKILL]
 if code < 0:
     if code != -signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
@@ -95,9 +96,10 @@ class Program:
 
     def run(self) -> None:
         """Runs it in this process, which has been forked for it."""
-        if self.arguments[0] == "-u":  # output is not buffered, as torchrun wants it
+        while (option := self.arguments[0]) in ("-u", "-B"):
             del self.arguments[0]
-            sys.stdout.reconfigure(write_through=True)
+            if option == "-u":  # output is not buffered, as torchrun wants it
+                sys.stdout.reconfigure(write_through=True)
         how, *rest = self.arguments
         first = os.path.dirname(os.path.abspath(how)) if how not in ("-m", "-c") else self.directory
         sys.path[:0] = [first, *filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep))]

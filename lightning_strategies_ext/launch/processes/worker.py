@@ -160,9 +160,10 @@ class Service:
             _prepare(start)
         except BaseException as exception:
             return Failure.of(exception)
+        # What is here stays: the collection between jobs need not look at it, and one before this would write to all
+        # pages that a forked worker shares with the process it was forked from.
+        gc.freeze()
         gc.enable()
-        gc.collect()
-        gc.freeze()  # what is imported stays: the collection between jobs need not look at it
         return None
 
     def answers(self, message: Any, receive_job: Callable[[], Envelope]) -> Iterator[Any]:
