@@ -35,7 +35,9 @@ def hosts_of(store: dist.Store, ranks: list[list[int]]) -> dict[int, Hosts]:
     return {rank: Hosts(prefixed, ranks, rank, 0) for host in ranks for rank in host}
 
 
-def test_the_first_rank_hears_all_and_a_failure_is_known_everywhere(store):
+def test_the_first_rank_hears_all_and_a_failure_is_known_everywhere(store, monkeypatch):
+    monkeypatch.setattr(hosts, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(hosts, "READ_S", 0.1)  # nobody says here that it has read what failed
     by_rank = hosts_of(store, [[0, 1], [2, 3]])
     by_rank[2].tell({2: Sign(2, beats=5), 3: Sign(3, beats=7)}, None)
     until(lambda: by_rank[0].signs.get(3) == Sign(3, beats=7))
@@ -50,24 +52,42 @@ def test_the_first_rank_hears_all_and_a_failure_is_known_everywhere(store):
         one.close()
 
 
+class Clock:
+    """Time that can be put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
 def test_a_host_that_falls_silent_is_lost(store, monkeypatch):
-    monkeypatch.setattr(hosts, "INTERVAL_S", 0.1)
-    monkeypatch.setattr(hosts, "LOST_S", 5.0)  # which a busy machine does not reach
+    clock = Clock()
+    monkeypatch.setattr(hosts, "time", clock)
+    monkeypatch.setattr(hosts, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(hosts, "LOST_S", 100.0)  # which a busy machine does not reach
     by_rank = hosts_of(store, [[0], [1, 2], [3]])
     beats = 0
 
     def beat(*ranks: int) -> None:
+        """They tell of a move, until the first rank has heard of it."""
         nonlocal beats
         beats += 1
         for rank in ranks:
             by_rank[rank].tell({rank: Sign(rank, beats=beats)}, None)
-        time.sleep(0.05)
+        until(lambda: all(by_rank[0].signs.get(rank) == Sign(rank, beats=beats) for rank in ranks))
 
-    begin = time.monotonic()
-    while time.monotonic() < begin + 7:
-        beat(0, 1, 3)
+    for _ in range(3):
+        beat(1, 3)
+        beat(1, 3)  # whoever has told of this one knows that it was there after the time was put forward
         assert [one.lost() for one in by_rank.values()] == [[]] * 4
-    until(lambda: (beat(0, 3), by_rank[0].lost() == [1, 2])[1])
+        clock.ahead_s += 70
+        assert [one.lost() for one in by_rank.values()] == [[]] * 4
+    beat(3)
+    assert by_rank[0].lost() == []
+    clock.ahead_s += 70
+    assert by_rank[0].lost() == [1, 2]
     by_rank[0].forget()  # as after a stop of this process
     assert by_rank[0].lost() == []
     for one in by_rank.values():
