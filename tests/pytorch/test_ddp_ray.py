@@ -18,10 +18,9 @@ from lightning_strategies_ext import DDPRayStrategy, WorkerDiedError, WorkerRais
 from tests.support.ddp_spawn_trainers import Node, Stateful, seeded
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
 from tests.support.ranks import REPOSITORY
-from tests.support.ray_clusters import HALF, assert_nothing_is_left, needs_ray, own_ray
+from tests.support.ray_clusters import FOREVER_S, HALF, assert_nothing_is_left, needs_ray, own_ray
 
-pytestmark = needs_ray
-FOREVER_S = 120
+pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -271,11 +270,12 @@ class Slow(MLP):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_all_ranks_and_what_they_have_done_is_here(tmp_path, signum):
     def press() -> None:
-        deadline = time.monotonic() + FOREVER_S
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signum)
+        while len(list(tmp_path.iterdir())) < 2 and not is_over.wait(0.02):
+            pass
+        if not is_over.is_set():
+            os.kill(os.getpid(), signum)
 
+    is_over = threading.Event()
     before = signal.getsignal(signum)
     signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
     model, trainer = Slow(tmp_path), on_ray(max_epochs=-1)
@@ -285,6 +285,7 @@ def test_a_signal_stops_all_ranks_and_what_they_have_done_is_here(tmp_path, sign
         with pytest.raises(SystemExit):
             trainer.fit(model, loader())
     finally:
+        is_over.set()
         thread.join()
         signal.signal(signum, before)
     assert trainer.global_step > 3

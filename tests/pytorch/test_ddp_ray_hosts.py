@@ -14,9 +14,9 @@ import pytest
 from tests.support import lean
 from tests.support.hosts import NoHostsError, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment, run_command
-from tests.support.ray_clusters import needs_ray
+from tests.support.ray_clusters import FOREVER_S, needs_ray
 
-pytestmark = needs_ray
+pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
 
 PROGRAM = """
 import json
@@ -124,7 +124,12 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
             assert run.returncode == 0, run.stdout
             environment = {**clean_environment(), **quiet, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": address}
             program = run_command(
-                *first.enter(), lean.python(), tmp_path / "program.py", tmp_path, env=environment, timeout_s=240
+                *first.enter(),
+                lean.python(),
+                tmp_path / "program.py",
+                tmp_path,
+                env=environment,
+                timeout_s=FOREVER_S - 200,
             )
             names = [first.name, second.name]
     except NoHostsError as error:

@@ -14,6 +14,8 @@ from tests.support.ranks import REPOSITORY
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'lightning-strategies-ext[ray]')"
 )
+#: Only a test that hangs comes to that: where others use the machine, a worker has been seen to take a minute to start.
+FOREVER_S = 900
 #: Two workers share a CPU, so that four fit where two of them would compute at once.
 HALF = {"num_cpus_per_worker": 0.5}
 
