@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
@@ -45,6 +46,9 @@ from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.launch.processes.process import ProcessStarter
 from lightning_strategies_ext.launch.processes.starter import Starter
+from lightning_strategies_ext.launch.protocol import Seat
+from lightning_strategies_ext.launch.ray import train as ray_train
+from lightning_strategies_ext.launch.seat_environment import SeatEnvironment
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
@@ -197,6 +201,9 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
     @override
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
+        seat = ray_train.seat_here()
+        if seat is not None:
+            self._sit(seat)
         self._check_precision(self._gradient_sync.compression)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         if self._start_method == "popen":
@@ -204,6 +211,29 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
             self._launcher = ScriptLauncher(self)
         else:
             self._launcher = WorkerLauncher(self, self._make_starter())
+
+    def _sit(self, seat: Seat) -> None:
+        """Takes the rank, the device and the process group that Ray Train has given to this process."""
+        ray_train.check_fits(
+            seat,
+            type(self).__name__,
+            starts_ranks=self._start_method != "popen",
+            num_devices=len(self.parallel_devices or []),
+            process_group_backend=self._process_group_backend,
+            process_group_options=self._process_group_options,
+            timeout=self._timeout,
+        )
+        self._process_group_backend = dist.get_backend()
+        self.parallel_devices = [ray_train.device_here()] * seat.local_world_size
+        self.num_nodes = seat.num_hosts
+        self.cluster_environment = SeatEnvironment(seat)
+        self.set_world_ranks()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which samples are this rank's; hosts may have different numbers of ranks."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _make_starter(self) -> Starter:
         """What starts workers, if there are any."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.constants import default_pg_timeout
@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
 from lightning_strategies_ext.launch.processes.starter import Starter
-from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.ray.cluster import check_address, check_has_ray
 from lightning_strategies_ext.launch.ray.demand import Demand, Placement, check_demand
+from lightning_strategies_ext.launch.seat_environment import SeatEnvironment
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
@@ -230,12 +230,6 @@ class DDPRayStrategy(DDPSpawnStrategy):
         self.num_nodes = seat.num_hosts
         self.cluster_environment = SeatEnvironment(seat)
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which samples are this rank's; hosts may have different numbers of ranks."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
 
 def _written_to(trainer: "pl.Trainer") -> list[str]:
     """The directories that checkpoints and loggers of a stage go to, as far as they are on disks."""
@@ -254,67 +248,3 @@ def _check_are_seen(signs: list[str]) -> None:
                 " loggers a directory) on a storage that all hosts see, a shared disk or an address such as 's3://…';"
                 " or let the main process's host have CPUs in the cluster, where rank 0 is put then."
             )
-
-
-class SeatEnvironment(ClusterEnvironment):
-    """Where ranks and addresses come from in a worker.
-
-    Args:
-        seat: Of the worker.
-    """
-
-    def __init__(self, seat: Seat) -> None:
-        super().__init__()
-        self._seat = seat
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        """True: Ray has."""
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        """Of the first worker's host."""
-        return self._seat.address
-
-    @property
-    @override
-    def main_port(self) -> int:
-        """One that was free there."""
-        return self._seat.port
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        """False: the strategy knows."""
-        return False
-
-    @override
-    def world_size(self) -> int:
-        """Number of workers."""
-        return self._seat.world_size
-
-    @override
-    def set_world_size(self, size: int) -> None:
-        """Does nothing: it is known."""
-
-    @override
-    def global_rank(self) -> int:
-        """Among all workers."""
-        return self._seat.rank
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """Does nothing: it is known."""
-
-    @override
-    def local_rank(self) -> int:
-        """Among those of this host."""
-        return self._seat.local_rank
-
-    @override
-    def node_rank(self) -> int:
-        """Of this host."""
-        return self._seat.host_rank

@@ -1,0 +1,120 @@
+"""``ddp_ext`` in what a ``TorchTrainer`` of Ray Train runs: ranks, devices and the process group are Ray's."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ShmOptions
+from lightning_strategies_ext.launch.ray import train
+from tests.support.ddp_spawn_trainers import seeded
+from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
+from tests.support.ray_clusters import FOREVER_S, needs_ray, own_ray
+
+pytestmark = [
+    needs_ray,
+    pytest.mark.timeout(FOREVER_S),
+    pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="Ray Train needs pip install 'ray[train]'"),
+]
+
+
+def refused(other_backend: str) -> list[str]:
+    """What Ray Train has decided, and a Trainer is refused that is to have it otherwise."""
+    messages = []
+    for strategy, devices in (
+        (DDPSpawnStrategy(), 2),
+        (DDPStrategy(process_group_backend=other_backend), 1),
+        (DDPStrategy(process_group_options=ShmOptions()), 1),
+        (DDPStrategy(timeout=timedelta(seconds=5)), 1),
+        (DDPStrategy(), 3),
+    ):
+        try:
+            make_trainer(strategy, devices=devices)
+        except ValueError as error:
+            messages.append(str(error).partition(" ")[0])
+    return messages
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with own_ray(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")  # on a busy machine, a minute is not enough
+        yield
+
+
+class Fails(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 2:
+            raise ValueError("bad sample")
+
+
+def fit_and_more(config: dict[str, Any]) -> None:
+    """What each worker does; its last fit fails."""
+    from ray.train.lightning import RayTrainReportCallback
+
+    torch.set_num_threads(1)
+    backend = torch.distributed.get_backend()
+    model = seeded()
+    trainer = make_trainer("ddp_ext", devices="auto", max_epochs=2, callbacks=[RayTrainReportCallback()])
+    trainer.fit(model, loader(shuffle=True))
+    weights = state_of(model)
+    (metrics,) = trainer.validate(model, loader(), verbose=False)
+    strategy = trainer.strategy
+    seen = [strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size, strategy.num_nodes]
+    facts = {
+        "seen": [*seen, trainer.is_global_zero, trainer.global_step, trainer.world_size],
+        "backend": [strategy.process_group_backend, backend],
+        "validated": metrics,
+        "refused": refused(other_backend="gloo"),
+    }
+    directory = Path(config["directory"])
+    (directory / f"rank{strategy.global_rank}.json").write_text(json.dumps(facts))
+    torch.save(weights, directory / f"rank{strategy.global_rank}.pt")
+    make_trainer("ddp_ext", devices="auto", callbacks=[Fails()]).fit(MLP(), loader())
+
+
+def test_a_fit_is_that_of_ranks_that_we_start_and_an_error_is_that_of_the_torch_trainer(tmp_path):
+    from ray.train import RunConfig, ScalingConfig, WorkerGroupError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    torch_trainer = TorchTrainer(
+        fit_and_more,
+        train_loop_config={"directory": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path / "storage")),
+        torch_config=TorchConfig(backend="shm"),
+    )
+    with pytest.raises(WorkerGroupError) as raised:
+        torch_trainer.fit()
+    assert "ValueError: bad sample" in str(raised.value)
+    expected = seeded()
+    own = make_trainer("ddp_spawn_ext", max_epochs=2)
+    own.fit(expected, loader(shuffle=True))
+    (metrics,) = own.validate(expected, loader(), verbose=False)
+    for rank in (0, 1):
+        facts = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert facts["seen"] == [rank, rank, 0, 2, 1, rank == 0, own.global_step, 2]
+        assert facts["backend"] == ["shm", "shm"]
+        assert [message.partition("=")[0] for message in facts["refused"]] == [
+            "`DDPSpawnStrategy`",
+            *("`process_group_backend", "`process_group_options", "`timeout", "`devices"),
+        ]
+        assert facts["validated"] == metrics
+        assert_same_bits(torch.load(tmp_path / f"rank{rank}.pt"), state_of(expected))
+    *_, last = sorted((tmp_path / "storage").rglob("checkpoint.ckpt"))
+    assert_same_bits(torch.load(last, weights_only=False)["state_dict"], state_of(expected))
+
+
+def test_the_main_process_is_none_of_its_workers():
+    import ray.train  # noqa: F401
+
+    assert train.seat_here() is None
+    trainer = make_trainer("ddp_spawn_ext", max_epochs=1)
+    trainer.fit(MLP(), loader())
+    assert trainer.global_step == 8
