@@ -94,6 +94,6 @@ def _context() -> Any:
     try:
         context = train.get_context()
         is_one = (context.get_world_rank(), context.get_world_size()) == (dist.get_rank(), dist.get_world_size())
-    except RuntimeError:  # none of its workers, but a process that has imported it
+    except (RuntimeError, DeprecationWarning):  # not one of its workers, or a trial of Ray Tune's
         return None
     return context if is_one else None
