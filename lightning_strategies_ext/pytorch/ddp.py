@@ -203,7 +203,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
         seat = ray_train.seat_here()
         if seat is not None:
-            self._sit(seat)
+            self._join_ray_train(seat)
         self._check_precision(self._gradient_sync.compression)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         if self._start_method == "popen":
@@ -212,7 +212,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         else:
             self._launcher = WorkerLauncher(self, self._make_starter())
 
-    def _sit(self, seat: Seat) -> None:
+    def _join_ray_train(self, seat: Seat) -> None:
         """Takes the rank, the device and the process group that Ray Train has given to this process."""
         ray_train.check_fits(
             seat,
@@ -224,16 +224,14 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
             timeout=self._timeout,
         )
         self._process_group_backend = dist.get_backend()
-        self.parallel_devices = [ray_train.device_here()] * seat.local_world_size
-        self.num_nodes = seat.num_hosts
-        self.cluster_environment = SeatEnvironment(seat)
+        self._sit(seat, ray_train.device_here())
         self.set_world_ranks()
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which samples are this rank's; hosts may have different numbers of ranks."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+    def _sit(self, seat: Seat, device: torch.device) -> None:
+        """Lets ranks and device be those that Ray has given to this process."""
+        self.parallel_devices = [device] * seat.local_world_size
+        self.num_nodes = seat.num_hosts
+        self.cluster_environment = SeatEnvironment(seat)
 
     def _make_starter(self) -> Starter:
         """What starts workers, if there are any."""

@@ -24,7 +24,6 @@ from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
 from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.ray.cluster import check_address, check_has_ray
 from lightning_strategies_ext.launch.ray.demand import Demand, Placement, check_demand
-from lightning_strategies_ext.launch.seat_environment import SeatEnvironment
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
@@ -225,10 +224,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         assert self.parallel_devices is not None
         kind = self.parallel_devices[0].type
         # Of the GPUs of its host, a worker sees those that Ray has given to it.
-        device = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
-        self.parallel_devices = [device] * seat.local_world_size
-        self.num_nodes = seat.num_hosts
-        self.cluster_environment = SeatEnvironment(seat)
+        self._sit(seat, torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
 
 
 def _written_to(trainer: "pl.Trainer") -> list[str]:

@@ -44,12 +44,6 @@ class Elastic(_Base):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is this rank's: the number of ranks changes."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    @override
     def cheaper_compressions(self) -> tuple[str, ...]:
         """Values of ``compression`` with which less would be exchanged, and ranks could still change."""
         return tuple(name for name in super().cheaper_compressions if name != "localsgd")

@@ -177,12 +177,6 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Which part of the data is this rank's."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    @override
     def handles_gradient_accumulation(self) -> bool:
         """False: the Trainer counts, and gradients add up locally until it says so."""
         return False

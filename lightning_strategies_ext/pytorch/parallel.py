@@ -138,6 +138,12 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         return bool(self.global_rank == 0)
 
     @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which samples are this rank's; hosts may have different numbers of ranks, and ranks may change."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
     def is_shadowing(self) -> bool:
         """Whether this rank has run out of batches and goes through the last one again, which counts for nothing."""
         inputs = self._world.inputs

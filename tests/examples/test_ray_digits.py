@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.examples import EXAMPLES, WIDE, number
 from tests.support.ranks import kill_tree, start_script
-from tests.support.ray_clusters import FOREVER_S, needs_ray
+from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray
 
 pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
 SCRIPT = EXAMPLES / "ray_digits.py"
@@ -38,7 +38,7 @@ def test_it_trains_and_leaves_nothing_behind(ending, directory):
     job = start_script(
         SCRIPT, "--cpus", "0.5", "--epochs", epochs, env={**ENVIRONMENT, "TMPDIR": directory}, python=sys.executable
     )
-    limit = threading.Timer(FOREVER_S - 200, kill_tree, [job.pid])
+    limit = threading.Timer(PROGRAM_S, kill_tree, [job.pid])
     limit.start()
     lines, started, listening = [], [], set()
     try:

@@ -14,7 +14,7 @@ import pytest
 from tests.support import lean
 from tests.support.hosts import NoHostsError, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment, run_command
-from tests.support.ray_clusters import FOREVER_S, needs_ray
+from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray
 
 pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
 
@@ -129,7 +129,7 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
                 tmp_path / "program.py",
                 tmp_path,
                 env=environment,
-                timeout_s=FOREVER_S - 200,
+                timeout_s=PROGRAM_S,
             )
             names = [first.name, second.name]
     except NoHostsError as error:

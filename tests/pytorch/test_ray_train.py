@@ -24,12 +24,12 @@ pytestmark = [
 ]
 
 
-def refused(other_backend: str) -> list[str]:
+def refused() -> list[str]:
     """What Ray Train has decided, and a Trainer is refused that is to have it otherwise."""
     messages = []
     for strategy, devices in (
         (DDPSpawnStrategy(), 2),
-        (DDPStrategy(process_group_backend=other_backend), 1),
+        (DDPStrategy(process_group_backend="gloo"), 1),
         (DDPStrategy(process_group_options=ShmOptions()), 1),
         (DDPStrategy(timeout=timedelta(seconds=5)), 1),
         (DDPStrategy(), 3),
@@ -71,7 +71,7 @@ def fit_and_more(config: dict[str, Any]) -> None:
         "seen": [*seen, trainer.is_global_zero, trainer.global_step, trainer.world_size],
         "backend": [strategy.process_group_backend, backend],
         "validated": metrics,
-        "refused": refused(other_backend="gloo"),
+        "refused": refused(),
     }
     directory = Path(config["directory"])
     (directory / f"rank{strategy.global_rank}.json").write_text(json.dumps(facts))

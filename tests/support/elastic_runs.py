@@ -120,13 +120,12 @@ def run_workers(workers: int, timeout_s: float = 150, keep: Path | None = None, 
     return _run(lambda directory: [], plan, timeout_s, keep)
 
 
-def run_torchrun(ranks: int, timeout_s: float = 150, keep: Path | None = None, **plan: Any) -> Run:
+def run_torchrun(ranks: int, timeout_s: float = 150, **plan: Any) -> Run:
     """Runs the script with torchrun, whose agent starts all ranks anew when one fails.
 
     Args:
         ranks: How many.
         timeout_s: Seconds until the run is given up.
-        keep: Its directory; a temporary one if None.
         plan: Of the script.
     """
     plan |= {"num_ranks": ranks, "local_ranks": ranks}
@@ -136,7 +135,7 @@ def run_torchrun(ranks: int, timeout_s: float = 150, keep: Path | None = None, *
         options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id}"
         return [warm.python(), "-m", "torch.distributed.run", *options.split(), "--no-python"]
 
-    return _run(command, plan, timeout_s, keep)
+    return _run(command, plan, timeout_s, None)
 
 
 def _run(

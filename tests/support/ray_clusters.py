@@ -16,6 +16,8 @@ needs_ray = pytest.mark.skipif(
 )
 #: Only a test that hangs comes to that: where others use the machine, a worker has been seen to take a minute to start.
 FOREVER_S = 900
+#: The same for a program that a test runs, which shows what it has written then.
+PROGRAM_S = 700
 #: Two workers share a CPU, so that four fit where two of them would compute at once.
 HALF = {"num_cpus_per_worker": 0.5}
 
