@@ -14,7 +14,8 @@ STRATEGY ?= ddp_ext
 HOROVOD_OPTIONS ?= --mpi
 # How many tests run at once, on two cores: half of the time of one is waiting for the ranks that it starts. Those of a
 # file stay together, with the ranks that it starts once for all of them, and in order: files with few tests are not the
-# short ones. Tests that start no process wait for little.
+# short ones. Tests that start no process wait for little. A test that ends the process which runs it is not tried again:
+# pytest would wait for ever for the files that another one had taken over.
 SHARDS ?= 4
 FAST_SHARDS ?= 2
 
@@ -46,7 +47,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
 
 pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
-	$(VENV)/bin/pytest --numprocesses $(SHARDS) --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/pytest --numprocesses $(SHARDS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 # What goes wrong, everywhere that it can: hours. Some of it: make faults FAULTS="--strategies ddp_ext --every 10"
 faults: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
