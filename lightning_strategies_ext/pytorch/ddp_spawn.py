@@ -153,6 +153,14 @@ class DDPSpawnStrategy(DDPStrategy):
             _lightning.set_layer_sync(self, TorchSyncBatchNorm())
 
     @override
+    def teardown(self) -> None:
+        # The Trainer takes the loaders' iterators away next, and with them where a loader such as torchdata's is.
+        trainer = None if self.lightning_module is None else _lightning.trainer_of(self.lightning_module)
+        if trainer is not None and _lightning.data_fetcher_of(trainer) is not None:
+            self.states_of_loaders = _lightning.states_of_loaders(trainer)
+        super().teardown()
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes a checkpoint. The main process's has the position in the training data too, as a worker's has.
 

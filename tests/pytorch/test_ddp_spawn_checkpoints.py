@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_strategies_ext import DDPSpawnStrategy, _lightning
+from lightning_strategies_ext import DDPSpawnStrategy, WorkerRaisedError, _lightning
 from tests.support.ddp_spawn_trainers import ALONE, Configurable, HasEverything, HasState, seeded, spawn_trainer
 from tests.support.models import (
     LOADS_EVERYTHING,
+    StatefulLoader,
     assert_same_bits,
+    dataset,
     loader,
     make_trainer,
     state_of,
@@ -84,6 +87,34 @@ def test_a_run_that_goes_on_from_the_main_process_checkpoint_repeats_no_sample(t
     assert_same_bits(weights["ddp_spawn_ext"], weights["auto"])
 
 
+class ForgetfulLoader(StatefulLoader):
+    """Where it is, its iterator knows, as with torchdata's StatefulDataLoader; Lightning takes that away in the end."""
+
+    def __iter__(self):
+        self._iterator = super().__iter__()
+        return self._iterator
+
+    def state_dict(self):
+        return {"position": 0 if self._iterator is None else self.position}
+
+
+class FailsLate(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 11:
+            raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("ends_early", [StopsInTheMiddle, FailsLate])
+def test_where_the_training_data_was_is_saved_though_its_iterator_is_gone(ends_early, tmp_path):
+    trainer = make_trainer("ddp_fork_ext", **ALONE, callbacks=[ends_early()])
+    with suppress(WorkerRaisedError):
+        trainer.fit(seeded(), ForgetfulLoader(dataset(), batch_size=4))
+    trainer.save_checkpoint(tmp_path / "middle.ckpt")
+    loop = torch.load(tmp_path / "middle.ckpt", weights_only=False)["loops"]["fit_loop"]
+    assert loop["epoch_loop.batch_progress"]["current"]["ready"] == 11
+    assert loop["state_dict"]["combined_loader"] == [{"position": 11}]
+
+
 class Fails(HasEverything):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_step == 5:
@@ -142,8 +173,9 @@ def test_what_is_saved_after_a_sigterm_has_everything(tmp_path):
     ours, theirs = (torch.load(tmp_path / f"{name}.ckpt", weights_only=False) for name in ("ours", "theirs"))
     assert ours["global_step"] == ours["steps_seen"] == ours["HasState"]["batches_seen"] == trainer.global_step
     assert ours["state_dict"]["metrics.mean.weight"] == trainer.global_step
-    positions = ours["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    assert positions == [{"position": trainer.fit_loop.epoch_loop.batch_progress.current.ready}]
+    # Before the first step of an epoch the loader is where the last epoch has ended.
+    position = trainer.fit_loop.epoch_loop.batch_progress.current.ready or trainer.num_training_batches
+    assert ours["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"position": position}]
     assert_same(ours, theirs)
 
 

@@ -181,7 +181,7 @@ class TrainerSnapshot:
                 strategy.exchange_state,
             )
             training = _told(teller, parts, "The optimizers' state")
-            loaders = _told(teller, _lightning.states_of_loaders(trainer), "The position in the training data")
+            loaders = _told(teller, strategy.states_of_loaders, "The position in the training data")
         now = names_in(module)
         queue = ResultQueue()
         fill_queue(trainer, queue)
