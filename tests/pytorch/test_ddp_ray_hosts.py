@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from tests.support import lean
+from tests.support import warm
 from tests.support.hosts import NoHostsError, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment, run_command
 from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray
@@ -28,13 +28,14 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import psutil
+import ray
 import torch
 
 from lightning_strategies_ext import DDPRayStrategy
 from tests.support.ddp_spawn_trainers import seeded
 from tests.support.models import loader, make_trainer, state_of
 
-directory = Path(sys.argv[1])
+directory, ray_directory = Path(sys.argv[1]), sys.argv[2]
 found = {}
 
 
@@ -52,7 +53,11 @@ class Looks(pl.Callback):  # in `__main__`
 class KillsRaylet(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 3 and trainer.global_rank == 2:
-            os.kill(psutil.Process().parent().pid, signal.SIGKILL)
+            of_host = f"--node_ip_address={ray.util.get_node_ip_address()}"
+            for process in psutil.process_iter(["name", "cmdline"]):
+                command = process.info["cmdline"] or []
+                if process.info["name"] == "raylet" and of_host in command and ray_directory in " ".join(command):
+                    process.kill()
 
 
 def on_ray(*args, callbacks=(), **kwargs):
@@ -99,7 +104,7 @@ except Exception as error:
 
 def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
     (tmp_path / "program.py").write_text(PROGRAM)
-    ray = [str(lean.python()), str(lean.python().with_name("ray"))]
+    ray = [warm.python(), "-m", "ray.scripts.scripts"]
     quiet = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -125,9 +130,10 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
             environment = {**clean_environment(), **quiet, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": address}
             program = run_command(
                 *first.enter(),
-                lean.python(),
+                warm.python(),
                 tmp_path / "program.py",
                 tmp_path,
+                short,
                 env=environment,
                 timeout_s=PROGRAM_S,
             )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from tests.support import warm
 from tests.support.ranks import REPOSITORY
 
 needs_ray = pytest.mark.skipif(
@@ -24,17 +26,19 @@ HALF = {"num_cpus_per_worker": 0.5}
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """Ray on this machine, started as the strategy starts it, for several Trainers."""
+    """Ray on this machine, started as the strategy starts it, for several Trainers; what it starts imports nothing."""
     from lightning_strategies_ext.launch.ray import cluster
     from lightning_strategies_ext.launch.ray.demand import Demand
 
-    before = os.environ.get("PYTHONPATH")
+    before, executable = os.environ.get("PYTHONPATH"), sys.executable
     os.environ["PYTHONPATH"] = str(REPOSITORY)
+    sys.executable = warm.python()  # of Ray's own processes, and so of workers
     try:
         cluster.join("local", Demand(0.5), 1, None)
         yield
     finally:
         cluster.leave()
+        sys.executable = executable
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
