@@ -131,7 +131,7 @@ def reduce(rank, world_size, address):
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(reduce, (3, sys.argv[1]), 3)
+    torch.multiprocessing.start_processes(reduce, (3, sys.argv[1]), 3, start_method="fork")
 """
 
 

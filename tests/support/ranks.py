@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -221,17 +220,10 @@ def start_server() -> None:
 
     It is forked from the server of :mod:`.warm` itself, where that runs.
     """
-    executable = spawn.get_executable()
-    os.environ.update(warm.CHILDREN)
-    spawn.set_executable(warm.python())
-    try:
+    with warm.spawned_processes():
         process = _context.Process(target=int)
         process.start()
         process.join()
-    finally:
-        spawn.set_executable(executable)
-        for name in warm.CHILDREN:
-            del os.environ[name]
 
 
 def _receive(receivers: list[Connection], deadline: float) -> list[tuple[Any, str | None]]:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,15 +29,14 @@ def own_ray() -> Iterator[None]:
     from lightning_strategies_ext.launch.ray import cluster
     from lightning_strategies_ext.launch.ray.demand import Demand
 
-    before, executable = os.environ.get("PYTHONPATH"), sys.executable
+    before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(REPOSITORY)
-    sys.executable = warm.python()  # of Ray's own processes, and so of workers
     try:
-        cluster.join("local", Demand(0.5), 1, None)
+        with warm.spawned_processes():
+            cluster.join("local", Demand(0.5), 1, None)
         yield
     finally:
         cluster.leave()
-        sys.executable = executable
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before

@@ -26,9 +26,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -151,6 +153,23 @@ def start_server() -> subprocess.Popen[bytes] | None:
 def python() -> str:
     """What to call in the place of ``sys.executable`` to run a program that need not import what all programs do."""
     return os.environ.get(_SERVER, sys.executable)
+
+
+@contextmanager
+def spawned_processes() -> Iterator[None]:
+    """In it, interpreters that this process starts to start others or to work for it, ours and multiprocessing's, are
+    forked from the server, too."""
+    executables = sys.executable, spawn.get_executable()
+    os.environ.update(CHILDREN)
+    sys.executable = python()
+    spawn.set_executable(python())
+    try:
+        yield
+    finally:
+        sys.executable = executables[0]
+        spawn.set_executable(executables[1])
+        for name in CHILDREN:
+            del os.environ[name]
 
 
 def launcher(command: list[str]) -> list[str]:
