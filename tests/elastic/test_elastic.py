@@ -34,18 +34,18 @@ def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
         strategy={"commit_every_n_steps": 10},
         events=[{"do": "kill", "step": 35, "rank": 0}],
         num_workers=1,
-        trainer={"accumulate_grad_batches": 2, "max_epochs": 12},
+        trainer={"accumulate_grad_batches": 2, "max_epochs": 2 * NUM_EPOCHS},
         policy={"ScaleLearningRate": {}},
     )
-    check_is_as_good_as_undisturbed(run, num_epochs=12)
+    check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
     assert run.worlds == [(2, 0), (1, 30)]
     assert "2 -> 1 ranks: each keeps its batch size, and learning rates are times 0.5" in run.output
     assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2 / 2)
 
 
 def test_a_rank_that_is_added():
-    events = [{"do": "hosts", "step": 100, "hosts": [FIRST, SECOND]}]
-    run = run_elastic(hosts=(FIRST,), strategy=STRATEGY, pause_s=0.02, events=events)
+    events = [{"do": "hosts", "step": 60, "hosts": [FIRST, SECOND]}]
+    run = run_elastic(hosts=(FIRST,), strategy=STRATEGY, pause_s=0.03, events=events)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [1, 2]
     assert "with 2 ranks, 1 of them new" in run.output
@@ -57,7 +57,7 @@ def test_a_rank_that_is_added_and_one_that_is_killed():
         {"do": "hosts", "step": 60, "hosts": [FIRST, SECOND, THIRD]},
         {"do": "kill", "step": 90, "rank": 0, "world": 3, "batches": 5},
     ]
-    run = run_elastic(strategy=STRATEGY, pause_s=0.05, events=events, policy={"KeepGlobalBatch": {}})
+    run = run_elastic(strategy=STRATEGY, pause_s=0.1, events=events, policy={"KeepGlobalBatch": {}})
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 3, 2]
     assert "2 -> 3 ranks: the batch of all ranks keeps its size, and is divided by 3" in run.output
@@ -109,8 +109,8 @@ def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
 
 
 def test_a_host_that_is_taken_away():
-    events = [{"do": "hosts", "step": 100, "hosts": [FIRST]}]
-    run = run_elastic(strategy=STRATEGY, pause_s=0.05, events=events)
+    events = [{"do": "hosts", "step": 60, "hosts": [FIRST]}]
+    run = run_elastic(strategy=STRATEGY, pause_s=0.1, events=events)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "; 0 steps are repeated" in run.output

@@ -20,6 +20,7 @@ from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
 from lightning_strategies_ext.elastic.kept import Memory, layout_of
 from lightning_strategies_ext.registry import UnavailableHereError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
+from tests.support.elastic_training import NUM_EPOCHS
 from tests.support.ranks import kill_tree, start_warm
 
 
@@ -52,10 +53,10 @@ def test_two_at_once_with_accumulation_and_a_policy():
         3,
         strategy={"commit_every_n_steps": 10},
         events=events,
-        trainer={"accumulate_grad_batches": 2, "max_epochs": 12},
+        trainer={"accumulate_grad_batches": 2, "max_epochs": 2 * NUM_EPOCHS},
         policy={"KeepGlobalBatch": {}},
     )
-    check_is_as_good_as_undisturbed(run, num_epochs=12)
+    check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
     assert run.worlds == [(3, 0), (3, 30)]
 
 

@@ -13,11 +13,12 @@ import torch
 from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy, WorkerRaisedError
 from lightning_strategies_ext.elastic import commit
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_workers
+from tests.support.elastic_training import NUM_EPOCHS
 from tests.support.models import MLP, fit
 from tests.support.ranks import run_warm
 
 #: Pauses while one of two is not there.
-UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.02, "pauses_in": [1]}
+UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.04, "pauses_in": [1]}
 
 
 def awaits(after: int = 0) -> dict[str, Any]:
@@ -56,12 +57,12 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
         strategy={"commit_every_n_steps": 10},
         events=events,
         num_workers=1,
-        trainer={"accumulate_grad_batches": 2, "max_epochs": 12},
+        trainer={"accumulate_grad_batches": 2, "max_epochs": 2 * NUM_EPOCHS},
         policy={"KeepGlobalBatch": {}},
-        pause_s=0.02,
+        pause_s=0.04,
         pauses_in=[1, 2],
     )
-    check_is_as_good_as_undisturbed(run, num_epochs=12)
+    check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
     assert sizes_of(run)[0] == 3
     assert min(sizes_of(run)) in (1, 2)
     assert sizes_of(run)[-1] == 3

@@ -33,7 +33,7 @@ import lightning_strategies_ext as ext
 from lightning_strategies_ext.elastic.keeper import RUN_ID
 
 NUM_TRAINED, NUM_HELD_OUT = 1437, 360
-NUM_EPOCHS = 6
+NUM_EPOCHS = 4
 
 
 class Digits(Dataset):
@@ -161,7 +161,7 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=4e-3)
-        decays_after = max(1, 2 * self.trainer.max_epochs // 3)
+        decays_after = max(1, 3 * self.trainer.max_epochs // 4)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, decays_after, gamma=0.2)]
 
 
