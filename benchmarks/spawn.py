@@ -3,6 +3,7 @@
     python -m benchmarks.spawn
     python -m benchmarks.spawn --sizes 400 --rounds 15
     python -m benchmarks.spawn --quick
+    python -m benchmarks.spawn --ray
 
 Two CPU workers on this host, a tiny model, data in memory. What is measured:
 
@@ -24,36 +25,67 @@ Peak extra memory is that of the main process only: its largest resident size, s
 back, less its size when that began (rank 0's end of ``fit``, or its last batch of ``predict``), over the result's size.
 What lies in workers, files and memory that the main process has not mapped is not in it. It is sampled every
 millisecond: the few in which ours brings back 10 MB may be missed. MB are 2**20 bytes.
+
+With ``--ray``, ``ddp_ray_ext`` beside a ``TorchTrainer`` of Ray Train per stage, with Lightning's ``ddp`` over gloo as
+Ray's documentation has it: start and bring back, on one Ray cluster on this machine, to which each interpreter is
+connected before the clock starts. The ``TorchTrainer`` returns a checkpoint, which the main process loads.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import psutil
 
+from benchmarks import spawn_ray
 from benchmarks.contenders import silence_lightning
 from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
 from benchmarks.spawn_cases import KINDS, OURS, PREDICTIONS_MB, TENSOR_MB, Case, Contender
 
 SAMPLE_MEMORY_EVERY_S = 0.001
 
-#: Largest time of ours over the stock strategy's that we want.
-TIME_GOALS = {
-    "start: fit": 0.8,
+#: Largest time of ours over that of the peer on Ray that we want.
+TIME_GOALS_ON_RAY = {
     "start: validate after fit": 0.05,
     "start: test after validate": 0.05,
     "bring back 400 MB": 0.5,
 }
+#: The same where the peer is the stock strategy.
+TIME_GOALS = {"start: fit": 0.8, **TIME_GOALS_ON_RAY}
 #: Largest extra memory over the size of the result that we want.
 MEMORY_GOAL = 1.2
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is compared.
+
+    Attributes:
+        peer: With which.
+        ours: What.
+        time_goals: Largest time of ours over the peer's that we want, by case.
+        environment: Variables of the interpreters.
+    """
+
+    peer: str
+    ours: str = OURS
+    time_goals: Mapping[str, float] = field(default_factory=lambda: TIME_GOALS)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of both."""
+        return self.peer, self.ours
 
 
 class MemorySampler(threading.Thread):
@@ -87,8 +119,13 @@ class MemorySampler(threading.Thread):
         return (max([before, *within]) - before) / 2**20
 
 
-def take_sample(case: Case, strategy: str) -> tuple[dict[str, float], float | None]:
+def take_sample(case: Case, strategy: str, environment: Mapping[str, str]) -> tuple[dict[str, float], float | None]:
     """Measures once, in a new interpreter.
+
+    Args:
+        case: What to measure.
+        strategy: Of the contender.
+        environment: Variables beside those of this process.
 
     Returns:
         Seconds by label, and the peak extra memory in MB where the case has a result.
@@ -100,7 +137,10 @@ def take_sample(case: Case, strategy: str) -> tuple[dict[str, float], float | No
         request = json.dumps({**asdict(case), "strategy": strategy, "directory": directory})
         started_at = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.spawn", "--measure", request], stdout=output, stderr=errors
+            [sys.executable, "-m", "benchmarks.spawn", "--measure", request],
+            stdout=output,
+            stderr=errors,
+            env={**os.environ, **environment},
         )
         sampler = MemorySampler(process.pid)
         if case.result_mb:
@@ -116,7 +156,9 @@ def take_sample(case: Case, strategy: str) -> tuple[dict[str, float], float | No
     return seconds, sampler.peak_extra_mb(*measured["window"]) if case.result_mb else None
 
 
-def take_sample_again_if_it_fails(case: Case, strategy: str, times: int = 2) -> tuple[dict[str, float], float | None]:
+def take_sample_again_if_it_fails(
+    case: Case, strategy: str, environment: Mapping[str, str], times: int = 2
+) -> tuple[dict[str, float], float | None]:
     """Measures once. Now and then a worker of the stock strategy is aborted by torch when it ends; this is said.
 
     Raises:
@@ -124,49 +166,54 @@ def take_sample_again_if_it_fails(case: Case, strategy: str, times: int = 2) -> 
     """
     for _ in range(times):
         try:
-            return take_sample(case, strategy)
+            return take_sample(case, strategy, environment)
         except RuntimeError as error:
             print(f"{strategy}: {str(error).splitlines()[-1]}; measured again", file=sys.stderr, flush=True)
-    return take_sample(case, strategy)
+    return take_sample(case, strategy, environment)
 
 
 def take_sample_here(request: str) -> None:
     """What the new interpreter does: measures, and prints the outcome as its last line."""
     silence_lightning()
     arguments = json.loads(request)
-    contender = Contender(arguments.pop("strategy"), Path(arguments.pop("directory")))
+    strategy, directory = arguments.pop("strategy"), Path(arguments.pop("directory"))
+    if strategy in spawn_ray.NAMES:
+        spawn_ray.connect()
+        contender: Any = spawn_ray.ContenderOnRay(strategy, directory)
+    else:
+        contender = Contender(strategy, directory)
     case = Case(**arguments)
     print(json.dumps(KINDS[case.kind](contender, case)))
 
 
-def measure(case: Case, peer: str, rounds: int) -> list[dict[str, Any]]:
+def measure(case: Case, pair: Pair, rounds: int) -> list[dict[str, Any]]:
     """Measures a case round by round.
 
     Returns:
         A summary per label: of seconds, and of memory where the case has a result.
     """
-    names = (peer, OURS)
+    names = pair.names
     seconds: dict[str, dict[str, list[float]]] = {}
     extra_mb: dict[str, list[float]] = {name: [] for name in names}
     for round_index in range(rounds):
         for name in rotated(names, round_index):
-            by_label, extra = take_sample_again_if_it_fails(case, name)
+            by_label, extra = take_sample_again_if_it_fails(case, name, pair.environment)
             for label, value in by_label.items():
                 seconds.setdefault(label, {name: [] for name in names})[name].append(value)
             if extra is not None:
                 extra_mb[name].append(extra)
     print(f"measured {case.label}", file=sys.stderr, flush=True)
-    summaries = [summarize_time(label, peer, samples) for label, samples in seconds.items()]
+    summaries = [summarize_time(label, pair, samples) for label, samples in seconds.items()]
     return [*summaries, *([summarize_memory(case, extra_mb)] if case.result_mb else [])]
 
 
-def summarize_time(label: str, peer: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def summarize_time(label: str, pair: Pair, seconds: dict[str, list[float]]) -> dict[str, Any]:
     """Medians, the ratio within rounds, and the goal as the least such ratio."""
-    goal = TIME_GOALS.get(label)
+    goal = pair.time_goals.get(label)
     return {
         "case": label,
         "seconds": {name: vars(Spread.of(samples)) for name, samples in seconds.items()},
-        "ratios": {f"{peer}/{OURS}": vars(paired_ratio(seconds[peer], seconds[OURS]))},
+        "ratios": {f"{pair.peer}/{pair.ours}": vars(paired_ratio(seconds[pair.peer], seconds[pair.ours]))},
         "goal": None if goal is None else {"least_ratio": round(1 / goal, 4)},
         "rounds_seconds": {name: [round(sample, 4) for sample in samples] for name, samples in seconds.items()},
     }
@@ -185,39 +232,39 @@ def summarize_memory(case: Case, extra_mb: dict[str, list[float]]) -> dict[str, 
     }
 
 
-def present(summaries: list[dict[str, Any]], directory: Path) -> None:
+def present(summaries: list[dict[str, Any]], pair: Pair, directory: Path, name: str) -> None:
     """Prints the tables and draws the plot."""
     times = [summary for summary in summaries if "seconds" in summary]
     memory = [summary for summary in summaries if "extra_over_result" in summary]
-    names, (ratio,) = list(times[0]["seconds"]), times[0]["ratios"]
-    time_spreads = {name: [Spread(**summary["seconds"][name]) for summary in times] for name in names}
+    (ratio,) = times[0]["ratios"]
+    time_spreads = {one: [Spread(**summary["seconds"][one]) for summary in times] for one in pair.names}
     ratios = [Spread(**summary["ratios"][ratio]) for summary in times]
-    memory_spreads = {name: [Spread(**summary["extra_over_result"][name]) for summary in memory] for name in names}
+    memory_spreads = {one: [Spread(**summary["extra_over_result"][one]) for summary in memory] for one in pair.names}
     least = [summary["goal"] and summary["goal"]["least_ratio"] for summary in times]
     print_table(
         "seconds, 2 CPU workers, a fresh interpreter per sample: median [quartiles]",
-        ["case", *names, ratio, "goal", "met"],
+        ["case", *pair.names, ratio, "goal", "met"],
         [
             [
                 summary["case"],
-                *(time_spreads[name][row].text(3) for name in names),
+                *(time_spreads[one][row].text(3) for one in pair.names),
                 ratios[row].text(),
                 "" if least[row] is None else f"≥ {least[row]:g}",
                 "" if least[row] is None else in_words(ratios[row].median >= least[row]),
             ]
             for row, summary in enumerate(times)
         ],
-        caption=f"A ratio above 1 means that {OURS} is faster.",
+        caption=f"A ratio above 1 means that {pair.ours} is faster.",
     )
     print_table(
         "peak extra memory of the main process over the size of the result: median [quartiles]",
-        ["case", *names, "goal", "met"],
+        ["case", *pair.names, "goal", "met"],
         [
             [
                 summary["case"],
-                *(memory_spreads[name][row].text() for name in names),
+                *(memory_spreads[one][row].text() for one in pair.names),
                 f"< {MEMORY_GOAL}",
-                in_words(memory_spreads[OURS][row].median < MEMORY_GOAL),
+                in_words(memory_spreads[pair.ours][row].median < MEMORY_GOAL),
             ]
             for row, summary in enumerate(memory)
         ],
@@ -225,11 +272,13 @@ def present(summaries: list[dict[str, Any]], directory: Path) -> None:
     labels = [summary["case"] for summary in times]
     draw(
         directory,
-        "spawn",
-        "Spawned workers, 2 CPU ranks",
+        name,
+        "Spawned workers, 2 CPU ranks" if pair.ours == OURS else "Workers on Ray, 2 CPU ranks",
         [
             Panel("seconds", labels, time_spreads, is_logarithmic=True),
-            Panel(f"time over {OURS}'s", labels, {ratio: ratios}, line_at=1, line_label="equal", is_logarithmic=True),
+            Panel(
+                f"time over {pair.ours}'s", labels, {ratio: ratios}, line_at=1, line_label="equal", is_logarithmic=True
+            ),
             Panel(
                 "peak extra memory over size of result",
                 [summary["case"] for summary in memory],
@@ -254,6 +303,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="rounds per case")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
     parser.add_argument("--quick", action="store_true", help="two rounds, up to 100 MB: to see that it runs")
+    parser.add_argument(
+        "--ray", action="store_true", help="compare ddp_ray_ext with Ray Train, on a cluster of its own"
+    )
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # how the program calls itself
     arguments = parser.parse_args()
     if arguments.quick:
@@ -262,6 +314,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--rounds must be positive")
     if any(size < 1 or size % TENSOR_MB for size in arguments.sizes):
         parser.error(f"--sizes must be multiples of {TENSOR_MB}")
+    if arguments.ray and not spawn_ray.is_there():
+        parser.error("--ray needs Ray: pip install 'ray[train]'")
     if arguments.peer == OURS:
         parser.error(f"--peer {OURS} would compare {OURS} with itself")
     return arguments
@@ -273,19 +327,21 @@ def main() -> None:
     if arguments.measure:
         take_sample_here(arguments.measure)
         return
-    cases = [
-        Case("start"),
-        Case("large data"),
-        *(Case("bring back", size) for size in arguments.sizes),
-        Case("predictions", PREDICTIONS_MB),
-        Case("script"),
-    ]
-    for name in (arguments.peer, OURS):
-        take_sample(Case("start"), name)
-    summaries = [summary for case in cases for summary in measure(case, arguments.peer, arguments.rounds)]
-    present(summaries, arguments.output)
-    settings = {"peer": arguments.peer, "rounds": arguments.rounds, "sizes": arguments.sizes}
-    write_json(arguments.output, "spawn", {"settings": settings, "results": summaries})
+    cases = [Case("start"), *(Case("bring back", size) for size in arguments.sizes)]
+    if not arguments.ray:
+        cases[1:1] = [Case("large data")]
+        cases += [Case("predictions", PREDICTIONS_MB), Case("script")]
+    with spawn_ray.cluster() if arguments.ray else nullcontext({}) as environment:
+        pair = Pair(arguments.peer)
+        if arguments.ray:
+            pair = Pair(*spawn_ray.NAMES, TIME_GOALS_ON_RAY, environment)
+        for name in pair.names:
+            take_sample(Case("start"), name, pair.environment)
+        summaries = [summary for case in cases for summary in measure(case, pair, arguments.rounds)]
+    file_name = "spawn_ray" if arguments.ray else "spawn"
+    present(summaries, pair, arguments.output, file_name)
+    settings = {"peer": pair.peer, "rounds": arguments.rounds, "sizes": arguments.sizes}
+    write_json(arguments.output, file_name, {"settings": settings, "results": summaries})
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Model(pl.LightningModule):
             nn.Parameter(torch.ones(TENSOR_MB * FLOATS_PER_MB), requires_grad=False)
             for _ in range(frozen_mb // TENSOR_MB)
         )
+        self.frozen_mb = frozen_mb
         self.prediction_width = prediction_width
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -139,6 +140,23 @@ class FileWriter(BasePredictionWriter):
         return result
 
 
+def make_trainer(devices: Any, strategy: Any, callbacks: list[Any], **kwargs: Any) -> pl.Trainer:
+    """A Trainer that does nothing but train one epoch."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        callbacks=callbacks,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **kwargs,
+    )
+
+
 class Contender:
     """A Trainer with a strategy and a clock.
 
@@ -150,18 +168,7 @@ class Contender:
     def __init__(self, strategy: str, directory: Path) -> None:
         self.clock = Clock(directory)
         self.writer = None if strategy == OURS else FileWriter(directory)
-        self.trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=NUM_WORKERS,
-            strategy=strategy,
-            max_epochs=1,
-            callbacks=[self.clock, *([self.writer] if self.writer else [])],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
+        self.trainer = make_trainer(NUM_WORKERS, strategy, [self.clock, *([self.writer] if self.writer else [])])
 
     def predict(self, model: Model, shape: tuple[int, int]) -> Any:
         """The predictions, in the order of the dataset: a list of batches, or one tensor where they came in files."""
