@@ -52,7 +52,8 @@ class DDPRayStrategy(DDPSpawnStrategy):
         resources_per_worker: Further resources that each needs, by their names in the cluster.
         placement: "PACK" puts workers on as few hosts as possible, "SPREAD" on as many.
         address: "auto" for the cluster that this machine belongs to, ``"host:port"`` for another, "local" for Ray on
-            this machine, which ends with the workers. None is the cluster that this process is connected to
+            this machine, which ends with the workers, ``"ray://host:port"`` for a cluster outside of which this process
+            is (Ray Client). None is the cluster that this process is connected to
             (``ray.init``), else that of ``RAY_ADDRESS``, else "local".
         runtime_env: What workers find on their hosts, as ``ray.init`` takes it: ``{"working_dir": "."}`` brings your
             modules. Where this process is connected already, give it there.

@@ -328,7 +328,6 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
         ({"resources_per_worker": {"CPU": 2}}, ValueError, "num_cpus_per_worker"),
         ({"resources_per_worker": 3}, TypeError, "resources_per_worker"),
         ({"placement": "pack"}, ValueError, "'PACK'"),
-        ({"address": "ray://head:10001"}, ValueError, "Ray Client"),
         ({"address": 6379}, TypeError, "address"),
         ({"runtime_env": "."}, TypeError, "runtime_env"),
         ({"elastic": True}, ValueError, "ddp_spawn_elastic_ext"),

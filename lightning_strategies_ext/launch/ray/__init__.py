@@ -2,7 +2,8 @@
 
 The pool, the worker's part of the protocol and the stage are those of ``processes`` and ``stage`` beside this. Ray
 starts a process for each worker, an actor, and ends it; a message is a call of a method of the actor, and tensors go
-through Ray's object store. A :class:`.Line` beside it carries what cannot wait until the actor's method returns.
+through Ray's object store. A :class:`.Line` beside it carries what cannot wait until the actor's method returns. Where
+the main process is outside of the cluster (Ray Client), a :class:`.Relay` inside takes its part.
 
-What it does not promise: that a job goes on when a worker is lost; that it works through Ray Client.
+What it does not promise: that a job goes on when a worker is lost.
 """

@@ -4,6 +4,7 @@ Ray is one per process. What the user has connected stays; what is connected or 
 last pool that uses it.
 """
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -61,15 +62,14 @@ def check_address(address: Any) -> None:
 
     Raises:
         TypeError: If it is neither a string nor None.
-        ValueError: If it is that of a Ray Client server.
+        UnavailableHereError: If it is that of a server of Ray Client, and what Ray needs for that is not installed.
     """
     if address is not None and not isinstance(address, str):
-        raise TypeError(f"`address` must be None, 'auto', 'local' or 'host:port', got {address!r}.")
-    if address is not None and address.startswith("ray://"):
-        raise ValueError(
-            f"`address={address!r}`: workers cannot talk to a main process that is outside of their cluster (Ray"
-            " Client). Run the script on a host of the cluster, with `ray job submit` or by hand, and"
-            " `address='auto'`."
+        raise TypeError(f"`address` must be None, 'auto', 'local', 'host:port' or 'ray://host:port', got {address!r}.")
+    if address is not None and address.startswith("ray://") and importlib.util.find_spec("grpc") is None:
+        raise UnavailableHereError(
+            f"`address={address!r}` needs Ray Client. Install it: `pip install 'ray[client]'`, here and on the head of"
+            " the cluster."
         )
 
 
@@ -78,8 +78,8 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
 
     Args:
         address: "auto" for the cluster that this machine belongs to, ``"host:port"`` for another, "local" for a new one
-            on this machine. None is the one that this process is connected to, else that of ``RAY_ADDRESS``, else a new
-            one.
+            on this machine, ``"ray://host:port"`` for one that is reached by Ray Client. None is the one that this
+            process is connected to, else that of ``RAY_ADDRESS``, else a new one.
         demand: What each worker needs.
         num_workers: How many.
         runtime_env: See ``ray.init``; of the job, if this call connects.
@@ -89,14 +89,13 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
 
     Raises:
         ValueError: If the workers do not fit, or this process is connected to another cluster.
-        RuntimeError: If the cluster cannot be reached, or this process is connected through Ray Client.
+        RuntimeError: If the cluster cannot be reached.
     """
     import ray
 
     global _users, _directory, _session, _address
     with _lock:
         if ray.is_initialized():
-            _check_is_in_cluster()
             if _session != _this_session():
                 _forget()  # the user has left ours, and has connected to another since
             if not _users or address != _address:
@@ -174,15 +173,11 @@ def said_of_free() -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(named.items())) or "nothing"
 
 
-def _check_is_in_cluster() -> None:
+def is_elsewhere() -> bool:
+    """Whether this process is connected through Ray Client, and outside of the cluster."""
     from ray.util.client import ray as client
 
-    if client.is_connected():
-        raise RuntimeError(
-            "This process is connected through Ray Client (`ray.init('ray://…')`), and workers cannot talk to a main"
-            " process that is outside of their cluster. Run the script on a host of the cluster, with `ray job submit`"
-            " or by hand."
-        )
+    return bool(client.is_connected())
 
 
 def _this_session() -> str:

@@ -52,10 +52,14 @@ class Parcel:
     data: bytes
     buffers: list[Any] = field(default_factory=list)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Ray's own views of its memory, which a server of Ray Client sends on, cannot be pickled.
+        return {"data": self.data, "buffers": [pickle.PickleBuffer(_raw(buffer)) for buffer in self.buffers]}
+
     @classmethod
     def of(cls, pickled: Pickled) -> "Parcel":
         """Without a copy of what it refers to."""
-        return cls(pickled.data, [pickle.PickleBuffer(_raw(buffer)) for buffer in pickled.buffers])
+        return cls(pickled.data, pickled.buffers)
 
     def pickled(self, *, is_only_read: bool) -> Pickled:
         """As it was, for the reader.

@@ -20,6 +20,7 @@ from lightning_strategies_ext.launch.ray.conditions import ConditionsElsewhere
 from lightning_strategies_ext.launch.ray.demand import Demand
 from lightning_strategies_ext.launch.ray.line import Switchboard
 from lightning_strategies_ext.launch.ray.messages import Parcel, dump_by_value
+from lightning_strategies_ext.launch.ray.relay import RelayedSwitchboard
 from lightning_strategies_ext.launch.ray.worker import RayWorker, SentParcel, reason_in, wait_until
 from lightning_strategies_ext.launch.transport.messages import Pickled
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
@@ -64,7 +65,7 @@ class RayStarter:
         self._modules = list(modules)
         self._packages = [*_PACKAGES, *(module.partition(".")[0] for module in modules)]
         self._group: Any = None
-        self._switchboard: Switchboard | None = None
+        self._switchboard: Switchboard | RelayedSwitchboard | None = None
         self._has_joined = False
         self._actor_class: Any = None
         self._of_actors: dict[str, Any] = {}
@@ -98,7 +99,9 @@ class RayStarter:
             self._of_actors = {} if has_connected or not self._runtime_env else {"runtime_env": self._runtime_env}
             self._actor_class = ray.remote(WorkerActor)
             self._reserve(num_workers)
-            self._switchboard = Switchboard(ray.util.get_node_ip_address())
+            self._switchboard = (
+                RelayedSwitchboard() if cluster.is_elsewhere() else Switchboard(ray.util.get_node_ip_address())
+            )
         assert self._switchboard is not None
         options: dict[str, Any] = {
             "num_cpus": self._demand.num_cpus,

@@ -20,6 +20,7 @@ from lightning_strategies_ext.launch.protocol import End, Failure, Order, Ping, 
 from lightning_strategies_ext.launch.ray.actor import Facts
 from lightning_strategies_ext.launch.ray.line import Line, Switchboard
 from lightning_strategies_ext.launch.ray.messages import Parcel
+from lightning_strategies_ext.launch.ray.relay import RelayedSwitchboard
 
 #: How long Ray may take to say why an actor is gone whose line is broken, in seconds.
 _REASON_S = 3.0
@@ -56,7 +57,9 @@ class RayWorker:
         seat: Among the others.
     """
 
-    def __init__(self, number: int, switchboard: Switchboard, options: dict[str, Any], actor_class: Any) -> None:
+    def __init__(
+        self, number: int, switchboard: Switchboard | RelayedSwitchboard, options: dict[str, Any], actor_class: Any
+    ) -> None:
         self.rank = number
         self.facts: Facts | None = None
         self.seat: Seat | None = None

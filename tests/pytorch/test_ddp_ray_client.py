@@ -1,0 +1,143 @@
+"""``ddp_ray_ext`` from outside of the cluster, by Ray Client: the promises are those of a main process inside."""
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_strategies_ext import DDPRayStrategy
+from lightning_strategies_ext.registry import UnavailableHereError
+from tests.pytorch.test_ddp_ray import (  # noqa: F401  # each runs again here
+    test_a_killed_worker_is_noticed_at_once,
+    test_a_signal_stops_all_ranks_and_what_they_have_done_is_here,
+    test_an_error_names_rank_host_and_cause_and_another_fit_works,
+    test_it_trains_to_the_weights_of_spawned_workers_and_brings_all_back,
+    test_large_tensors_come_back_and_can_be_written_to,
+    test_nothing_is_left_in_the_cluster_when_the_workers_have_ended,
+    test_what_workers_print_is_shown_here_before_fit_returns,
+    test_workers_stay_and_predictions_come_in_the_order_of_the_dataset,
+)
+from tests.support.models import MLP, loader, make_trainer
+from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, start_command
+from tests.support.ray_clusters import FOREVER_S, HALF, needs_ray
+
+pytestmark = [
+    needs_ray,
+    pytest.mark.timeout(FOREVER_S),
+    pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="Ray Client needs pip install 'ray[client]'"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[str]:
+    """The address of a server of Ray Client, to which this process is connected."""
+    import ray
+
+    ray_command = Path(sys.executable).with_name("ray")
+    port = free_port()
+    environment = {
+        **clean_environment(),
+        "RAY_AUTH_MODE": "disabled",  # Ray Client says a token only where RAY_AUTH_MODE was set before Ray was imported
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
+        head = subprocess.Popen(
+            [
+                *(ray_command, "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--port=0"),
+                *(f"--ray-client-server-port={port}", "--num-cpus=2", "--include-dashboard=false"),
+                f"--temp-dir={directory}",
+            ],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            address = f"ray://127.0.0.1:{port}"
+            for attempt in range(5):
+                try:
+                    ray.init(address, log_to_driver=False)  # tries for half a minute
+                    break
+                except ConnectionError:
+                    if attempt == 4 or head.poll() is not None:
+                        raise
+            yield address
+        finally:
+            ray.shutdown()
+            kill_tree(head.pid)
+            head.wait()
+
+
+KILLED = """
+import os
+import signal
+import lightning.pytorch as pl
+from lightning_strategies_ext import DDPRayStrategy
+from tests.support.models import MLP, loader, make_trainer
+
+class Waits(pl.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        print("pid", os.getpid(), flush=True)
+
+trainer = make_trainer(DDPRayStrategy(num_cpus_per_worker=0.5), max_epochs=-1, callbacks=[Waits()])
+trainer.fit(MLP(), loader())
+"""
+
+
+def test_workers_end_when_the_main_process_is_killed(cluster):
+    # Ray Client waits so long for a connection that is broken to come back.
+    environment = {"RAY_ADDRESS": cluster, "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "1"}
+    program = start_command(sys.executable, "-c", KILLED, env=environment)
+    try:
+        pids: set[int] = set()
+        while len(pids) < 2:
+            line = program.stdout.readline()
+            assert line, "the program has ended"
+            if line.startswith("pid "):
+                pids.add(int(line.split()[1]))
+        assert all(map(psutil.pid_exists, pids))
+        program.send_signal(signal.SIGKILL)
+    finally:
+        kill_tree(program.pid)
+        program.communicate()
+    deadline = time.monotonic() + 120
+    while any(map(psutil.pid_exists, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_what_stands_for_a_main_process_ends_when_that_says_nothing():
+    import ray
+    from ray.exceptions import RayActorError
+
+    from lightning_strategies_ext.launch.ray.relay import Relay
+
+    relay = ray.remote(Relay).options(num_cpus=0).remote(1.0)
+
+    def ask() -> None:
+        while True:
+            ray.get(relay.where.remote())
+            time.sleep(0.1)
+
+    with pytest.raises(RayActorError):
+        ask()
+
+
+def test_what_ray_client_needs_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(UnavailableHereError, match=r"pip install 'ray\[client\]'"):
+        DDPRayStrategy(address="ray://127.0.0.1:1")
+
+
+def test_another_address_is_refused_where_the_process_is_connected(cluster):
+    trainer = make_trainer(DDPRayStrategy(**HALF, address="127.0.0.1:1"))
+    with pytest.raises(ValueError, match=r"is connected to the Ray cluster at .* already"):
+        trainer.fit(MLP(), loader())
