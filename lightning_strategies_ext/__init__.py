@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.ddp import DDPStrategy as DDPStrategy
     from lightning_strategies_ext.pytorch.ddp_elastic import DDPElasticStrategy as DDPElasticStrategy
     from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy as DDPRayStrategy
+    from lightning_strategies_ext.pytorch.ddp_ray_elastic import DDPRayElasticStrategy as DDPRayElasticStrategy
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnPlugin as DDPSpawnPlugin
     from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy as DDPSpawnStrategy
     from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy as DDPSpawnElasticStrategy
@@ -53,6 +54,7 @@ _EXPORTS = {
     "ParallelStrategy": "lightning_strategies_ext.pytorch.parallel",
     "DDPStrategy": "lightning_strategies_ext.pytorch.ddp",
     "DDPRayStrategy": "lightning_strategies_ext.pytorch.ddp_ray",
+    "DDPRayElasticStrategy": "lightning_strategies_ext.pytorch.ddp_ray_elastic",
     "DDPSpawnStrategy": "lightning_strategies_ext.pytorch.ddp_spawn",
     "DDPElasticStrategy": "lightning_strategies_ext.pytorch.ddp_elastic",
     "DDPSpawnElasticStrategy": "lightning_strategies_ext.pytorch.ddp_spawn_elastic",

@@ -112,6 +112,12 @@ STRATEGIES: tuple[NamedStrategy, ...] = (
         "DDP, workers on a Ray cluster, everything comes back",
     ),
     NamedStrategy(
+        "ddp_ray_elastic_ext",
+        {PYTORCH: "lightning_strategies_ext.pytorch.ddp_ray_elastic:DDPRayElasticStrategy"},
+        "torch.distributed",
+        "the same, of which one may be lost in fit, with its host, and Ray starts another",
+    ),
+    NamedStrategy(
         "ddp_elastic_ext",
         {PYTORCH: "lightning_strategies_ext.pytorch.ddp_elastic:DDPElasticStrategy"},
         "torch.distributed",

@@ -377,6 +377,7 @@ def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() 
         "ddp_notebook_ext*",
         "ddp_spawn_elastic_ext",
         "ddp_ray_ext",
+        "ddp_ray_elastic_ext",
         "ddp_elastic_ext",
     ]
     assert rows == [*families, "dp_ext", "horovod_ext", "horovod_elastic_ext", "dp", "horovod"]

@@ -7,7 +7,7 @@ how far it has come, and learns the same of all others.
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightning_strategies_ext.peers import Peer
 
@@ -46,8 +46,13 @@ class Member:
     @classmethod
     def decoded(cls, value: bytes) -> "Member":
         """The reverse of :meth:`encoded`."""
-        fields = json.loads(value)
-        return cls(**{**fields, "peer": Peer(**fields["peer"])})
+        return cls.of(json.loads(value))
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Member":
+        """The reverse of ``dataclasses.asdict``, by way of JSON."""
+        peer = fields["peer"]
+        return cls(**{**fields, "peer": Peer(**{**peer, "addresses": tuple(peer["addresses"])})})
 
 
 class Notices(Protocol):

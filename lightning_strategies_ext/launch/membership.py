@@ -2,13 +2,13 @@
 
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from lightning_strategies_ext.elastic.membership import Member, MembershipLostError
 from lightning_strategies_ext.launch.protocol import Arrived, Members, Notice, Place, Ready
-from lightning_strategies_ext.launch.transport.channel import Channel
+from lightning_strategies_ext.launch.transport.channel import JobChannel
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ _POLL_S = 0.1
 class Notices:
     """Hears that a worker waits to join: there is a message, which is read when the world has been left."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: JobChannel) -> None:
         self._poll = select.poll()
         self._poll.register(channel.socket, select.POLLIN)
 
@@ -41,7 +41,7 @@ class WorkerMembership:
     Args:
         channel: To the main process.
         joins: Whether the others are in the middle of a world.
-        join: Called with this rank's place when all are there; lets it talk to the others.
+        join: Called with this rank's place, and who the ranks are, when all are there; lets it talk to the others.
         leave: Called with whether all leave together; ends that.
         is_loss: See there.
 
@@ -59,9 +59,9 @@ class WorkerMembership:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: JobChannel,
         joins: bool,
-        join: Callable[[Place], None],
+        join: Callable[[Place, Sequence[Member]], None],
         leave: Callable[[bool], None],
         is_loss: Callable[[BaseException], bool],
     ) -> None:
@@ -80,6 +80,10 @@ class WorkerMembership:
         assert self._place.rank is not None
         return self._place.rank
 
+    def is_in(self, world: int) -> bool:
+        """Whether this worker has a place in a world, by its number; from any thread."""
+        return self._place.rank is not None and self._place.number == world
+
     def next_rank(self, while_waiting: Callable[[float], None]) -> int | None:
         """Asks for a place; None if the main process has none any more."""
         self._channel.send(Ready(self._why))
@@ -94,7 +98,7 @@ class WorkerMembership:
             return False
         self._why = None
         try:
-            self._join(self._place)
+            self._join(self._place, members)
         except Exception as error:
             if not self.is_loss(error):
                 raise

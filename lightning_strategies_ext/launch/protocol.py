@@ -101,12 +101,14 @@ class Place:
         rank: None if there is no use for the worker any more.
         size: Number of ranks.
         number: Of the world.
-        port: Of the key-value store that all worlds share, at 127.0.0.1.
+        address: Of the main process's host, where the key-value store is that all worlds share.
+        port: Of the store.
     """
 
     rank: int | None
     size: int = 0
     number: int = 0
+    address: str = ""
     port: int = 0
 
 

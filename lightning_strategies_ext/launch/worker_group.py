@@ -23,7 +23,6 @@ from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.processes.worker import is_importing_main
 from lightning_strategies_ext.launch.stage.job import CallJob, StageJob
 from lightning_strategies_ext.launch.strategy import WorkersStrategy
-from lightning_strategies_ext.launch.transport.channel import Packed
 from lightning_strategies_ext.launch.transport.messages import Pickled
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
 
@@ -135,7 +134,7 @@ class Workers:
             if job.allowance is None:
                 outcome = pool.run(packed, conditions, continues=self._has_run)
             else:
-                assert isinstance(packed, Packed)
+                assert packed is not None
                 outcome = run_changing(pool, packed, conditions, self._has_run, job.allowance)
         finally:
             if packed is not None:

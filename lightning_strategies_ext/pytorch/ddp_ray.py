@@ -21,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
+from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.ray.cluster import check_address, check_has_ray
 from lightning_strategies_ext.launch.ray.demand import Demand, Placement, check_demand
@@ -32,10 +33,6 @@ from lightning_strategies_ext.uneven.control import UnevenInputs
 #: Arguments of :class:`.DDPSpawnStrategy` that have no meaning here, and why.
 _REFUSED = {
     "start_method": "Ray starts the workers",
-    "elastic": "a lost worker ends the stage; `ddp_spawn_elastic_ext` goes on without one, on one host",
-    "min_workers": "a lost worker ends the stage",
-    "commit_every_n_steps": "a lost worker ends the stage",
-    "max_restarts": "a lost worker ends the stage",
     "cluster_environment": "ranks and addresses come from where Ray has put the workers",
 }
 
@@ -72,6 +69,11 @@ class DDPRayStrategy(DDPSpawnStrategy):
         patience: See :class:`.DDPStrategy`.
         uneven_inputs: See :class:`.DDPStrategy`.
         compression: See :class:`.DDPStrategy`.
+        elastic: Whether one may be lost during ``fit``, with its host, and the others go on: True makes a
+            :class:`.DDPRayElasticStrategy`, which the following are arguments of.
+        min_workers: See there.
+        commit_every_n_steps: See there.
+        max_restarts: See there.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Raises:
@@ -87,6 +89,9 @@ class DDPRayStrategy(DDPSpawnStrategy):
         trainer.fit(model, datamodule)
         predictions = trainer.predict(model, datamodule)  # in the same workers; of all ranks, in order
     """
+
+    elastic_class = "ddp_ray_elastic:DDPRayElasticStrategy"
+    _may_change = False  # workers, in the middle of `fit`
 
     def __init__(
         self,
@@ -112,8 +117,20 @@ class DDPRayStrategy(DDPSpawnStrategy):
         patience: float | timedelta | None = DEFAULT_PATIENCE,
         uneven_inputs: UnevenInputs = "error",
         compression: CompressionName | Compression | None = None,
+        elastic: bool = False,
+        min_workers: int | None = None,
+        commit_every_n_steps: int | None = None,
+        max_restarts: int | None = None,
         **kwargs: Any,
     ) -> None:
+        check_is_not_elastic(
+            type(self),
+            elastic,
+            "DDPRayStrategy",
+            min_workers=min_workers,
+            commit_every_n_steps=commit_every_n_steps,
+            max_restarts=max_restarts,
+        )
         for name, why in _REFUSED.items():
             if name in kwargs:
                 raise ValueError(f"`{name}={kwargs[name]!r}` cannot be had with `ddp_ray_ext`: {why}. Leave it out.")
@@ -176,9 +193,13 @@ class DDPRayStrategy(DDPSpawnStrategy):
     def _make_starter(self) -> Starter:
         from lightning_strategies_ext.launch.ray.starter import RayStarter
 
-        timeout = self._timeout or default_pg_timeout
         modules = (pl.__name__, __name__)
-        return RayStarter(self._demand(), self._address, self._runtime_env, timeout.total_seconds(), modules)
+        return RayStarter(self._demand(), self._address, self._runtime_env, self._wait_s, modules, self._may_change)
+
+    @property
+    def _wait_s(self) -> float:
+        """How long to wait for room in the cluster, in seconds."""
+        return (self._timeout or default_pg_timeout).total_seconds()
 
     def _demand(self) -> Demand:
         is_on_gpus = self.parallel_devices is not None and self.parallel_devices[0].type == "cuda"
@@ -215,13 +236,14 @@ class DDPRayStrategy(DDPSpawnStrategy):
         """Called first in a worker: its ranks and its device are those of its seat.
 
         Raises:
-            RuntimeError: If this is the first worker, and what it is to write would not be seen by the main process.
+            RuntimeError: If this is the first worker, or may come to be, and what it is to write would not be seen by
+                the main process.
         """
         super().enter_worker(context)
         seat = context.seat
         assert seat is not None
-        if seat.rank == 0:
-            _check_are_seen(self._signs)
+        if seat.rank == 0 or self._may_change:
+            _check_are_seen(self._signs, seat.rank)
         assert self.parallel_devices is not None
         kind = self.parallel_devices[0].type
         # Of the GPUs of its host, a worker sees those that Ray has given to it.
@@ -236,12 +258,15 @@ def _written_to(trainer: "pl.Trainer") -> list[str]:
     return [path for path in dict.fromkeys(str(path) for path in found if path) if "://" not in path]
 
 
-def _check_are_seen(signs: list[str]) -> None:
+def _check_are_seen(signs: list[str], rank: int) -> None:
     for sign in signs:
         if not os.path.exists(sign):
+            cure = "let the main process's host have CPUs in the cluster, where rank 0 is put then"
+            if rank:
+                cure = "leave `elastic` out, by which any rank may have to write them when others are lost"
             raise RuntimeError(
-                f"{os.path.dirname(sign)} of the main process is not that of {socket.gethostname()}, where rank 0 is:"
-                " checkpoints and logs would not be found. Give the Trainer a `default_root_dir` (and callbacks and"
+                f"{os.path.dirname(sign)} of the main process is not that of {socket.gethostname()}, where rank {rank}"
+                " is: checkpoints and logs would not be found. Give the Trainer a `default_root_dir` (and callbacks and"
                 " loggers a directory) on a storage that all hosts see, a shared disk or an address such as 's3://…';"
-                " or let the main process's host have CPUs in the cluster, where rank 0 is put then."
+                f" or {cure}."
             )

@@ -7,6 +7,7 @@ says the main process (:mod:`.launch.processes.changing_pool`), which has the ke
 
 import gc
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,7 @@ from lightning_strategies_ext.failure.errors import is_of_collective
 from lightning_strategies_ext.launch.membership import WorkerMembership
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
 from lightning_strategies_ext.launch.protocol import Place
-from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.torch_distributed import process_group
@@ -127,8 +128,8 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             )
         if self.allowance.min_workers > self.num_processes:
             raise ValueError(
-                f"`min_workers={self.allowance.min_workers}` and `devices={self.num_processes}`: so many workers there"
-                " will never be. Ask for more devices, or for fewer workers."
+                f"`min_workers={self.allowance.min_workers}`, and there are {self.num_processes} workers at most: they"
+                " would wait for ever. Ask for more workers, or give a smaller `min_workers`."
             )
         super().check_before_launch(trainer)
 
@@ -147,7 +148,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         process_group.stop()  # of an earlier stage
         self._membership = WorkerMembership(context.channel, context.joins, self._join, self._part, _is_loss)
         if context.joins:
-            self._be_rank(max(1, self.local_rank), self.num_processes)  # what a first rank does, another has done
+            self._be_one_of_many()
         else:
             rank = self._membership.next_rank(_just_wait)
             if rank is None or not self._membership.rendezvous(Member(Peer.this_process(rank)), _just_wait):
@@ -162,23 +163,33 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         """Makes this process the rank that its membership says."""
         self._be_rank(self.membership.rank, len(self.membership.members))
 
+    def _be_one_of_many(self) -> None:
+        """Makes this process a rank that has not joined the others: not the first, whose part another has done."""
+        self._be_rank(max(1, self.local_rank), self.num_processes)
+
     def _be_rank(self, rank: int, world_size: int) -> None:
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(rank)
         self.cluster_environment.set_world_size(world_size)
         _lightning.say_rank(rank)
 
-    def _join(self, place: Place) -> None:
+    def _join(self, place: Place, members: Sequence[Member]) -> None:
         assert place.rank is not None
         # The model of the last world, in DDP, with its group: they must not be left to a worker of a data loader, which
         # is forked with them and crashes when it finds this garbage. And they hold as much memory as the next will.
         gc.collect()
         if self._store is None:
             self._store = dist.TCPStore(
-                "127.0.0.1", place.port, is_master=False, timeout=timedelta(seconds=CONNECT_S), wait_for_workers=False
+                place.address,
+                place.port,
+                is_master=False,
+                timeout=timedelta(seconds=CONNECT_S),
+                wait_for_workers=False,
             )
         self._world_store = dist.PrefixStore(f"world/{place.number}", self._store)
-        backend = self._named_backend or process_group.default_backend(self.root_device, place.size > 1)
+        backend = self._named_backend or process_group.default_backend(
+            self.root_device, is_one_host=place.size > 1 and num_hosts_of(members) == 1
+        )
         process_group.join(
             backend,
             dist.PrefixStore("group", self._world_store),
@@ -192,8 +203,17 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     def _part(self, agreed: bool) -> None:
         if not agreed:
-            disconnect([member.peer for member in self.membership.members if member.peer.pid != os.getpid()])
+            self._disconnect()
         process_group.stop()
+
+    def _disconnect(self) -> None:
+        disconnect(self._others)
+
+    @property
+    def _others(self) -> list[Peer]:
+        mine = host_identity(), os.getpid()
+        peers = [member.peer for member in self.membership.members]
+        return [peer for peer in peers if (peer.host, peer.pid) != mine]
 
     @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
@@ -250,6 +270,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_membership": None, "_store": None}
+
+
+def num_hosts_of(members: Sequence[Member]) -> int:
+    """On how many hosts the ranks of a world are."""
+    return len({member.peer.host for member in members})
 
 
 def _is_loss(error: BaseException) -> bool:

@@ -5,16 +5,13 @@ is skipped.
 """
 
 import json
-import secrets
-import shutil
-from functools import partial
 
 import pytest
 
 from tests.support import warm
-from tests.support.hosts import NoHostsError, two_hosts
-from tests.support.ranks import REPOSITORY, clean_environment, run_command
-from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray
+from tests.support.hosts import NoHostsError
+from tests.support.ranks import run_command
+from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray, ray_on_two_hosts
 
 pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
 
@@ -102,34 +99,12 @@ except Exception as error:
 """
 
 
-def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
+def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    ray = [warm.python(), "-m", "ray.scripts.scripts"]
-    quiet = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TMPDIR": "/tmp",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    short = f"/tmp/r{tmp_path.stat().st_ino}"  # Ray's sockets are in it, whose paths must not be long
-    request.addfinalizer(partial(shutil.rmtree, short, ignore_errors=True))
-    directory = ["--temp-dir", short]
     try:
-        with two_hosts(tmp_path) as (first, second):
-            address = f"{first.address}:6379"
-            start = [*ray, "start", "--disable-usage-stats", "--node-ip-address"]
-            head = [*start, first.address, "--head", "--port", "6379", "--num-cpus", "2", *directory]
-            run = run_command(*first.enter(), *head, "--include-dashboard", "false", env=quiet)
-            assert run.returncode == 0, run.stdout
-            run = run_command(
-                *second.enter(), *start, second.address, "--address", address, "--num-cpus", "1",
-                "--resources", json.dumps({"far": 1}), env=quiet,
-            )  # fmt: skip
-            assert run.returncode == 0, run.stdout
-            environment = {**clean_environment(), **quiet, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": address}
+        with ray_on_two_hosts(tmp_path, (2, 1)) as (hosts, environment, short):
             program = run_command(
-                *first.enter(),
+                *hosts[0].enter(),
                 warm.python(),
                 tmp_path / "program.py",
                 tmp_path,
@@ -137,7 +112,7 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path, request):
                 env=environment,
                 timeout_s=PROGRAM_S,
             )
-            names = [first.name, second.name]
+            names = [host.name for host in hosts]
     except NoHostsError as error:
         pytest.skip(str(error))
     assert (tmp_path / "found").exists(), program.stdout

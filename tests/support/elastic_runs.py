@@ -120,6 +120,22 @@ def run_workers(workers: int, timeout_s: float = 150, keep: Path | None = None, 
     return _run(lambda directory: [], plan, timeout_s, keep)
 
 
+def run_on_ray(
+    workers: int, variables: dict[str, str], timeout_s: float, enter: tuple[str, ...] = (), **plan: Any
+) -> Run:
+    """Runs the script, whose ``fit`` has Ray start its ranks.
+
+    Args:
+        workers: How many.
+        variables: Of the environment, by which it finds the cluster.
+        timeout_s: Seconds until the run is given up.
+        enter: What stands before a command to run it on a certain host.
+        plan: Of the script.
+    """
+    plan |= {"num_ranks": workers, "workers": workers, "is_on_ray": True}
+    return _run(lambda directory: [*enter], plan, timeout_s, None, variables)
+
+
 def run_torchrun(ranks: int, timeout_s: float = 150, **plan: Any) -> Run:
     """Runs the script with torchrun, whose agent starts all ranks anew when one fails.
 
@@ -143,13 +159,14 @@ def _run(
     plan: dict[str, Any],
     timeout_s: float,
     keep: Path | None,
+    variables: dict[str, str] | None = None,
 ) -> Run:
     with tempfile.TemporaryDirectory() as temporary:
         directory = temporary if keep is None else str(keep)
         result = run_command(
             *command(Path(directory)),
             *(warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
-            env={"OMP_NUM_THREADS": "1", **SELDOM},
+            env={"OMP_NUM_THREADS": "1", **SELDOM, **(variables or {})},
             timeout_s=timeout_s,
         )
         return read_run(Path(directory), result.stdout, result.returncode)

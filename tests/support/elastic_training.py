@@ -3,18 +3,19 @@ ranks on the way.
 
     python -m tests.support.elastic_training DIRECTORY PLAN
 
-PLAN is JSON: ``workers`` is how many ``fit`` starts, ``local_ranks`` how many torchrun has started, neither is there
-under ``horovodrun``; ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer, ``events`` a list of
-``{"do": "kill" | "forget" | "signal" | "raise" | "sleep" | "barrier" | "hosts" | "await", "at": "train" | "commit" |
-"validation" | "setup", "step": N, "rank": R | "any", "world": ranks that there are, "batches": how many have
-counted since there are so many, "after": number of an event, "fn": stage}``, of which each happens once; "await" is for
-a world of fewer ranks.
+PLAN is JSON: ``workers`` is how many ``fit`` starts, on Ray with ``is_on_ray``, ``local_ranks`` how many torchrun has
+started, neither is there under ``horovodrun``; ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer,
+``events`` a list of ``{"do": "kill" | "forget" | "signal" | "raise" | "sleep" | "barrier" | "hosts" | "unplug" |
+"await" | "hold", "at": "train" | "commit" | "validation" | "setup", "step": N, "rank": R | "any", "world": ranks that
+there are, "batches": how many have counted since there are so many, "after": number of an event, "fn": stage}``, of
+which each happens once; "await" is for a world of fewer ranks, "hold" for the event whose number is ``"until"``.
 DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,6 @@ from typing import Any
 import lightning.pytorch as pl
 import psutil
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -40,6 +40,8 @@ class Digits(Dataset):
     """Images, their labels and their numbers."""
 
     def __init__(self, is_held_out: bool) -> None:
+        from sklearn.datasets import load_digits  # which ranks that get them from another process need not import
+
         images, labels = load_digits(return_X_y=True)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         self.numbers = order[NUM_TRAINED:] if is_held_out else order[:NUM_TRAINED]
@@ -90,8 +92,13 @@ class Net(pl.LightningModule):
                     if kept_by <= {*(process.info["cmdline"] or ())}:
                         process.kill()
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif event["do"] == "unplug":
+                subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
             elif event["do"] == "await":
                 while not self.has_been_smaller():
+                    time.sleep(0.01)
+            elif event["do"] == "hold":
+                while not (self.directory / f"event{event['until']}").exists():
                     time.sleep(0.01)
             elif event["do"] == "sleep":
                 time.sleep(1000)
@@ -186,6 +193,7 @@ def main() -> None:
         **plan.get("trainer", {}),
     }
     kind = ext.DDPSpawnStrategy if "workers" in plan else ext.HorovodStrategy
+    kind = ext.DDPRayStrategy if plan.get("is_on_ray", False) else kind
     if "local_ranks" in plan:
         strategy: Any = ext.DDPElasticStrategy(**plan.get("strategy", {}))
     else:

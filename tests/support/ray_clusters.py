@@ -1,16 +1,21 @@
 """A Ray for the tests of a module, on this machine, and what is left in it. It can be imported without Ray."""
 
 import importlib.util
+import json
 import os
+import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support import warm
-from tests.support.ranks import REPOSITORY
+from tests.support.hosts import Host, two_hosts
+from tests.support.ranks import REPOSITORY, clean_environment, run_command
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'lightning-strategies-ext[ray]')"
@@ -40,6 +45,46 @@ def own_ray() -> Iterator[None]:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def ray_on_two_hosts(
+    directory: Path, num_cpus: tuple[int, int], **settings: str
+) -> Iterator[tuple[list[Host], dict[str, str], str]]:
+    """A raylet on each of two hosts, the second of which is "far", the environment of a program that uses them, and
+    Ray's directory.
+
+    Args:
+        directory: For the file of the hosts' names.
+        num_cpus: Of each host.
+        settings: Of Ray, as variables of the environment.
+
+    Raises:
+        NoHostsError: If there cannot be two hosts here.
+    """
+    quiet = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": "/tmp",
+        "PYTHONPATH": str(REPOSITORY),
+        **settings,
+    }
+    short = f"/tmp/r{directory.stat().st_ino}"  # Ray's sockets are in it, whose paths must not be long
+    start = [warm.python(), "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--node-ip-address"]
+    try:
+        with two_hosts(directory) as (first, second):
+            address = f"{first.address}:6379"
+            head = ["--head", "--port", "6379", "--temp-dir", short, "--include-dashboard", "false"]
+            far = ["--address", address, "--resources", json.dumps({"far": 1})]
+            for host, arguments, number in ((first, head, num_cpus[0]), (second, far, num_cpus[1])):
+                command = [*host.enter(), *start, host.address, "--num-cpus", str(number), *arguments]
+                run = run_command(*command, env=quiet)
+                assert run.returncode == 0, run.stdout
+            environment = {**clean_environment(), **quiet, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": address}
+            yield [first, second], environment, short
+    finally:
+        shutil.rmtree(short, ignore_errors=True)
 
 
 def assert_nothing_is_left(pids: list[int]) -> None:

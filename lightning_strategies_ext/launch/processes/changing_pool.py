@@ -9,6 +9,7 @@ What it does not promise: that a rank which waits for ever is noticed; the proce
 
 import logging
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.launch.processes.conditions import Conditions
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, INTERRUPT_GRACE_S, Outcome, WorkerPool
-from lightning_strategies_ext.launch.processes.process import WorkerProcess
+from lightning_strategies_ext.launch.processes.starter import SentJob, Worker
 from lightning_strategies_ext.launch.protocol import (
     Arrived,
     Done,
@@ -33,7 +34,6 @@ from lightning_strategies_ext.launch.protocol import (
     Place,
     Ready,
 )
-from lightning_strategies_ext.launch.transport.channel import Packed
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +50,18 @@ class Allowance:
         min_workers: With fewer, the others wait for one that has been started anew.
         max_restarts: How many may be started anew within ``window_s``.
         window_s: In seconds.
+        wait_s: For how long fewer than ``min_workers`` may wait for others, in seconds; None where nothing can keep
+            these from coming.
     """
 
     min_workers: int
     max_restarts: int
     window_s: float
+    wait_s: float | None = None
 
 
 def run_changing(
-    pool: WorkerPool, job: Packed, conditions: Sequence[Conditions], continues: bool, allowance: Allowance
+    pool: WorkerPool, job: SentJob, conditions: Sequence[Conditions], continues: bool, allowance: Allowance
 ) -> Outcome:
     """Runs a job whose ranks may change; the workers are of no use for another one then.
 
@@ -86,7 +89,7 @@ class _Run:
     def __init__(
         self,
         pool: WorkerPool,
-        job: Packed,
+        job: SentJob,
         conditions: Sequence[Conditions],
         continues: bool,
         allowance: Allowance,
@@ -96,19 +99,20 @@ class _Run:
         self._conditions = conditions
         self._continues = continues
         self._allowance = allowance
-        # Here, so that no worker takes it away when it dies.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._address = pool.address
+        self._store = _store_at(self._address)  # here, so that no worker takes it away when it dies
         self._number = -1  # of the newest world
-        self._world: list[WorkerProcess] = []
-        self._forming: list[WorkerProcess] | None = None
+        self._world: list[Worker] = []
+        self._forming: list[Worker] | None = None
         self._newcomers = list(pool.workers)  # in no world so far
-        self._ready: list[WorkerProcess] = []
-        self._arrived: dict[WorkerProcess, Any] = {}
-        self._answers: dict[WorkerProcess, Done | Failure] = {}
+        self._ready: list[Worker] = []
+        self._arrived: dict[Worker, Any] = {}
+        self._answers: dict[Worker, Done | Failure] = {}
         self._deaths: list[WorkerDiedError] = []  # since the last world began
         self._why: str | None = None  # ranks have left it, if they did not agree to
         self._num_strays = 0
         self._restarted_at: deque[float] = deque()
+        self._too_few_since: float | None = None
         self._has_told_of_newcomers = False
         for worker in pool.workers:
             pool.give(worker, Order(conditions[worker.rank], continues), job)
@@ -162,13 +166,13 @@ class _Run:
                     return self._pool.error_of({worker.rank: said})
         return None
 
-    def _note_ready(self, worker: WorkerProcess, said: Ready) -> None:
+    def _note_ready(self, worker: Worker, said: Ready) -> None:
         self._ready.append(worker)
         if said.why is not None:
             log.info("worker %d has left its world: %s", worker.rank, said.why)
             self._why = self._why or f"worker {worker.rank}: {said.why}"
 
-    def _note_arrived(self, worker: WorkerProcess, said: Arrived) -> None:
+    def _note_arrived(self, worker: Worker, said: Arrived) -> None:
         if self._forming is None:  # one of them has died since
             self._tell(worker, Members(None))
             return
@@ -184,7 +188,7 @@ class _Run:
             for rank in self._world:
                 self._tell(rank, Members(members))
 
-    def _note_death(self, worker: WorkerProcess, death: WorkerDiedError) -> BaseException | None:
+    def _note_death(self, worker: Worker, death: WorkerDiedError) -> BaseException | None:
         self._deaths.append(death)
         was_in_world = worker in self._world
         for group in (self._world, self._newcomers, self._ready):
@@ -200,6 +204,9 @@ class _Run:
             return death
         if not self._world:
             return _with_reason(death, "No other worker is left that has a state to go on with.")
+        if was_in_world:
+            for other in self._world:
+                other.tell_of_loss(self._number)
         now = time.monotonic()
         while self._restarted_at and now - self._restarted_at[0] > self._allowance.window_s:
             self._restarted_at.popleft()
@@ -213,10 +220,10 @@ class _Run:
         order = Order(self._conditions[worker.rank], self._continues, joins=True)
         self._pool.give(newcomer, order, self._job)
         log.warning(
-            "%s The others go on; worker %d is started anew (pid %d).%s",
+            "%s The others go on; worker %d is started anew (%s).%s",
             death,
             worker.rank,
-            newcomer.pid,
+            newcomer.where,
             "" if was_in_world else " It had not joined them yet.",
         )
         return None
@@ -243,14 +250,28 @@ class _Run:
                     f" time, {self._why}"
                 )
             self._form(candidates)
-        return None
+            return None
+        return self._waited(len(candidates))
 
-    def _form(self, world: Sequence[WorkerProcess]) -> None:
+    def _waited(self, num_workers: int) -> BaseException | None:
+        """What becomes of workers that are too few."""
+        wait_s, least, now = self._allowance.wait_s, self._allowance.min_workers, time.monotonic()
+        self._too_few_since = self._too_few_since or now
+        if wait_s is None or now - self._too_few_since < wait_s:
+            return None
+        missing = ", ".join(worker.where for worker in self._newcomers if worker not in self._ready)
+        return RuntimeError(
+            f"With `min_workers={least}`, {num_workers} workers have waited {wait_s:.0f} s (`timeout`) for others:"
+            f" {missing}."
+        )
+
+    def _form(self, world: Sequence[Worker]) -> None:
         self._number += 1
+        self._too_few_since = None
         self._forming = list(world)
         self._ready = [worker for worker in self._ready if worker not in world]
         for rank, worker in enumerate(world):
-            self._tell(worker, Place(rank, len(world), self._number, self._store.port))
+            self._tell(worker, Place(rank, len(world), self._number, self._address, self._store.port))
 
     def _settled(self, error: BaseException) -> BaseException:
         """Lets the others end as well, which tells who failed first."""
@@ -269,7 +290,11 @@ class _Run:
         answers: dict[int, Done | Failure | WorkerDiedError] = {
             worker.rank: answer for worker, answer in self._answers.items()
         }
-        missing = [worker for worker in self._pool.workers if worker not in self._answers and worker.is_alive()]
+        missing = [
+            worker
+            for worker in self._pool.workers
+            if worker not in self._answers and worker.has_come and worker.is_alive()
+        ]
         while missing and time.monotonic() < deadline:
             for worker in set(missing).intersection(self._ready):
                 self._ready.remove(worker)
@@ -290,9 +315,17 @@ class _Run:
             worker.kill()
         return answers
 
-    def _tell(self, worker: WorkerProcess, message: Any) -> None:
+    def _tell(self, worker: Worker, message: Any) -> None:
         with suppress(OSError):  # its death is heard of
             worker.send(message)
+
+
+def _store_at(address: str) -> dist.TCPStore:
+    """A key-value store of this process, which listens at one address of its host only: torch's own would at all."""
+    listening = socket.create_server((address, 0))
+    port = listening.getsockname()[1]
+    fd = listening.detach()  # the store closes it
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _with_reason(death: WorkerDiedError, reason: str) -> WorkerDiedError:

@@ -108,6 +108,11 @@ class WorkerPool:
         return self._workers
 
     @property
+    def address(self) -> str:
+        """Of this process's host, as the workers reach it."""
+        return self._starter.address
+
+    @property
     def pids(self) -> list[int]:
         """Process ids, in order of ranks."""
         return [worker.pid for worker in self._workers]
@@ -190,10 +195,10 @@ class WorkerPool:
         return answer.summary if isinstance(answer, Failure) else None
 
     def replace(self, rank: int) -> Any:
-        """Starts a worker in the place of one that has died."""
-        self._workers[rank].close()
-        worker = self._workers[rank] = self._starter.start(rank, len(self._workers), self._inherited)
-        self._starter.prepare([worker])
+        """Starts a worker in the place of one that has died; it gets ready while others work."""
+        dead = self._workers[rank]
+        dead.close()
+        worker = self._workers[rank] = self._starter.replace(dead, len(self._workers), self._inherited)
         return worker
 
     def keep(self, workers: Sequence[Worker]) -> None:

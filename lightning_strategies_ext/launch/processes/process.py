@@ -89,6 +89,11 @@ class WorkerProcess:
         return {}
 
     @property
+    def has_come(self) -> bool:
+        """True: what it is told waits for it."""
+        return True
+
+    @property
     def pollable(self) -> list[Any]:
         """What becomes ready when there is an answer, or the worker has died."""
         return [self.channel] if self._pidfd is None else [self.channel, self._pidfd]
@@ -133,6 +138,9 @@ class WorkerProcess:
             with suppress(EOFError, OSError):
                 return self.channel.receive()
         return self.death() if is_dead else None
+
+    def tell_of_loss(self, world: int) -> None:
+        """Does nothing: the kernel lets whoever waits for a process of this host know that it is gone."""
 
     def ping(self) -> None:
         """Asks the worker, which waits for a job, to answer :meth:`is_there`."""
@@ -217,6 +225,7 @@ class ProcessStarter:
     """
 
     conditions = Conditions
+    address = "127.0.0.1"
     dump = staticmethod(dump)
 
     def __init__(self, start_method: WorkerStartMethod) -> None:
@@ -262,6 +271,11 @@ class ProcessStarter:
             with suppress(OSError):  # it died at once: who waits for its answer finds out why
                 worker.send(Start(worker.rank, preparation))
         return list(workers)
+
+    def replace(self, dead: WorkerProcess, num_workers: int, inherited: Job | None) -> WorkerProcess:
+        """Starts a worker in the place of one that has died."""
+        (worker,) = self.prepare([self.start(dead.rank, num_workers, inherited)])
+        return worker
 
     def pack(self, pickled: Pickled, kept: KeptSegments) -> Packed:
         """Writes a job into memory that workers can map."""

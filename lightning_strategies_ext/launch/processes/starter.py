@@ -46,6 +46,10 @@ class Worker(Protocol):
         """Environment variables of its own."""
 
     @property
+    def has_come(self) -> bool:
+        """Whether it is there; what it was told before, it hears when it is."""
+
+    @property
     def pollable(self) -> list[Any]:
         """What becomes ready when there is an answer, or the worker has died."""
 
@@ -77,6 +81,13 @@ class Worker(Protocol):
         """Its answer to a job, its death if it died without one, or None for now.
 
         In a job whose ranks may change also a :class:`.Ready` or :class:`.Arrived`.
+        """
+
+    def tell_of_loss(self, world: int) -> None:
+        """Says that another worker of its world is gone, where the kernel of its host may not know.
+
+        Args:
+            world: The world's number.
         """
 
     def ping(self) -> None:
@@ -125,6 +136,10 @@ class Starter(Protocol):
     def kind(self) -> Any:
         """What has to be alike in two of them for the workers of one to be of use to the other."""
 
+    @property
+    def address(self) -> str:
+        """Of this process's host, as the workers reach it."""
+
     def num_cpus(self, num_workers: int) -> int:
         """How many CPUs a worker has for its computations."""
 
@@ -146,6 +161,15 @@ class Starter(Protocol):
 
     def prepare(self, workers: Sequence[Any]) -> list[Any]:
         """Makes workers that have just been started ready for jobs; returns them in order of ranks."""
+
+    def replace(self, dead: Any, num_workers: int, inherited: Job | None) -> Worker:
+        """Starts a worker in the place of one that has died; it gets ready for jobs while others work.
+
+        Args:
+            dead: The one that has died, closed.
+            num_workers: See :meth:`start`.
+            inherited: See :meth:`start`.
+        """
 
     def dump(
         self, obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None

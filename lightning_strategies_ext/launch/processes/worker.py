@@ -23,7 +23,7 @@ import torch
 
 from lightning_strategies_ext.launch.processes.conditions import RngState
 from lightning_strategies_ext.launch.protocol import Done, End, Failure, Notice, Order, Ping, Pull, Save, Start
-from lightning_strategies_ext.launch.transport.channel import Channel, Envelope
+from lightning_strategies_ext.launch.transport.channel import Channel, Envelope, JobChannel
 from lightning_strategies_ext.launch.transport.messages import Pickled
 
 #: How often a worker looks whether the main process is alive, in seconds.
@@ -71,7 +71,7 @@ class WorkerState:
         save: Writes the state of the stage that ran to a file, until the next job.
     """
 
-    def __init__(self, start: Start, channel: Channel | None = None) -> None:
+    def __init__(self, start: Start, channel: JobChannel | None = None) -> None:
         self.rank = start.rank
         self.seat = start.seat
         self.channel = channel

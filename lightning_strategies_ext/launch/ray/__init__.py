@@ -5,5 +5,5 @@ starts a process for each worker, an actor, and ends it; a message is a call of 
 through Ray's object store. A :class:`.Line` beside it carries what cannot wait until the actor's method returns. Where
 the main process is outside of the cluster (Ray Client), a :class:`.Relay` inside takes its part.
 
-What it does not promise: that a job goes on when a worker is lost.
+What it does not promise: that a job whose ranks may change runs with a main process outside of the cluster.
 """

@@ -78,7 +78,7 @@ class WorkerActor:
         """Gets ready for jobs; returns why that has failed, if it has."""
         main_is_elsewhere()
         _let_signals_in()
-        self._service = Service(WorkerState(start))
+        self._service = Service(WorkerState(start, self._line.channel))
         return self._service.prepare(start)
 
     def answer(self, message: Any, job: Parcel | None = None) -> Reply:

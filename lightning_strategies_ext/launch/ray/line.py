@@ -1,7 +1,8 @@
 """A line from each worker to the main process, for what cannot wait until a method of the actor returns.
 
-Signals go to the worker, output comes from it, and each learns at once that the other is gone: a worker whose line
-breaks ends. It is a TCP connection that the worker makes, with a secret that it got by way of Ray.
+Signals go to the worker, output comes from it, both say what they have to in the middle of a job (:mod:`.words`), and
+each learns at once that the other is gone: a worker whose line breaks ends. It is a TCP connection that the worker
+makes, with a secret that it got by way of Ray.
 
 What it does not promise: that nobody on the network between them reads along; that is as with Ray's own connections.
 """
@@ -20,10 +21,15 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
-_HEADER = struct.Struct("!BI")  # which stream, how many bytes follow
+from lightning_strategies_ext.launch.ray import words
+
+_HEADER = struct.Struct("!BI")  # what follows, and how many bytes of it
+_OUT, _ERR, _WORD, _SIGNAL, _LOSS = 1, 2, 3, 4, 5
 _NUMBER = struct.Struct("!I")
 _SECRET_BYTES = 32
 _CONNECT_S = 10.0
@@ -38,7 +44,31 @@ def watch_peer(connected: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # as long, where something waits to be acknowledged
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class _Frames:
+    """What comes over a connection, cut into what was sent."""
+
+    def __init__(self) -> None:
+        self._waiting = b""
+
+    def of(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Each that is complete with this: what it is, and itself."""
+        self._waiting += data
+        while len(self._waiting) >= _HEADER.size:
+            kind, size = _HEADER.unpack_from(self._waiting)
+            end = _HEADER.size + size
+            if len(self._waiting) < end:
+                return
+            frame, self._waiting = self._waiting[_HEADER.size : end], self._waiting[end:]
+            yield kind, frame
+
+
+def _framed(kind: int, data: bytes) -> bytes:
+    return _HEADER.pack(kind, len(data)) + data
 
 
 # --- in the main process ---
@@ -48,26 +78,46 @@ class Line:
     """A worker's line, in the main process.
 
     Args:
-        on_close: Called, in another thread, when the worker is gone.
+        on_news: Called, in another thread, when the worker has said something to the main process, or is gone.
 
     Attributes:
-        closed: Set then.
+        closed: Set when it is gone.
+        words: What it has said.
     """
 
-    def __init__(self, on_close: Callable[[], None]) -> None:
+    def __init__(self, on_news: Callable[[], None]) -> None:
         self.closed = threading.Event()
-        self._on_close = on_close
+        self.words: deque[words.Word] = deque()
+        self._on_news = on_news
         self._connected: socket.socket | None = None
         self._num_bytes = 0
         self._heard = threading.Condition()
-        self._waiting = b""
-        self._decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in (1, 2)}
+        self._frames = _Frames()
+        self._decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in (_OUT, _ERR)}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the worker has made the connection, and it has not been closed."""
+        return self._connected is not None
 
     def signal(self, signum: int) -> None:
         """Sends the worker a signal, if it is there."""
-        if self._connected is not None:
+        self._send(_SIGNAL, bytes([signum]))
+
+    def say(self, word: words.Word) -> None:
+        """Says something to the worker, if it is there."""
+        self._send(_WORD, words.encoded(word))
+
+    def tell_of_loss(self, world: int) -> None:
+        """Lets a worker know, whatever it waits for, that another one of a world is gone."""
+        self._send(_LOSS, _NUMBER.pack(world))
+
+    def _send(self, kind: int, data: bytes) -> None:
+        # In one piece and without a lock, for a handler of signals sends, too: it runs before or after.
+        connected = self._connected
+        if connected is not None:
             with suppress(OSError):
-                self._connected.send(bytes([signum]))
+                connected.sendall(_framed(kind, data))
 
     def wait_until_heard(self, num_bytes: int) -> None:
         """Waits until so much output has come and is shown, not for long if the line is broken."""
@@ -79,24 +129,22 @@ class Line:
         self._connected = connected
 
     def hear(self, data: bytes) -> None:
-        """Takes what has come and shows it."""
-        self._waiting += data
+        """Takes what has come: shows what was printed, keeps what was said."""
         num_bytes = 0
-        while len(self._waiting) >= _HEADER.size:
-            stream, size = _HEADER.unpack_from(self._waiting)
-            end = _HEADER.size + size
-            if len(self._waiting) < end:
-                break
-            self._show(stream, self._waiting[_HEADER.size : end])
-            self._waiting = self._waiting[end:]
-            num_bytes += size
+        for kind, frame in self._frames.of(data):
+            if kind == _WORD:
+                self.words.append(words.decoded(frame))
+                self._on_news()
+            else:
+                self._show(kind, frame)
+                num_bytes += len(frame)
         if num_bytes:
             with self._heard:
                 self._num_bytes += num_bytes
                 self._heard.notify_all()
 
     def _show(self, stream: int, data: bytes) -> None:
-        shown = sys.stderr if stream == 2 else sys.stdout
+        shown = sys.stderr if stream == _ERR else sys.stdout
         with suppress(Exception):  # the user's stream; it may be closed
             shown.write(self._decoders[stream].decode(data))
             shown.flush()
@@ -110,7 +158,7 @@ class Line:
             self.closed.set()
             with self._heard:
                 self._heard.notify_all()
-            self._on_close()
+            self._on_news()
 
 
 class Switchboard:
@@ -128,14 +176,14 @@ class Switchboard:
         self._ours, self._theirs = socket.socketpair()
         threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext lines").start()
 
-    def expect(self, number: int, on_close: Callable[[], None]) -> Line:
+    def expect(self, number: int, on_news: Callable[[], None]) -> Line:
         """The line of a worker that is about to be started.
 
         Args:
-            number: Which tells it from the others.
-            on_close: See :class:`Line`.
+            number: Which tells it from all others, also from those that are gone.
+            on_news: See :class:`Line`.
         """
-        line = self._lines[number] = Line(on_close)
+        line = self._lines[number] = Line(on_news)
         return line
 
     def close(self) -> None:
@@ -183,11 +231,12 @@ class Switchboard:
         data = b""
         with suppress(OSError):
             data = connected.recv(_MOST_BYTES)
-        if data:
-            line.hear(data)
-        else:
-            selector.unregister(connected)
-            line.close()
+        with suppress(ValueError):  # what nobody says who got the secret: it is not heard any more
+            if data:
+                line.hear(data)
+                return
+        selector.unregister(connected)
+        line.close()
 
 
 # --- in a worker ---
@@ -200,6 +249,9 @@ class MainLine:
         address: Of the main process.
         secret: Which says that the worker belongs to it.
         number: Which worker this is.
+
+    Attributes:
+        channel: For what a job says on its way.
 
     Raises:
         OSError: If the main process cannot be reached.
@@ -214,10 +266,13 @@ class MainLine:
         self._connected.settimeout(None)
         watch_peer(self._connected)
         self._connected.sendall(secret + _NUMBER.pack(number))
+        # The workers of its dataloaders must not hold the connection when this process is gone.
+        os.register_at_fork(after_in_child=self._connected.close)
         self._num_bytes = 0
         self._sending = threading.Lock()
+        self.channel = LineChannel(self._say_word)
         self._pipes: dict[int, int] = {}
-        for stream in (1, 2):
+        for stream in (_OUT, _ERR):
             read, write = os.pipe()
             os.dup2(write, stream)
             os.close(write)
@@ -241,15 +296,24 @@ class MainLine:
         return self._num_bytes
 
     def _obey(self) -> None:
+        frames = _Frames()
         while True:
-            try:
-                signums = self._connected.recv(16)
-            except OSError:
-                signums = b""
-            if not signums:  # the main process is gone
+            data = b""
+            with suppress(OSError):
+                data = self._connected.recv(_MOST_BYTES)
+            if not data:  # the main process is gone
                 os.kill(os.getpid(), signal.SIGKILL)
-            for signum in signums:
-                os.kill(os.getpid(), signum)
+            for kind, frame in frames.of(data):
+                if kind == _SIGNAL:
+                    os.kill(os.getpid(), frame[0])
+                elif kind == _WORD:
+                    self.channel.put(frame)
+                else:
+                    self.channel.on_loss(*_NUMBER.unpack(frame))
+
+    def _say_word(self, word: words.Word) -> None:
+        with self._sending:
+            self._connected.sendall(_framed(_WORD, words.encoded(word)))
 
     def _say(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -260,8 +324,45 @@ class MainLine:
                     with self._sending:
                         data = os.read(key.fd, _MOST_BYTES)
                         with suppress(OSError):  # the other thread notices
-                            self._connected.sendall(_HEADER.pack(key.data, len(data)) + data)
+                            self._connected.sendall(_framed(key.data, data))
                         self._num_bytes += len(data)
+
+
+class LineChannel:
+    """What :class:`.WorkerMembership` asks of a channel, over a line.
+
+    Args:
+        say: Says something to the main process.
+
+    Attributes:
+        socket: To wait on.
+        on_loss: Called, in another thread, with the number of a world of which another worker is gone, before the main
+            process says anything of the next.
+    """
+
+    def __init__(self, say: Callable[[words.Word], None]) -> None:
+        self._say = say
+        self._heard: deque[bytes] = deque()
+        self.socket, self._bell = socket.socketpair()
+        self.on_loss: Callable[[int], None] = lambda world: None
+
+    def put(self, heard: bytes) -> None:
+        """Takes what has come; from any thread."""
+        self._heard.append(heard)
+        self._bell.send(b"!")
+
+    def send(self, word: Any) -> None:
+        """Says something.
+
+        Raises:
+            OSError: If the main process is gone.
+        """
+        self._say(word)
+
+    def receive(self) -> Any:
+        """Waits for what it says."""
+        self.socket.recv(1)
+        return words.decoded(self._heard.popleft())
 
 
 def _num_bytes_in(pipe: int) -> int:

@@ -4,7 +4,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -42,6 +43,7 @@ class RayStarter:
         runtime_env: What workers find on their hosts, as Ray takes it.
         timeout_s: How long to wait for room in the cluster.
         modules: What workers import before they get a job: the Lightning that the main process has.
+        may_change: Whether workers may be replaced in the middle of a job.
     """
 
     name = "strategy='ddp_ray_ext'"
@@ -57,31 +59,43 @@ class RayStarter:
         runtime_env: dict[str, Any] | None,
         timeout_s: float,
         modules: Sequence[str],
+        may_change: bool = False,
     ) -> None:
         self._demand = demand
         self._address = address
         self._runtime_env = runtime_env
         self._timeout_s = timeout_s
         self._modules = list(modules)
+        self._may_change = may_change
         self._packages = [*_PACKAGES, *(module.partition(".")[0] for module in modules)]
         self._group: Any = None
         self._switchboard: Switchboard | RelayedSwitchboard | None = None
         self._has_joined = False
         self._actor_class: Any = None
         self._of_actors: dict[str, Any] = {}
+        self._number = 0  # of workers so far
+        self._workers: list[RayWorker] = []  # by bundle, the newest of each
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_group": None, "_switchboard": None, "_has_joined": False, "_actor_class": None}
+        nothing: dict[str, Any] = {"_group": None, "_switchboard": None, "_actor_class": None, "_workers": []}
+        return {**vars(self), **nothing, "_has_joined": False}
 
     @property
     def kind(self) -> Any:
         """What has to be alike in two of them for the workers of one to be of use to the other."""
         demand = self._demand
-        return "ray", self._address, repr(self._runtime_env), sorted(demand.bundle.items()), demand.placement
+        bundles = sorted(demand.bundle.items()), demand.placement
+        return "ray", self._address, repr(self._runtime_env), bundles, self._may_change
 
     def num_cpus(self, num_workers: int) -> int:
         """How many CPUs a worker has for its computations."""
         return max(1, int(self._demand.num_cpus))
+
+    @property
+    def address(self) -> str:
+        """Of this process's host, as the workers reach it."""
+        assert self._switchboard is not None
+        return self._switchboard.address[0]
 
     def check_can_start(self) -> None:
         """Does nothing: what a cluster can give is known when it is joined."""
@@ -98,10 +112,21 @@ class RayStarter:
             self._has_joined = True
             self._of_actors = {} if has_connected or not self._runtime_env else {"runtime_env": self._runtime_env}
             self._actor_class = ray.remote(WorkerActor)
+            if self._may_change and cluster.is_elsewhere():
+                raise RuntimeError(
+                    "`elastic=True` with Ray Client: workers meet in the main process, which they cannot reach there. Run"
+                    " the script in the cluster, by `ray job submit` or on one of its hosts, or leave `elastic` out."
+                )
             self._reserve(num_workers)
             self._switchboard = (
                 RelayedSwitchboard() if cluster.is_elsewhere() else Switchboard(ray.util.get_node_ip_address())
             )
+            self._workers = []
+        worker = self._start(rank, rank)
+        self._workers.append(worker)
+        return worker
+
+    def _start(self, rank: int, bundle: int) -> RayWorker:
         assert self._switchboard is not None
         options: dict[str, Any] = {
             "num_cpus": self._demand.num_cpus,
@@ -111,10 +136,11 @@ class RayStarter:
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=False
+                self._group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
             ),
         }
-        return RayWorker(rank, self._switchboard, options, self._actor_class)
+        self._number += 1
+        return RayWorker(rank, self._number, bundle, self._switchboard, options, self._actor_class, self._may_change)
 
     def _reserve(self, num_workers: int) -> None:
         demand = self._demand
@@ -142,18 +168,36 @@ class RayStarter:
         Raises:
             RuntimeError: If one does not come, or has other versions of what must be alike.
         """
-        paths = [os.path.abspath(path) for path in sys.path]
-        asked = [(worker, worker.ask("facts", paths, self._modules, self._packages)) for worker in workers]
+        asked = [(worker, self._ask_for_facts(worker)) for worker in workers]
         for worker, future in asked:
             worker.facts = _result(worker, future)
             self._check_versions(worker)
         seated = _seated(workers, ray.get_runtime_context().get_node_id())
         started = [(worker, worker.ask("start", Start(worker.rank, None, worker.seat))) for worker in seated]
         for worker, future in started:
-            failure = _result(worker, future)
-            if failure is not None:
-                raise RuntimeError(f"Worker {worker.rank} ({worker.where}) cannot start: {failure.trace}")
+            _check_has_started(worker, _result(worker, future))
         return seated
+
+    def replace(self, dead: RayWorker, num_workers: int, inherited: Job | None) -> RayWorker:
+        """Starts a worker in the bundle of one that has died, on another host if Ray has had to move the bundle."""
+        worker = self._workers[dead.bundle] = self._start(dead.rank, dead.bundle)
+        worker.get_ready(self._steps_of(worker, num_workers))
+        return worker
+
+    def _steps_of(self, worker: RayWorker, num_workers: int) -> Generator["Future[Any]", Any, None]:
+        worker.facts = yield self._ask_for_facts(worker)
+        self._check_versions(worker)
+        facts = worker.facts
+        assert facts is not None
+        others = [other for other in self._workers if other is not worker and other.facts is not None]
+        num_here = sum(other.is_alive() and other.facts.host == facts.host for other in others)  # type: ignore[union-attr]
+        # Until it has joined the others it is none of them, and not the first, whose part in that is done.
+        worker.seat = Seat(max(1, worker.rank), num_workers, num_here, num_here + 1, 0, 1, facts.address, facts.port)
+        _check_has_started(worker, (yield worker.ask("start", Start(worker.rank, None, worker.seat))))
+
+    def _ask_for_facts(self, worker: RayWorker) -> Any:
+        paths = [os.path.abspath(path) for path in sys.path]
+        return worker.ask("facts", paths, self._modules, self._packages)
 
     def _check_versions(self, worker: RayWorker) -> None:
         assert worker.facts is not None
@@ -181,6 +225,7 @@ class RayStarter:
             except RayError as error:
                 log.warning("The placement group of the workers could not be removed: %s", error)
         self._group = self._switchboard = self._actor_class = None
+        self._workers = []
         self._has_joined = False
         cluster.leave()
 
@@ -195,6 +240,11 @@ def _result(worker: RayWorker, future: Any) -> Any:
     if "No module named" in str(error):
         hint = " Every host needs this package, torch and Lightning; `runtime_env={'pip': [...]}` can bring them."
     raise RuntimeError(f"Worker {worker.rank} does not start on the Ray cluster: {reason_in(error)}{hint}") from error
+
+
+def _check_has_started(worker: RayWorker, failure: Any) -> None:
+    if failure is not None:
+        raise RuntimeError(f"Worker {worker.rank} ({worker.where}) cannot start: {failure.trace}")
 
 
 def _seated(workers: Sequence[RayWorker], main_host: str) -> list[RayWorker]:

@@ -1,10 +1,13 @@
 """A worker on Ray as the main process sees it: asked by calls of its actor, watched by them and by its line."""
 
+import logging
+import math
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -17,13 +20,20 @@ from ray.exceptions import RayError, RayTaskError
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes.starter import END_S
 from lightning_strategies_ext.launch.protocol import End, Failure, Order, Ping, Seat
+from lightning_strategies_ext.launch.ray import cluster, words
 from lightning_strategies_ext.launch.ray.actor import Facts
 from lightning_strategies_ext.launch.ray.line import Line, Switchboard
 from lightning_strategies_ext.launch.ray.messages import Parcel
 from lightning_strategies_ext.launch.ray.relay import RelayedSwitchboard
 
+log = logging.getLogger(__name__)
+
+#: After how long it is said that one has not come which was started in the place of another, in seconds.
+_SAY_S = 30.0
 #: How long Ray may take to say why an actor is gone whose line is broken, in seconds.
 _REASON_S = 3.0
+#: The same where others go on without it, and do not wait for the reason.
+_SHORT_REASON_S = 0.25
 
 
 class SentParcel:
@@ -45,22 +55,35 @@ class RayWorker:
     """See :class:`.Worker`.
 
     Args:
-        number: Which tells it from the others, also before it has a rank.
+        rank: Among the pool's workers, as far as that is known.
+        number: Which tells it from all others.
+        bundle: Its place in the placement group.
         switchboard: Where its line ends.
         options: For Ray, see ``ActorClass.options``.
         actor_class: The class of the actor, as Ray has it.
+        may_change: Whether another one, on another host, may take its place in the middle of a job.
 
     Attributes:
         rank: Among the pool's workers.
+        bundle: See above.
         line: Its line.
         facts: Where it is.
         seat: Among the others.
     """
 
     def __init__(
-        self, number: int, switchboard: Switchboard | RelayedSwitchboard, options: dict[str, Any], actor_class: Any
+        self,
+        rank: int,
+        number: int,
+        bundle: int,
+        switchboard: Switchboard | RelayedSwitchboard,
+        options: dict[str, Any],
+        actor_class: Any,
+        may_change: bool,
     ) -> None:
-        self.rank = number
+        self.rank = rank
+        self.bundle = bundle
+        self._may_change = may_change
         self.facts: Facts | None = None
         self.seat: Seat | None = None
         self._bell, self._ringing = os.pipe()
@@ -70,6 +93,10 @@ class RayWorker:
         self._is_open = True
         self._waiting: Future[Any] | None = None
         self._error: BaseException | None = None
+        self._steps: Generator[Future[Any], Any, None] | None = None
+        self._step: Future[Any] | None = None
+        self._order: tuple[Order, SentParcel] | None = None
+        self._say_at = math.inf
         self.line: Line = switchboard.expect(number, self._ring)
         self._actor: Any = actor_class.options(**options).remote(switchboard.address, switchboard.secret, number)
 
@@ -83,7 +110,7 @@ class RayWorker:
     @property
     def where(self) -> str:
         """Which process it is, for people."""
-        return f"pid {self.pid} on {'a host' if self.facts is None else self.facts.address}"
+        return "not started by Ray so far" if self.facts is None else f"pid {self.pid} on {self.facts.address}"
 
     @property
     def variables(self) -> dict[str, str]:
@@ -92,7 +119,8 @@ class RayWorker:
         assert self.facts is not None
         variables = {"MASTER_ADDR": self.seat.address, "MASTER_PORT": str(self.seat.port)}
         interface = self.facts.interface
-        if self.seat.num_hosts > 1 and interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        may_have_others = self.seat.num_hosts > 1 or self._may_change
+        if may_have_others and interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             variables["GLOO_SOCKET_IFNAME"] = interface
         return variables
 
@@ -100,7 +128,39 @@ class RayWorker:
 
     def ask(self, method: str, *args: Any) -> Any:
         """Calls a method of the actor; its answer is a future's."""
-        return getattr(self._actor, method).remote(*args).future()
+        future = getattr(self._actor, method).remote(*args).future()
+        future.add_done_callback(lambda future: self._ring())
+        return future
+
+    def get_ready(self, steps: Generator["Future[Any]", Any, None]) -> None:
+        """Lets it get ready while others work: :meth:`answer` goes on with it, and gives it its order in the end.
+
+        Args:
+            steps: Each is waited for, and its result sent in. An exception means that the worker is of no use.
+        """
+        self._steps, self._step = steps, next(steps)
+        self._say_at = time.monotonic() + _SAY_S
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it is ready for what it is told."""
+        return self._steps is None
+
+    def _go_on_to_get_ready(self) -> None:
+        while self._steps is not None and self._error is None and self._step is not None and self._step.done():
+            try:
+                self._step = self._steps.send(self._step.result())
+            except StopIteration:
+                self._steps = None
+                if self._order is not None:
+                    (order, job), self._order = self._order, None
+                    with suppress(OSError):  # `answer` says why
+                        self.give(_as_for(self, order), job)
+            except Exception as error:
+                self._error = error
+        if self.facts is None and time.monotonic() > self._say_at:
+            log.warning("Worker %d has not come so far; free in the cluster are %s.", self.rank, cluster.said_of_free())
+            self._say_at = math.inf
 
     def send(self, message: Any) -> None:
         """Sends a message.
@@ -108,7 +168,18 @@ class RayWorker:
         Raises:
             OSError: If the worker is gone.
         """
-        self._send(message, None)
+        if isinstance(message, words.SAID_TO_WORKERS):
+            self.line.say(message)
+        else:
+            self._send(message, None)
+
+    def tell_of_loss(self, world: int) -> None:
+        """Says that another worker of its world is gone, whose host may be gone as well.
+
+        Args:
+            world: The world's number.
+        """
+        self.line.tell_of_loss(world)
 
     def give(self, order: Order, job: SentParcel | None) -> None:
         """Orders it to run a job.
@@ -117,7 +188,10 @@ class RayWorker:
             OSError: If the worker is gone.
         """
         assert job is not None
-        self._send(order, job.reference)
+        if self._steps is None:
+            self._send(order, job.reference)
+        else:
+            self._order = order, job
 
     def _send(self, message: Any, job: Any) -> None:
         if not self.is_alive():
@@ -179,9 +253,16 @@ class RayWorker:
         return [self._bell]
 
     def answer(self) -> Any:
-        """The worker's answer to a job, its death if it died without one, or None for now."""
+        """The worker's answer to a job, its death if it died without one, or None for now.
+
+        In a job whose ranks may change also a :class:`.Ready` or :class:`.Arrived`.
+        """
         self._drain_bell()
+        self._go_on_to_get_ready()
         is_dead = not self.is_alive()
+        if self.line.words:
+            self._ring()  # there may be more to hear
+            return self.line.words.popleft()
         if self._has_answer():
             with suppress(EOFError):
                 return self.receive()
@@ -209,11 +290,14 @@ class RayWorker:
     def death(self) -> WorkerDiedError:
         """Describes how it ended; waits a moment for Ray to know."""
         if self._error is None and self._waiting is not None:
-            wait_until(self._waiting, _REASON_S)
+            wait_until(self._waiting, _SHORT_REASON_S if self._may_change else _REASON_S)
             if self._waiting.done() and isinstance(self._waiting.exception(), RayError):
                 self._error = self._waiting.exception()
-        message = f"rank {self.rank} ({self.where}) ended, in the middle of its work"
-        message += "." if self._error is None else f". Ray says: {reason_in(self._error)}"
+        message = f"rank {self.rank} ({self.where}) ended, in the middle of its work."
+        if isinstance(self._error, RayError):
+            message += f" Ray says: {reason_in(self._error)}"
+        elif self._error is not None:
+            message = f"rank {self.rank} ({self.where}) could not be started: {self._error}"
         return WorkerDiedError(message, self.rank, self.pid, -1)
 
     def signal(self, signum: int) -> None:
@@ -232,13 +316,14 @@ class RayWorker:
         if self._is_open and not self.line.closed.is_set():
             with suppress(Exception):  # Ray may be gone
                 ray.kill(self._actor)
-            self.wait(END_S)
+            if self.line.has_begun:
+                self.wait(END_S)
 
     def close(self) -> None:
         """Frees what this process holds for it."""
         with suppress(Exception):
             ray.kill(self._actor)  # one that has never connected
-        self._actor = self._waiting = None
+        self._actor = self._waiting = self._steps = self._step = self._order = None
         with self._lock:
             if self._is_open:
                 self._is_open = False
@@ -262,6 +347,12 @@ class RayWorker:
             os.read(self._bell, 64)
 
 
+def _as_for(worker: RayWorker, order: Order) -> Order:
+    """An order that was written for another worker, whose variables may have been others."""
+    conditions = order.conditions
+    return replace(order, conditions=replace(conditions, environment={**conditions.environment, **worker.variables}))
+
+
 def wait_until(future: "Future[Any]", timeout_s: float) -> None:
     """Waits for a future, and raises nothing."""
     with suppress(Exception):
@@ -272,7 +363,7 @@ def reason_in(error: BaseException) -> str:
     """What Ray says of an actor that is gone, without the advice and the numbers."""
     text = str(error).strip()
     found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text, re.DOTALL)
-    said = text.splitlines()[-1] if found is None else found.group(1).strip()
+    said = (text.splitlines()[-1] if found is None else found.group(1)).strip().rstrip(".") + "."
     if found is not None and "connection error" in said:
         said += " It was killed or has crashed; the kernel kills when memory runs out."
     return said

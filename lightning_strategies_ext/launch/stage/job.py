@@ -28,7 +28,7 @@ from lightning_strategies_ext.launch.stage.culprit import culprit
 from lightning_strategies_ext.launch.stage.predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.strategy import WorkerStrategy, telling_the_others
-from lightning_strategies_ext.launch.transport.channel import Channel, Envelope
+from lightning_strategies_ext.launch.transport.channel import Envelope, JobChannel
 from lightning_strategies_ext.launch.transport.messages import Dump, Pickled, dump, walk
 from lightning_strategies_ext.launch.transport.segments import Received
 
@@ -52,7 +52,7 @@ class WorkerContext:
 
     continues: bool
     received: Received | None
-    channel: Channel | None = None
+    channel: JobChannel | None = None
     joins: bool = False
     seat: Seat | None = None
 

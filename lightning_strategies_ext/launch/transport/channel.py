@@ -7,7 +7,7 @@ import pickle
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
 from lightning_strategies_ext.launch.transport.segments import MOST_DESCRIPTORS, KeptSegments, Mapping, Segment
@@ -16,6 +16,28 @@ from lightning_strategies_ext.launch.transport.segments import MOST_DESCRIPTORS,
 MAX_INLINE_BYTES = 1 << 16
 
 _HEADER = struct.Struct("!QB")  # size of what follows in the socket, and how many segments come with it
+
+
+class JobChannel(Protocol):
+    """What a job can talk to the main process by, on its way."""
+
+    @property
+    def socket(self) -> Any:
+        """What becomes ready when there is a message."""
+
+    def send(self, obj: Any) -> None:
+        """Sends a message.
+
+        Raises:
+            OSError: If the main process is gone.
+        """
+
+    def receive(self) -> Any:
+        """Waits for a message.
+
+        Raises:
+            EOFError: If the main process is gone.
+        """
 
 
 class Packed:

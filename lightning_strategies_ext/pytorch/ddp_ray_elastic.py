@@ -1,0 +1,119 @@
+"""DDPRayElasticStrategy: workers on a Ray cluster, which may be lost, with their host. Name ``ddp_ray_elastic_ext``.
+
+It is both of what it inherits from. What differs from elastic training on one host: ranks may be on several, so that
+local ranks and the backend are those of each world, and a host may go without a word, of which the main process tells.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_strategies_ext import _lightning
+from lightning_strategies_ext.elastic.membership import Member
+from lightning_strategies_ext.launch.protocol import Place, Seat
+from lightning_strategies_ext.launch.ray.line import LineChannel
+from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.peers import host_identity
+from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy
+from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy, num_hosts_of
+from lightning_strategies_ext.torch_distributed.disconnect import Listening, disconnect
+
+
+class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
+    """Data parallelism in workers on a Ray cluster, of which one may be lost during ``fit``, alone or with its host.
+
+    The others go back to the newest commit and go on, with fewer ranks; meanwhile Ray starts another one, in the
+    place of the lost one or on another host, and it joins them at a step. Stages other than ``fit`` are those of
+    :class:`.DDPRayStrategy`. After ``fit``, the workers end.
+
+    Args:
+        *args: Those of :class:`.DDPRayStrategy`.
+        elastic: True.
+        min_workers: With fewer, the others wait for another one, for as long as ``timeout`` says.
+        commit_every_n_steps: See :class:`.DDPSpawnElasticStrategy`.
+        max_restarts: See :class:`.DDPSpawnElasticStrategy`.
+        restart_window: See :class:`.DDPSpawnElasticStrategy`.
+        scale_learning_rate: See :class:`.DDPSpawnElasticStrategy`.
+        **kwargs: Those of :class:`.DDPRayStrategy`.
+
+    Raises:
+        UnavailableHereError: If Ray is not installed.
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If a value or a combination cannot work.
+
+    Example::
+
+        from lightning_strategies_ext import DDPRayStrategy
+
+        trainer = Trainer(strategy=DDPRayStrategy(num_workers=8, address="auto", elastic=True, min_workers=6))
+    """
+
+    strategy_name = "ddp_ray_elastic_ext"
+    _may_change = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.allowance = replace(self.allowance, wait_s=self._wait_s)
+        self._listening: Listening | None = None
+
+    # --- in a worker ---
+
+    @override
+    def enter_worker(self, context: WorkerContext) -> None:
+        """Called first in a worker, see :class:`.DDPRayStrategy`; it hears of the loss of others from here on."""
+        super().enter_worker(context)
+        if context.channel is not None:
+            cast("LineChannel", context.channel).on_loss = self._cut_off
+
+    @override
+    def _be_one_of_many(self) -> None:
+        _lightning.say_rank(self.global_rank)  # that of its seat
+
+    @override
+    def _be_rank(self, rank: int, world_size: int) -> None:
+        assert self._worker is not None
+        assert self._worker.seat is not None
+        members = self.membership.members
+        self._sit(_seat_among(members, rank, self._worker.seat), self.root_device)
+        _lightning.say_rank(rank)
+
+    @override
+    def _join(self, place: Place, members: Sequence[Member]) -> None:
+        self._listening = Listening() if num_hosts_of(members) > 1 else None
+        super()._join(place, members)
+        if self._listening is not None:
+            assert place.rank is not None
+            assert self._world_store is not None
+            self._listening.share(dist.PrefixStore("listening", self._world_store), place.rank, place.size)
+
+    @override
+    def _disconnect(self) -> None:
+        disconnect(self._others, self._listening)
+
+    def _cut_off(self, world: int) -> None:
+        """Wakes this rank, which may wait for one that is gone without a word; in a thread of its own."""
+        membership = self._membership
+        if membership is not None and membership.is_in(world):
+            self._disconnect()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_listening": None}
+
+
+def _seat_among(members: Sequence[Member], rank: int, before: Seat) -> Seat:
+    """The seat of a rank of a world: ranks of one host are its local ranks, numbered through."""
+    hosts = list(dict.fromkeys(member.peer.host for member in members))
+    here = [other for other, member in enumerate(members) if member.peer.host == host_identity()]
+    return replace(
+        before,
+        rank=rank,
+        world_size=len(members),
+        local_rank=here.index(rank),
+        local_world_size=len(here),
+        host_rank=hosts.index(host_identity()),
+        num_hosts=len(hosts),
+    )

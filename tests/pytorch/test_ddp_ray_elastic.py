@@ -1,0 +1,77 @@
+"""Workers of ``fit`` that are lost, with ``ddp_ray_elastic_ext``: the others go on, and Ray starts another one.
+
+What elastic training promises, wherever its ranks come from, is tested in :mod:`tests.elastic`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_on_ray
+from tests.support.hosts import ADDRESSES, NoHostsError
+from tests.support.ranks import REPOSITORY
+from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, own_ray, ray_on_two_hosts
+
+pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def variables() -> Iterator[dict[str, str]]:
+    """By which a program finds this module's Ray."""
+    with own_ray():
+        import ray
+
+        yield {
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
+            "PYTHONPATH": str(REPOSITORY),
+        }
+
+
+def run(variables: dict[str, str], strategy: dict[str, Any], **plan: Any) -> Run:
+    return run_on_ray(2, variables, PROGRAM_S, strategy={**HALF, **STRATEGY, **strategy}, **plan)
+
+
+def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(variables):
+    events = [
+        {"do": "kill", "step": 70, "rank": 1},
+        {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 0},  # for the other to go on without it
+        {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 0, "until": 1},  # until the new one is there
+        {"do": "kill", "step": 0, "rank": 0, "world": 2, "after": 2, "batches": 10},
+        {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 3},
+        {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 3, "until": 4},
+    ]
+    found = run(variables, {}, events=events, pause_s=0.02, pauses_in=[1])
+    check_is_as_good_as_undisturbed(found)
+    assert [size for size, _ in found.worlds] == [2, 1, 2, 1, 2]
+    assert found.worlds[1] == (1, 60)
+    assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in found.output
+    assert "with 2 ranks, 1 of them new" in found.output
+    assert "worker 1 is started anew (not started by Ray so far)" in found.output
+    assert "worker 0 is started anew" in found.output
+    assert len({line["pid"] for line in found.having("samples")}) == 4
+
+
+def test_one_more_than_may_be_started_anew_ends_fit_with_the_cause(variables):
+    found = run(variables, {"max_restarts": 0}, events=[{"do": "kill", "step": 30, "rank": 1}])
+    assert found.code != 0
+    assert "started anew (" not in found.output
+    assert "WorkerDiedError: rank 1 (pid" in found.output
+    assert "`max_restarts=0` workers have been started anew in the last 600 s" in found.output
+
+
+def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_another(tmp_path):
+    impatient = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "3", "initial_delay_ms": "1000"}
+    settings = {f"RAY_health_check_{name}": value for name, value in impatient.items()}
+    strategy = {**HALF, **STRATEGY, "placement": "SPREAD", "min_workers": 2, "address": "auto"}
+    events = [{"do": "unplug", "step": 70, "rank": 1}]
+    try:
+        with ray_on_two_hosts(tmp_path, (1, 1), **settings) as (hosts, variables, _):
+            enter = tuple(hosts[0].enter())
+            found = run_on_ray(2, variables, PROGRAM_S, enter, strategy=strategy, events=events)
+    except NoHostsError as error:
+        pytest.skip(str(error))
+    check_is_as_good_as_undisturbed(found)
+    assert found.worlds == [(2, 0), (2, 60)]
+    assert f"on {ADDRESSES[1]}) ended, in the middle of its work. Ray says: the actor's node was" in found.output
