@@ -31,13 +31,9 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     Args:
         *args: Those of :class:`.DDPRayStrategy`.
-        elastic: True.
-        min_workers: With fewer, the others wait for another one, for as long as ``timeout`` says.
-        commit_every_n_steps: See :class:`.DDPSpawnElasticStrategy`.
-        max_restarts: See :class:`.DDPSpawnElasticStrategy`.
-        restart_window: See :class:`.DDPSpawnElasticStrategy`.
-        scale_learning_rate: See :class:`.DDPSpawnElasticStrategy`.
-        **kwargs: Those of :class:`.DDPRayStrategy`.
+        **kwargs: Those of :class:`.DDPRayStrategy`, and what :class:`.DDPSpawnElasticStrategy` has beyond others:
+            ``min_workers`` (fewer wait for another one, for as long as ``timeout`` says), ``commit_every_n_steps``,
+            ``max_restarts``, ``restart_window`` and ``scale_learning_rate``.
 
     Raises:
         UnavailableHereError: If Ray is not installed.

@@ -259,10 +259,12 @@ class _Run:
         self._too_few_since = self._too_few_since or now
         if wait_s is None or now - self._too_few_since < wait_s:
             return None
-        missing = ", ".join(worker.where for worker in self._newcomers if worker not in self._ready)
+        missing = [worker for worker in self._newcomers if worker not in self._ready]
+        awaited = " and ".join(f"worker {worker.rank} ({worker.where})" for worker in missing)
+        causes = "".join(f"\n{death}" for death in self._deaths)
         return RuntimeError(
-            f"With `min_workers={least}`, {num_workers} workers have waited {wait_s:.0f} s (`timeout`) for others:"
-            f" {missing}."
+            f"There are {num_workers} of `min_workers={least}` workers, and {wait_s:.0f} s (`timeout`) have not been"
+            f" enough for {awaited}.{causes}"
         )
 
     def _form(self, world: Sequence[Worker]) -> None:

@@ -169,7 +169,8 @@ def said_of_free() -> str:
     import ray
 
     free = ray.available_resources()
-    named = {name: amount for name, amount in free.items() if not name.startswith(("node:", "memory", "object_store"))}
+    unsaid = ("node:", "memory", "object_store", "bundle_group")
+    named = {name: amount for name, amount in free.items() if not name.startswith(unsaid) and "_group_" not in name}
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(named.items())) or "nothing"
 
 
