@@ -30,10 +30,11 @@ from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
 from lightning_strategies_ext.uneven.control import UnevenInputs
 
-#: Arguments of :class:`.DDPSpawnStrategy` that have no meaning here, and why.
+#: Arguments of :class:`.DDPSpawnStrategy` that have no meaning here, with their defaults, and why. LightningCLI gives
+#: the defaults of all arguments that a base class has, too.
 _REFUSED = {
-    "start_method": "Ray starts the workers",
-    "cluster_environment": "ranks and addresses come from where Ray has put the workers",
+    "start_method": ("forkserver", "Ray starts the workers"),
+    "cluster_environment": (None, "ranks and addresses come from where Ray has put the workers"),
 }
 
 
@@ -131,9 +132,10 @@ class DDPRayStrategy(DDPSpawnStrategy):
             commit_every_n_steps=commit_every_n_steps,
             max_restarts=max_restarts,
         )
-        for name, why in _REFUSED.items():
-            if name in kwargs:
-                raise ValueError(f"`{name}={kwargs[name]!r}` cannot be had with `ddp_ray_ext`: {why}. Leave it out.")
+        for name, (default, why) in _REFUSED.items():
+            value = kwargs.pop(name, default)
+            if value != default:
+                raise ValueError(f"`{name}={value!r}` cannot be had with `ddp_ray_ext`: {why}. Leave it out.")
         check_demand(num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement)
         if num_gpus_per_worker is not None and num_gpus_per_worker > 1:
             raise ValueError(

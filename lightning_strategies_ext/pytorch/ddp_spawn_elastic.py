@@ -53,10 +53,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     Args:
         *args: Those of :class:`.DDPSpawnStrategy`.
         elastic: True.
-        min_workers: With fewer, the others wait for the one that is started anew.
+        min_workers: With fewer, the others wait for the one that is started anew; 1 if None.
         commit_every_n_steps: Optimizer steps between copies of the state, to which ranks go back when one of them dies.
             100 by default.
-        max_restarts: How many workers may be started anew within ``restart_window``; one more, and ``fit`` fails.
+        max_restarts: How many workers may be started anew within ``restart_window``; one more, and ``fit`` fails. 3 if
+            None.
         restart_window: In seconds, or as a ``timedelta``.
         scale_learning_rate: Whether learning rates follow the number of ranks, unless a callback says so.
         **kwargs: Those of :class:`.DDPSpawnStrategy`. One that the others have waited for as long as they have
@@ -77,9 +78,9 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self,
         *args: Any,
         elastic: bool = True,
-        min_workers: int = 1,
+        min_workers: int | None = None,
         commit_every_n_steps: int | None = None,
-        max_restarts: int = 3,
+        max_restarts: int | None = None,
         restart_window: float | timedelta = 600.0,
         scale_learning_rate: bool = False,
         **kwargs: Any,
@@ -89,8 +90,8 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
         self._scale_learning_rate = check_flag("scale_learning_rate", scale_learning_rate)
         self.allowance = Allowance(
-            check_whole_number("min_workers", min_workers, 1),
-            check_whole_number("max_restarts", max_restarts, 0),
+            check_whole_number("min_workers", 1 if min_workers is None else min_workers, 1),
+            check_whole_number("max_restarts", 3 if max_restarts is None else max_restarts, 0),
             check_seconds("restart_window", restart_window),
         )
         kwargs.setdefault("uneven_inputs", "join")

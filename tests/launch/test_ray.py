@@ -5,7 +5,11 @@ import os
 import pytest
 
 from lightning_strategies_ext import DDPRayStrategy
+from lightning_strategies_ext.elastic.membership import Member
+from lightning_strategies_ext.launch.protocol import Arrived, Members, Notice, Place, Ready
+from lightning_strategies_ext.launch.ray import words
 from lightning_strategies_ext.launch.ray.demand import Demand
+from lightning_strategies_ext.peers import Peer
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_warm
 from tests.support.ray_clusters import needs_ray
@@ -37,6 +41,22 @@ def test_what_fits_is_let_through(demand, num_workers, hosts):
 def test_what_does_not_is_refused_with_the_numbers(demand, num_workers, hosts, message):
     with pytest.raises(ValueError, match=message):
         demand.check_fits(num_workers, hosts, "it")
+
+
+def test_what_is_said_in_the_middle_of_a_job_arrives_as_it_was_and_nothing_else_is_heard():
+    members = [Member(Peer(rank, "host", 7, 0.5, "name", ("10.0.0.1",)), fit=1, batches=4) for rank in range(2)]
+    said = [
+        Ready(),
+        Ready("lost"),
+        Arrived(members[0]),
+        Place(1, 2, 3, "10.0.0.1", 80),
+        Members(members),
+        Members(None),
+    ]
+    assert [words.decoded(words.encoded(word)) for word in said] == said
+    assert isinstance(words.decoded(words.encoded(Notice())), Notice)
+    with pytest.raises(ValueError, match="said by nobody"):
+        words.decoded(b'["Order", {}]')
 
 
 WITHOUT_RAY = """

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -333,7 +334,7 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
         ({"elastic": "yes"}, TypeError, "elastic"),
         ({"start_method": "fork"}, ValueError, "Ray starts"),
         ({"max_restarts": 3}, ValueError, "max_restarts=3` is for `elastic=True"),
-        ({"cluster_environment": None}, ValueError, "cluster_environment"),
+        ({"cluster_environment": LightningEnvironment()}, ValueError, "cluster_environment"),
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
     ],
 )

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from lightning_strategies_ext import DDPRayElasticStrategy, DDPRayStrategy
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_on_ray
 from tests.support.hosts import ADDRESSES, NoHostsError
+from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY
 from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, own_ray, ray_on_two_hosts
 
@@ -75,3 +77,26 @@ def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_
     check_is_as_good_as_undisturbed(found)
     assert found.worlds == [(2, 0), (2, 60)]
     assert f"on {ADDRESSES[1]}) ended, in the middle of its work. Ray says: the actor's node was" in found.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"min_workers": 0}, ValueError, "min_workers=0"),
+        ({"max_restarts": 1.5}, TypeError, "max_restarts"),
+        ({"uneven_inputs": "error"}, ValueError, "uneven_inputs='error'"),
+        ({"num_workers": 0}, ValueError, "num_workers=0"),
+        ({"start_method": "fork"}, ValueError, "Ray starts"),
+        ({"elastic": False}, TypeError, "elastic=False"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DDPRayElasticStrategy(**arguments)
+
+
+def test_the_argument_makes_the_class_and_more_workers_than_there_are_cannot_be_the_least():
+    strategy = DDPRayStrategy(2, elastic=True, min_workers=3, max_restarts=0)
+    assert type(strategy) is DDPRayElasticStrategy
+    with pytest.raises(ValueError, match=r"`min_workers=3`, and there are 2 workers at most"):
+        make_trainer(strategy, devices=1).fit(MLP(), loader())
