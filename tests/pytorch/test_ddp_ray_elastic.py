@@ -64,7 +64,7 @@ def test_one_more_than_may_be_started_anew_ends_fit_with_the_cause(variables):
 
 
 def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_another(tmp_path):
-    impatient = {"period_ms": "1000", "timeout_ms": "1000", "failure_threshold": "3", "initial_delay_ms": "1000"}
+    impatient = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
     settings = {f"RAY_health_check_{name}": value for name, value in impatient.items()}
     strategy = {**HALF, **STRATEGY, "placement": "SPREAD", "min_workers": 2, "address": "auto"}
     events = [{"do": "unplug", "step": 70, "rank": 1}]
