@@ -346,7 +346,7 @@ class ElasticFit:
         self._saved = None
 
     def _while_waiting_for_rank(self, waited_s: float) -> None:
-        if waited_s > SAVE_AFTER_S and self._saved is None:
+        if waited_s > SAVE_AFTER_S and self._saved is None and self._commit.shared is not None:
             self._saved = self._save()
             log.warning(
                 "There is no place for this rank in a new world: %s %s",
@@ -368,6 +368,8 @@ class ElasticFit:
         )
 
     def _where_saved(self) -> str:
+        if self._commit.shared is None:
+            return "It had no state yet that could be saved."
         self._saved = self._saved or self._save()
         return (
             f"The state at step {self._commit.step} is in {self._saved}: `trainer.fit(..., ckpt_path='{self._saved}')`"

@@ -40,9 +40,10 @@ def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(va
         {"do": "kill", "step": 70, "rank": 1},
         {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 0},  # for the other to go on without it
         {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 0, "until": 1},  # until the new one is there
-        {"do": "kill", "step": 0, "rank": 0, "world": 2, "after": 2, "batches": 10},
-        {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 3},
-        {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 3, "until": 4},
+        {"do": "sleep", "step": 0, "rank": 0, "world": 1, "after": 2, "seconds": 7},  # for which the new one waits
+        {"do": "kill", "step": 0, "rank": 0, "world": 2, "after": 3, "batches": 10},
+        {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 4},
+        {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 4, "until": 5},
     ]
     found = run(variables, {}, events=events, pause_s=0.02, pauses_in=[1])
     check_is_as_good_as_undisturbed(found)

@@ -101,7 +101,7 @@ class Net(pl.LightningModule):
                 while not (self.directory / f"event{event['until']}").exists():
                     time.sleep(0.01)
             elif event["do"] == "sleep":
-                time.sleep(1000)
+                time.sleep(event.get("seconds", 1000))
             elif event["do"] == "barrier":
                 self.trainer.strategy.barrier()
             elif event["do"] == "raise":
