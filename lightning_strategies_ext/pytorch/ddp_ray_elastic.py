@@ -52,6 +52,11 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self._address is not None and self._address.startswith("ray://"):
+            raise ValueError(
+                f"`address={self._address!r}` with `elastic=True`: workers meet in the main process, which they cannot"
+                " reach through Ray Client. Run the script in the cluster, or leave `elastic` out."
+            )
         self.allowance = replace(self.allowance, wait_s=self._wait_s)
         self._listening: Listening | None = None
 

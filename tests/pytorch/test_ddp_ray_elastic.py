@@ -88,6 +88,7 @@ def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_
         ({"uneven_inputs": "error"}, ValueError, "uneven_inputs='error'"),
         ({"num_workers": 0}, ValueError, "num_workers=0"),
         ({"start_method": "fork"}, ValueError, "Ray starts"),
+        ({"address": "ray://head:10001"}, ValueError, "Ray Client"),
         ({"elastic": False}, TypeError, "elastic=False"),
     ],
 )

@@ -114,8 +114,8 @@ class RayStarter:
             self._actor_class = ray.remote(WorkerActor)
             if self._may_change and cluster.is_elsewhere():
                 raise RuntimeError(
-                    "`elastic=True` with Ray Client: workers meet in the main process, which they cannot reach there. Run"
-                    " the script in the cluster, by `ray job submit` or on one of its hosts, or leave `elastic` out."
+                    "`elastic=True` with Ray Client: workers meet in the main process, which they cannot reach there."
+                    " Run the script in the cluster, by `ray job submit` or on one of its hosts, or leave it out."
                 )
             self._reserve(num_workers)
             self._switchboard = (
