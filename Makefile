@@ -24,7 +24,7 @@ RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test check fast names lint pytest conformance faults soak bench docs docs-look matrix dist clean
+.PHONY: demo test check fast names lint pytest long conformance faults soak bench docs docs-look matrix dist clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -48,6 +48,10 @@ lint: $(VENV)/.installed-dev
 
 pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 	$(VENV)/bin/pytest --numprocesses $(SHARDS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+
+# Tests that take minutes of a core, most of it in other people's processes.
+long: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+	$(VENV)/bin/pytest -m long
 
 # What goes wrong, everywhere that it can: hours. Some of it: make faults FAULTS="--strategies ddp_ext --every 10"
 faults: $(VENV)/.installed-dev $(VENV)/.installed-horovod names

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -24,6 +23,7 @@ from tests.pytorch.test_ddp_ray import (  # noqa: F401  # each runs again here
     test_what_workers_print_is_shown_here_before_fit_returns,
     test_workers_stay_and_predictions_come_in_the_order_of_the_dataset,
 )
+from tests.support import warm
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, start_command
 from tests.support.ray_clusters import FOREVER_S, HALF, needs_ray
@@ -40,7 +40,8 @@ def cluster() -> Iterator[str]:
     """The address of a server of Ray Client, to which this process is connected."""
     import ray
 
-    ray_command = Path(sys.executable).with_name("ray")
+    # Its own process has those that it starts below it, and these are forked from the server that has imported all.
+    starts_ray = f"import sys; sys.executable = {warm.python()!r}; from ray.scripts.scripts import main; main()"
     port = free_port()
     environment = {
         **clean_environment(),
@@ -52,7 +53,16 @@ def cluster() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
         head = subprocess.Popen(
             [
-                *(ray_command, "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--port=0"),
+                *(
+                    sys.executable,
+                    "-c",
+                    starts_ray,
+                    "start",
+                    "--head",
+                    "--block",
+                    "--node-ip-address=127.0.0.1",
+                    "--port=0",
+                ),
                 *(f"--ray-client-server-port={port}", "--num-cpus=2", "--include-dashboard=false"),
                 f"--temp-dir={directory}",
             ],
@@ -81,6 +91,7 @@ import os
 import signal
 import lightning.pytorch as pl
 from lightning_strategies_ext import DDPRayStrategy
+from tests.support import warm
 from tests.support.models import MLP, loader, make_trainer
 
 class Waits(pl.Callback):

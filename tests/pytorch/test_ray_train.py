@@ -1,9 +1,5 @@
-"""``ddp_ext`` in what a ``TorchTrainer`` of Ray Train runs: ranks, devices and the process group are Ray's.
+"""``ddp_ext`` in what a ``TorchTrainer`` of Ray Train runs: ranks, devices and the process group are Ray's."""
 
-Trials of Ray Tune take some 100 seconds of CPU time, since Ray starts seven processes for each and two for its ranks.
-"""
-
-import importlib.util
 import json
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,20 +9,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import DistributedSampler
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, ShmOptions
 from lightning_strategies_ext.launch.ray import train
 from tests.support.ddp_spawn_trainers import seeded
-from tests.support.models import MLP, assert_same_bits, dataset, loader, make_trainer, state_of
-from tests.support.ray_clusters import FOREVER_S, needs_ray, own_ray
-from tests.support.ray_trials import NUM_EPOCHS, SHARE, run_trial
+from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
+from tests.support.ray_clusters import FOREVER_S, needs_ray, needs_ray_train, own_ray_for_train
 
-pytestmark = [
-    needs_ray,
-    pytest.mark.timeout(FOREVER_S),
-    pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="Ray Train needs pip install 'ray[train]'"),
-]
+pytestmark = [needs_ray, needs_ray_train, pytest.mark.timeout(FOREVER_S)]
 
 
 def refused() -> list[str]:
@@ -48,9 +38,7 @@ def refused() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    with own_ray(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")  # on a busy machine, a minute is not enough
-        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less
+    with own_ray_for_train():
         yield
 
 
@@ -115,50 +103,6 @@ def test_a_fit_is_that_of_ranks_that_we_start_and_an_error_is_that_of_the_torch_
         assert_same_bits(torch.load(tmp_path / f"rank{rank}.pt"), state_of(expected))
     *_, last = sorted((tmp_path / "storage").rglob("checkpoint.ckpt"))
     assert_same_bits(torch.load(last, weights_only=False)["state_dict"], state_of(expected))
-
-
-def losses_of_one_process(lr: float) -> list[float]:
-    """Of each epoch, where one process has the batches of two ranks."""
-    model = seeded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    sampler = DistributedSampler(dataset(), num_replicas=1, rank=0, seed=11)
-    losses = []
-    for epoch in range(NUM_EPOCHS):
-        sampler.set_epoch(epoch)
-        total = 0.0
-        for batch in loader(batch_size=8, sampler=sampler):
-            loss = model.loss(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total += loss.item() / 8
-        losses.append(total)
-    return losses
-
-
-def test_of_four_trials_with_two_ranks_each_asha_stops_two(tmp_path):
-    from ray import tune
-    from ray.tune.schedulers import ASHAScheduler
-
-    rates = [0.3, 1.0, 0.0, 0.001]
-    results = tune.Tuner(
-        tune.with_resources(run_trial, SHARE),
-        param_space={"lr": tune.grid_search(rates), "directory": str(tmp_path / "storage")},
-        tune_config=tune.TuneConfig(
-            metric="has_learnt",
-            mode="max",
-            # Those that do not learn begin when one that does has ended, so that it is known who is stopped.
-            max_concurrent_trials=2,
-            scheduler=ASHAScheduler(max_t=NUM_EPOCHS, grace_period=1, reduction_factor=2),
-        ),
-        run_config=tune.RunConfig(name="trials", storage_path=str(tmp_path), verbose=0),
-    ).fit()
-    assert not results.errors
-    assert [result.config["lr"] for result in results] == rates
-    for result, num_epochs in zip(results, [NUM_EPOCHS, NUM_EPOCHS, 1, 1], strict=True):
-        reported = result.metrics_dataframe
-        assert reported["loss"].tolist() == pytest.approx(losses_of_one_process(result.config["lr"])[:num_epochs])
-        assert set(reported["num_ranks"]) == {2}
 
 
 def test_the_main_process_is_none_of_its_workers():

@@ -20,6 +20,9 @@ from tests.support.ranks import REPOSITORY, clean_environment, run_command
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'lightning-strategies-ext[ray]')"
 )
+needs_ray_train = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None, reason="Ray Train is not installed (pip install 'ray[train]')"
+)
 #: Only a test that hangs comes to that: where others use the machine, a worker has been seen to take a minute to start.
 FOREVER_S = 900
 #: The same for a program that a test runs, which shows what it has written then.
@@ -45,6 +48,15 @@ def own_ray() -> Iterator[None]:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
+
+
+@contextmanager
+def own_ray_for_train() -> Iterator[None]:
+    """The same, for Ray Train."""
+    with own_ray(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")  # on a busy machine, a minute is not enough
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less
+        yield
 
 
 @contextmanager

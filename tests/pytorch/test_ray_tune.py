@@ -1,0 +1,68 @@
+"""``ddp_ext`` in trials of Ray Tune, each of which is a ``TorchTrainer`` of Ray Train.
+
+They take more than two minutes of a core, most of it in the seven processes that Ray starts for each trial, and two for
+its ranks: no part of ``make test``, but of ``make long``.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from tests.support.ddp_spawn_trainers import seeded
+from tests.support.models import dataset, loader
+from tests.support.ray_clusters import FOREVER_S, needs_ray, needs_ray_train, own_ray_for_train
+from tests.support.ray_trials import NUM_EPOCHS, SHARE, run_trial
+
+pytestmark = [needs_ray, needs_ray_train, pytest.mark.long, pytest.mark.timeout(FOREVER_S)]
+
+
+@pytest.fixture(autouse=True)
+def cluster() -> Iterator[None]:
+    with own_ray_for_train():
+        yield
+
+
+def losses_of_one_process(lr: float) -> list[float]:
+    """Of each epoch, where one process has the batches of two ranks."""
+    model = seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    sampler = DistributedSampler(dataset(), num_replicas=1, rank=0, seed=11)
+    losses = []
+    for epoch in range(NUM_EPOCHS):
+        sampler.set_epoch(epoch)
+        total = 0.0
+        for batch in loader(batch_size=8, sampler=sampler):
+            loss = model.loss(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() / 8
+        losses.append(total)
+    return losses
+
+
+def test_of_four_trials_with_two_ranks_each_asha_stops_two(tmp_path):
+    from ray import tune
+    from ray.tune.schedulers import ASHAScheduler
+
+    rates = [0.3, 1.0, 0.0, 0.001]
+    results = tune.Tuner(
+        tune.with_resources(run_trial, SHARE),
+        param_space={"lr": tune.grid_search(rates), "directory": str(tmp_path / "storage")},
+        tune_config=tune.TuneConfig(
+            metric="has_learnt",
+            mode="max",
+            # Those that do not learn begin when one that does has ended, so that it is known who is stopped.
+            max_concurrent_trials=2,
+            scheduler=ASHAScheduler(max_t=NUM_EPOCHS, grace_period=1, reduction_factor=2),
+        ),
+        run_config=tune.RunConfig(name="trials", storage_path=str(tmp_path), verbose=0),
+    ).fit()
+    assert not results.errors
+    assert [result.config["lr"] for result in results] == rates
+    for result, num_epochs in zip(results, [NUM_EPOCHS, NUM_EPOCHS, 1, 1], strict=True):
+        reported = result.metrics_dataframe
+        assert reported["loss"].tolist() == pytest.approx(losses_of_one_process(result.config["lr"])[:num_epochs])
+        assert set(reported["num_ranks"]) == {2}
