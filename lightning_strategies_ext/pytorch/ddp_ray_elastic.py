@@ -6,7 +6,7 @@ local ranks and the backend are those of each world, and a host may go without a
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -14,12 +14,14 @@ from typing_extensions import override
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import Place, Seat
-from lightning_strategies_ext.launch.ray.line import LineChannel
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy
 from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy, num_hosts_of
 from lightning_strategies_ext.torch_distributed.disconnect import Listening, disconnect
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.launch.ray.line import LineChannel  # whose modules Windows does not have
 
 
 class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
