@@ -88,10 +88,8 @@ def cluster() -> Iterator[str]:
 
 KILLED = """
 import os
-import signal
 import lightning.pytorch as pl
 from lightning_strategies_ext import DDPRayStrategy
-from tests.support import warm
 from tests.support.models import MLP, loader, make_trainer
 
 class Waits(pl.Callback):

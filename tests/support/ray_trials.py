@@ -3,7 +3,7 @@
 from typing import Any
 
 NUM_EPOCHS = 3
-#: So little of a CPU that trials which have ended may keep theirs, see docs/ddp_ray.md, "In Ray Tune".
+#: So little of a CPU that trials which have ended may keep theirs, see docs/ddp_ray.md, "Trials of Ray Tune".
 SHARE = {"CPU": 0.1}
 
 

@@ -81,8 +81,8 @@ class _RelayingSwitchboard(Switchboard):
         self._events = events
         super().__init__(address)
 
-    def expect(self, number: int, on_close: Callable[[], None]) -> Line:
-        line = self._lines[number] = _RelayedLine(number, self._events, on_close)
+    def expect(self, number: int, on_news: Callable[[], None]) -> Line:
+        line = self._lines[number] = _RelayedLine(number, self._events, on_news)
         return line
 
     def send(self, number: int, data: bytes) -> None:
@@ -93,8 +93,8 @@ class _RelayingSwitchboard(Switchboard):
 
 
 class _RelayedLine(Line):
-    def __init__(self, number: int, events: "queue.SimpleQueue[Event]", on_close: Callable[[], None]) -> None:
-        super().__init__(on_close)
+    def __init__(self, number: int, events: "queue.SimpleQueue[Event]", on_news: Callable[[], None]) -> None:
+        super().__init__(on_news)
         self._number = number
         self._events = events
 
@@ -122,9 +122,9 @@ class RelayedSwitchboard:
         self._is_open = True
         threading.Thread(target=self._hear, daemon=True, name="lightning-strategies-ext lines").start()
 
-    def expect(self, number: int, on_close: Callable[[], None]) -> Line:
+    def expect(self, number: int, on_news: Callable[[], None]) -> Line:
         """See :meth:`.Switchboard.expect`."""
-        line = self._lines[number] = Line(on_close)
+        line = self._lines[number] = Line(on_news)
         ray.get(self._relay.expect.remote(number))
         line.connect(_Tunnel(self._relay, number))  # type: ignore[arg-type]
         return line
@@ -159,13 +159,11 @@ class _Tunnel:
         self._relay = relay
         self._number = number
 
-    def send(self, data: bytes) -> None:
+    def sendall(self, data: bytes) -> None:
         try:
             self._relay.send.remote(self._number, data)
         except Exception as error:
             raise OSError("the cluster is gone") from error
-
-    sendall = send
 
     def close(self) -> None:
         pass

@@ -112,15 +112,14 @@ class RayStarter:
             self._has_joined = True
             self._of_actors = {} if has_connected or not self._runtime_env else {"runtime_env": self._runtime_env}
             self._actor_class = ray.remote(WorkerActor)
-            if self._may_change and cluster.is_elsewhere():
+            is_elsewhere = cluster.is_elsewhere()
+            if is_elsewhere and self._may_change:
                 raise RuntimeError(
                     "`elastic=True` with Ray Client: workers meet in the main process, which they cannot reach there."
                     " Run the script in the cluster, by `ray job submit` or on one of its hosts, or leave it out."
                 )
             self._reserve(num_workers)
-            self._switchboard = (
-                RelayedSwitchboard() if cluster.is_elsewhere() else Switchboard(ray.util.get_node_ip_address())
-            )
+            self._switchboard = RelayedSwitchboard() if is_elsewhere else Switchboard(ray.util.get_node_ip_address())
             self._workers = []
         worker = self._start(rank, rank)
         self._workers.append(worker)
