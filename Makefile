@@ -17,7 +17,7 @@ HOROVOD_OPTIONS ?= --mpi
 # short ones. Tests that start no process wait for little. A test that ends the process which runs it is not tried again:
 # pytest would wait for ever for the files that another one had taken over.
 SHARDS ?= 4
-FAST_SHARDS ?= 2
+FAST_SHARDS ?= 3
 
 VENV := .venv
 RUN := $(VENV)/bin/python

@@ -1,13 +1,14 @@
 """Starts the server that test ranks are forked from, once per session and not again in forked tests."""
 
 import gc
+import logging
 import multiprocessing.process
 import os
 import signal
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -19,9 +20,14 @@ from tests.support import environments, ranks, warm
 # told to share no memory, which takes a tenth of a second. The one test that uses MPI takes this back.
 os.environ.update(ranks.WITHOUT_MPI)
 
+warm.become_worker_of_pytest()
+
 # A shell that runs tests in the background has them, and all that they start, ignore Ctrl-C, which some of them press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# As it is where Lightning is imported under pytest and not before: tests read what it says.
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).propagate = True
 
 # Tests run at once, and their models are small: more threads would only wait for each other.
 torch.set_num_threads(1)
@@ -43,14 +49,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     # With --numprocesses this process runs no tests, and starts those that do, which find its server of programs.
     is_one_of_several = hasattr(session.config, "workerinput")
-    runs_tests = is_one_of_several or not session.config.getoption("numprocesses", None)
-    if not session.config.getoption("--no-processes"):
-        if not is_one_of_several:
-            session.config.stash[_WARM] = warm.start_server()
-        if runs_tests:
-            ranks.start_server()
+    starts_several = bool(session.config.getoption("numprocesses", None))
+    starts_none = session.config.getoption("--no-processes")
+    if not is_one_of_several and (starts_several or not starts_none):
+        session.config.stash[_WARM] = warm.start_server()
+    if starts_several:
         return
-    if not runs_tests:
+    if not starts_none:
+        ranks.start_server()
         return
 
     def skip(*args: object, **kwargs: object) -> NoReturn:
@@ -59,6 +65,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     os.fork = skip
     subprocess.Popen._execute_child = skip
     multiprocessing.process.BaseProcess.start = skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Processes that run tests are programs of the server's, too: each would import for seconds."""
+    for spec in specs:
+        spec.python = warm.worker_of_pytest()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -73,12 +73,12 @@ def test_what_a_thread_does_is_seen_from_another(doing, is_still, is_idle, is_de
     thread = threading.Thread(target=doing, args=(ended,))
     thread.start()
     try:
-        time.sleep(0.5)
+        time.sleep(0.2)
         activity = Activity(thread)
         idle = []
         for _ in range(8):
-            time.sleep(0.25)
-            activity.sample(0.25)
+            time.sleep(0.1)
+            activity.sample(0.25)  # as if more time had gone, for the test to take less
             idle.append(activity.idle_s)
         assert (idle[-1] >= 1.5) == is_idle, idle
         if is_still is not None:

@@ -1,5 +1,7 @@
 """What ``dp_ext`` promises of training: it is that of one process on whole batches, on however many replicas."""
 
+from functools import cache
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -37,18 +39,20 @@ def test_a_batch_with_fewer_samples_than_replicas_trains_alike():
     assert_trains_alike(WAYS["in turns"](4), data=loader(13, batch_size=5))  # 5, 5 and 3 samples
 
 
+@cache
+def train_digits(strategy, devices, **kwargs):
+    # In double precision: Adam divides by gradients that are nearly zero, which magnifies what is rounded.
+    pl.seed_everything(1, verbose=False)
+    model, data = DigitsNet(), DigitsData(64)
+    trainer = make_trainer(strategy, devices, max_epochs=1, precision="64-true", **kwargs)
+    trainer.fit(model, data)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return {**metrics, **trainer.test(model, data, verbose=False)[0]}, state_of(model)
+
+
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_digits_train_alike(num_replicas):
-    # Its batch normalisation must see whole batches for that. In double precision: Adam divides by gradients that are
-    # nearly zero, which magnifies what is rounded.
-    def train_digits(strategy, devices, **kwargs):
-        pl.seed_everything(1, verbose=False)
-        model, data = DigitsNet(), DigitsData(64)
-        trainer = make_trainer(strategy, devices, max_epochs=1, precision="64-true", **kwargs)
-        trainer.fit(model, data)
-        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-        return {**metrics, **trainer.test(model, data, verbose=False)[0]}, state_of(model)
-
+    # Its batch normalisation must see whole batches for that.
     ours, theirs = train_digits("dp_ext", num_replicas, sync_batchnorm=True), train_digits("auto", 1)
     torch.testing.assert_close(ours[0], theirs[0])
     assert_close(ours[1], theirs[1], tolerance=1e-6)

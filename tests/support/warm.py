@@ -18,6 +18,7 @@ import os
 import random
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -153,6 +154,17 @@ def start_server() -> subprocess.Popen[bytes] | None:
 def python() -> str:
     """What to call in the place of ``sys.executable`` to run a program that need not import what all programs do."""
     return os.environ.get(_SERVER, sys.executable)
+
+
+def worker_of_pytest() -> str:
+    """The same for a process that runs tests, which :func:`become_worker_of_pytest` then is to make one."""
+    return shlex.join(["env", *(f"{name}={value}" for name, value in CHILDREN.items()), python()])
+
+
+def become_worker_of_pytest() -> None:
+    """What this process starts is like what any other one does: it has only been forked, if at all, from the server."""
+    for name in CHILDREN:
+        os.environ.pop(name, None)
 
 
 @contextmanager
