@@ -25,6 +25,7 @@ from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from lightning_strategies_ext.failure.host_signs import INTERVAL_S
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import Sign, Silence, first_failure, stuck_ranks
+from lightning_strategies_ext.failure.waiting import Waiting
 
 
 class _Keys(dict[str, str]):
@@ -68,7 +69,8 @@ def load_of_store(num_hosts: int, seconds: float) -> float:
     server.start()
     port = here.recv()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    hosts = [Hosts(store, [[rank] for rank in range(num_hosts)], rank, 0) for rank in range(num_hosts)]
+    waiting = Waiting()  # for nothing: on this machine alone there are no lines
+    hosts = [Hosts(store, [[rank] for rank in range(num_hosts)], rank, 0, waiting) for rank in range(num_hosts)]
     for rank, host in enumerate(hosts):
         host.tell({rank: Sign(rank, where="train, epoch 0, step 100")}, None)
     time.sleep(3)

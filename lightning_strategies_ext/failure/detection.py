@@ -81,7 +81,7 @@ def have_ended(signs: Mapping[int, Sign], stage: int) -> set[int]:
 
 
 def stuck(
-    signs: Mapping[int, Sign], silence: Mapping[int, float], patience_s: float, here: Mapping[int, Peer], by: int
+    signs: Mapping[int, Sign], silence: Mapping[int, float], patience_s: float, peers: Mapping[int, Peer], by: int
 ) -> Failure | None:
     """The failure of ranks that others wait for in vain, see :func:`.stuck_ranks`.
 
@@ -89,11 +89,11 @@ def stuck(
         signs: Of all ranks.
         silence: For how long each has said nothing, in seconds.
         patience_s: For how long they may stay away, in seconds.
-        here: The ranks of this host.
+        peers: These ranks.
         by: This rank.
     """
     ranks = stuck_ranks(signs, silence, patience_s)
-    states = {rank: _state(here[rank], silence[rank] >= patience_s) for rank in ranks if rank in here}
+    states = {rank: _state(peers[rank], peers[by].host, silence[rank] >= patience_s) for rank in ranks}
     if not ranks or _IS_TRACED in states.values():
         return None
     states = {rank: state for rank, state in states.items() if state}
@@ -108,10 +108,13 @@ def stuck(
     else:
         headline = f"they have waited {patience_s:g} s for each other, in collectives that are not the same"
     verb = STUCK[len(ranks) > 1]
-    return _seen(ranks, signs[ranks[0]], headline, by, where_all_are(signs, ranks, states), verb=verb)
+    where = where_all_are(signs, ranks, states)
+    return _seen(ranks, signs[ranks[0]], headline, by, where, peers[ranks[0]].host_name, verb)
 
 
-def _state(peer: Peer, is_silent: bool) -> str:
+def _state(peer: Peer, own_host: str, is_silent: bool) -> str:
+    if peer.host != own_host:
+        return "says nothing: it is stopped, or something in it holds Python's lock" if is_silent else ""
     status = None
     with suppress(psutil.NoSuchProcess):
         status = psutil.Process(peer.pid).status()

@@ -1,29 +1,37 @@
-"""Lines between hosts: connections that the kernel closes when a process at an end is gone.
+"""Lines between hosts: connections that the kernel closes when a process at an end is gone, or a host out of reach.
 
-The first rank of all listens; the first of each other host calls it. Little is said on them: who ends in good order
-says so before, and who learns why it will have to end says that at once, for it may be killed before the store knows.
+The first rank of all listens; the first of each other host calls it. Little is said on them, so that it always finds
+room and a process that reads nothing for minutes, since it is stopped or its interpreter held, is not taken for one
+that is gone: its kernel still answers. Who ends in good order says so before.
 """
 
+import errno
 import hmac
 import os
-import selectors
 import socket
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 from weakref import WeakSet
 
 from lightning_strategies_ext.connections import spare
+from lightning_strategies_ext.failure.waiting import Waiting
 
 #: In no words, which are text.
 _GOODBYE = b"\0"
 _END_OF_WORDS = b"\n"
 _CALL_S = 2.0
+#: A host that has not answered for so long, in seconds, is lost; when nothing is said, it is asked so often.
+LOST_S = 8
+_ASK_S = 2
 #: What a caller says, at once, is one line: the token and its rank.
 _CALL_NUM_BYTES = 128
 #: How many bytes are taken from a line at once.
 _HEARD_NUM_BYTES = 2**16
 #: How many callers may not have said yet who they are: anybody can connect.
 _MOST_STRANGERS = 64
+#: How connections end that a process's end has closed; others have met no answer.
+_OF_PROCESSES = (errno.ECONNRESET, errno.EPIPE)
 
 _all: "WeakSet[Lines]" = WeakSet()
 
@@ -36,24 +44,30 @@ class Address(NamedTuple):
 
 
 class Lines:
-    """One rank's ends of them, for one thread; without any, it only waits.
+    """One rank's ends of them, for one thread; it may have none.
+
+    Args:
+        waiting: Of that thread.
 
     Attributes:
         address: Where this rank listens; None if it does not.
+        reached: Ranks with which there is, or was, a line whose loss the kernel notices.
         gone: Ranks at the other ends whose processes have ended without a goodbye.
-        said: What a rank at another end has said, by rank.
+        lost: Ranks at the other ends whose hosts do not answer any more.
+        said: What a rank at another end has said last, by rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Waiting) -> None:
         self.address: Address | None = None
+        self.reached: set[int] = set()
         self.gone: set[int] = set()
+        self.lost: set[int] = set()
         self.said: dict[int, bytes] = {}
-        self._awake, self._waker = os.pipe()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._awake, selectors.EVENT_READ)
+        self._waiting = waiting
         self._listener: socket.socket | None = None
         self._ends: dict[socket.socket, int] = {}
         self._heard: dict[int, bytes] = {}
+        self._unsaid: dict[int, bytes] = {}
         self._strangers: list[socket.socket] = []
         self._expected: dict[bytes, int] = {}
         _all.add(self)
@@ -78,7 +92,7 @@ class Lines:
             )
             self._expected = {_call(token, rank): rank for rank in ranks}
             self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._waiting.add(self._listener, partial(self._accept, self._listener))
             self.address = Address(*self._listener.getsockname()[:2])
 
     def call(self, address: Address, rank: int, token: str, own_rank: int) -> None:
@@ -93,43 +107,34 @@ class Lines:
         with suppress(OSError):
             end = socket.create_connection(address, _CALL_S)
             end.sendall(_call(token, own_rank))
-            self._watch(end)
-            self._ends[end] = rank
-
-    def wait(self, seconds: float | None) -> None:
-        """Waits until something is to be seen, :meth:`wake` is called, or the time is over."""
-        for key, _ in self._selector.select(seconds):
-            if key.fd == self._awake:
-                os.read(self._awake, 1)
-            elif key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj in self._ends:
-                self._hear(key.fileobj)
-            elif key.fileobj in self._strangers:
-                self._ask(key.fileobj)
-
-    def wake(self) -> None:
-        """Lets :meth:`wait` return; from any thread."""
-        os.write(self._waker, b".")
+            end.setblocking(False)
+            self._waiting.add(end, partial(self._hear, end))
+            self._keep(end, rank)
 
     def say(self, words: bytes) -> None:
-        """Says something to the other ends, once; returns at once, from any thread.
+        """Says something to the other ends; returns at once.
 
         Args:
-            words: In one line. More than the kernel takes at once is not heard.
+            words: In one line.
         """
-        self._send(words + _END_OF_WORDS)
+        for rank in self._ends.values():
+            self._unsaid[rank] = self._unsaid.get(rank, b"") + words + _END_OF_WORDS
+        self.say_rest()
 
-    def say_goodbye(self) -> None:
-        """Says that this process ends in good order; from any thread."""
-        self._send(_GOODBYE)
+    def say_rest(self) -> None:
+        """Says what there was no room for when it was to be said, which is little."""
+        for end, rank in self._ends.items():
+            if rest := self._unsaid.get(rank):
+                with suppress(OSError):
+                    self._unsaid[rank] = rest[end.send(rest) :]
 
     def close(self) -> None:
-        """Closes all; nobody may wait any more."""
+        """Says that this process ends in good order, and closes all; nobody may wait any more."""
+        self.say_rest()
+        for end in self._ends:
+            with suppress(OSError):
+                end.send(_GOODBYE)
         self.close_ends()
-        self._selector.close()
-        os.close(self._awake)
-        os.close(self._waker)
 
     def close_ends(self) -> None:
         """Closes this process's ends without a word."""
@@ -137,63 +142,74 @@ class Lines:
             end.close()
         self._ends, self._strangers, self._listener = {}, [], None
 
-    def _send(self, content: bytes) -> None:
-        for end in list(self._ends):
-            with suppress(OSError):
-                end.send(content)
-
-    def _watch(self, end: socket.socket) -> None:
+    def _keep(self, end: socket.socket, rank: int) -> None:
         spare(end)  # who cuts its collectives off is still there
-        end.setblocking(False)
-        self._selector.register(end, selectors.EVENT_READ)
+        self._ends[end] = rank
+        if _lets_the_kernel_ask(end):
+            self.reached.add(rank)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
-            stranger, _ = self._listener.accept()
+            stranger, _ = listener.accept()
             if len(self._strangers) == _MOST_STRANGERS:
                 self._drop(self._strangers.pop(0))
-            self._watch(stranger)
+            stranger.setblocking(False)
+            self._waiting.add(stranger, partial(self._ask, stranger))
             self._strangers.append(stranger)
 
-    def _ask(self, stranger: Any) -> None:
+    def _ask(self, stranger: socket.socket) -> None:
         self._strangers.remove(stranger)
-        call, is_whole, more = _received(stranger, _CALL_NUM_BYTES).partition(_END_OF_WORDS)
+        self._waiting.remove(stranger)
+        said = b""
+        with suppress(OSError):
+            said = stranger.recv(_CALL_NUM_BYTES)
+        call, is_whole, more = said.partition(_END_OF_WORDS)
         for expected, rank in self._expected.items():
             if hmac.compare_digest(call + is_whole, expected):
                 del self._expected[expected]
-                self._ends[stranger] = rank
+                self._waiting.add(stranger, partial(self._hear, stranger))
+                self._keep(stranger, rank)
                 self._heard[rank] = more
                 return
-        self._drop(stranger)
+        stranger.close()
 
-    def _hear(self, end: Any) -> None:
+    def _hear(self, end: socket.socket) -> None:
         rank = self._ends[end]
-        heard = _received(end, _HEARD_NUM_BYTES)
-        said = self._heard[rank] = self._heard.get(rank, b"") + heard
-        words, is_whole, _ = said.partition(_END_OF_WORDS)
-        if is_whole:
-            self.said[rank] = words
-        has_left = said.endswith(_GOODBYE)
+        try:
+            heard, ended_by = end.recv(_HEARD_NUM_BYTES), None
+        except BlockingIOError:
+            return
+        except OSError as error:
+            heard, ended_by = b"", error.errno
+        *whole, rest = (self._heard.get(rank, b"") + heard).split(_END_OF_WORDS)
+        self._heard[rank] = rest
+        if whole:
+            self.said[rank] = whole[-1]
+        has_left = rest.endswith(_GOODBYE)
         if not heard and not has_left:
-            self.gone.add(rank)
+            (self.gone if ended_by in (None, *_OF_PROCESSES) else self.lost).add(rank)
         if not heard or has_left:
             del self._ends[end]
             self._drop(end)
 
     def _drop(self, end: socket.socket) -> None:
-        self._selector.unregister(end)
+        self._waiting.remove(end)
         end.close()
+
+
+def _lets_the_kernel_ask(end: socket.socket) -> bool:
+    """Lets the kernel ask at the other end, and give up when there is no answer. Whether it can, whatever is unsaid."""
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere than on Linux
+        return False
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_S)
+    return True
 
 
 def _call(token: str, rank: int) -> bytes:
     return f"{token} {rank}\n".encode()
-
-
-def _received(end: socket.socket, most: int) -> bytes:
-    with suppress(OSError):
-        return end.recv(most)
-    return b""
 
 
 def _own_address(towards: str, port: int) -> str | None:

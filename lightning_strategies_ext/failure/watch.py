@@ -29,6 +29,7 @@ from lightning_strategies_ext.failure.ending import end_process, end_within, fai
 from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
+from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Watch:
         self._here = {peer.rank: peer for peer in self._peers.values() if peer.host == host}
         board = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", store)
         self._own = HostSigns(board, rank, self._here, progress, lambda: "between two stages")
+        self._waiting = Waiting()
         self._hosts = self._meet_hosts()
         self._silence = Silence()
         self.directory = os.getcwd()
@@ -103,7 +105,8 @@ class Watch:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._pid = os.getpid()
-        self._deaths = Deaths({rank: peer for rank, peer in self._here.items() if peer.pid != os.getpid()})
+        others = {rank: peer for rank, peer in self._here.items() if peer.pid != os.getpid()}
+        self._deaths = Deaths(others, self._waiting)
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext watch", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -249,12 +252,13 @@ class Watch:
         if os.getpid() != self._pid or self._closed.is_set():
             return
         self._closed.set()
-        self._deaths.wake()
+        self._waiting.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._deaths.close()
         if self._hosts is not None:
             self._hosts.close()
+        self._waiting.close()
+        self._deaths.close()
         with self._lock:
             self._own.close()
 
@@ -277,18 +281,18 @@ class Watch:
     def _run(self) -> None:
         before = time.monotonic()
         while not self._closed.is_set():
-            died = self._deaths.wait(INTERVAL_S)
+            self._waiting.wait(INTERVAL_S)
             now = time.monotonic()
             # Of the time in which this process was stopped, nothing is counted.
             if now - before > STOPPED_S and self._hosts is not None:
                 self._hosts.forget()
             try:
-                self._look(min(now - before, 2 * INTERVAL_S), died)
+                self._look(min(now - before, 2 * INTERVAL_S))
             except Exception:  # nobody would notice that this thread has ended
                 log.exception("the watch of rank %d could not look, and goes on", self._rank)
             before = now
 
-    def _look(self, elapsed_s: float, died: set[int]) -> None:
+    def _look(self, elapsed_s: float) -> None:
         with self._lock:
             self._own.look(elapsed_s)
             self._say(self._own.state)
@@ -297,7 +301,7 @@ class Watch:
             if self.failure is None:
                 # What failed in an earlier stage, and was caught on all ranks, is over.
                 now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._own.stage}
-                failure = first_failure(now) or self._failure_seen(signs, died)
+                failure = first_failure(now) or self._failure_seen(signs)
                 self.failure = failure and self._of_this_job(failure)
                 if self.failure is not None and self.failure.by == self._rank and self._own.state == "left":
                     report.show_block(self.failure)
@@ -310,9 +314,9 @@ class Watch:
         if failure is not None and must_end:
             self._end_this_rank(failure)
 
-    def _failure_seen(self, signs: Mapping[int, Sign], died: set[int]) -> Failure | None:
+    def _failure_seen(self, signs: Mapping[int, Sign]) -> Failure | None:
         """What this rank sees of others that cannot say it themselves."""
-        failure = None
+        failure, died = None, self._deaths.gone()
         if self._hosts is not None:
             failure = self._hosts.told()
             died = died | self._hosts.gone()
@@ -324,18 +328,23 @@ class Watch:
         return failure or (None if self._patience_s is None else self._stuck(signs, self._patience_s))
 
     def _stuck(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:
-        """Who does not come: of all, as the first rank sees it; of this host's, those that cannot say a word."""
-        silence, ends = self._silence.seconds, (self._here, self._rank)
+        """Who does not come: of all, for the first rank of all; for others, who is silent of those they know of."""
         if len(signs) < len(self._peers):
             here = {rank: sign for rank, sign in signs.items() if rank in self._here}
-            failure = detection.stuck(here, silence, patience_s, *ends)
-            are_silent = failure is not None and all(silence[rank] >= patience_s for rank in failure.ranks)
-            return failure if are_silent else None
-        failure = detection.stuck(signs, silence, patience_s, *ends)
+            return self._silent(here, patience_s) or self._silent(signs, patience_s + ELSEWHERE_S)
+        failure = self._missing(signs, patience_s)
         if failure is None or any(rank in self._here for rank in failure.ranks):
             return failure
         # Their own host knows more of them, and says so first if it can.
-        return detection.stuck(signs, silence, patience_s + ELSEWHERE_S, *ends)
+        return self._missing(signs, patience_s + ELSEWHERE_S)
+
+    def _missing(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:
+        return detection.stuck(signs, self._silence.seconds, patience_s, self._peers, self._rank)
+
+    def _silent(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:
+        failure = self._missing(signs, patience_s)
+        are_silent = failure is not None and all(self._silence.seconds[rank] >= patience_s for rank in failure.ranks)
+        return failure if are_silent else None
 
     def _end_this_rank(self, failure: Failure) -> None:
         now = time.monotonic()
@@ -373,7 +382,9 @@ class Watch:
         by_host: dict[str, list[int]] = {}
         for rank, peer in sorted(self._peers.items()):
             by_host.setdefault(peer.host, []).append(rank)
-        return Hosts(self.store, list(by_host.values()), self._rank, self._number) if len(by_host) > 1 else None
+        if len(by_host) == 1:
+            return None
+        return Hosts(self.store, list(by_host.values()), self._rank, self._number, self._waiting)
 
     def _say(self, state: State) -> None:
         with self._lock:

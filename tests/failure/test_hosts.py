@@ -1,4 +1,4 @@
-"""What hosts tell each other by way of the store: no rank trains here, and the hosts are threads of this process."""
+"""What hosts tell each other, by way of the store and on lines: no rank trains here, and all are in this process."""
 
 import socket
 import time
@@ -8,9 +8,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_strategies_ext.failure import hosts
+from lightning_strategies_ext.failure import hosts, lines
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import Failure, Sign
+from lightning_strategies_ext.failure.waiting import Waiting
 
 FAILURE = Failure((3,), "second", 12.0, "train", "ValueError: no", ("a:1 in f",), "trace", 3)
 
@@ -32,7 +33,7 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def hosts_of(store: dist.Store, ranks: list[list[int]]) -> dict[int, Hosts]:
     prefixed = dist.PrefixStore("groups/0", store)
-    return {rank: Hosts(prefixed, ranks, rank, 0) for host in ranks for rank in host}
+    return {rank: Hosts(prefixed, ranks, rank, 0, Waiting()) for host in ranks for rank in host}
 
 
 def test_the_first_rank_hears_all_and_a_failure_is_known_everywhere(store, monkeypatch):
@@ -41,7 +42,7 @@ def test_the_first_rank_hears_all_and_a_failure_is_known_everywhere(store, monke
     by_rank = hosts_of(store, [[0, 1], [2, 3]])
     by_rank[2].tell({2: Sign(2, beats=5), 3: Sign(3, beats=7)}, None)
     until(lambda: by_rank[0].signs.get(3) == Sign(3, beats=7))
-    assert by_rank[2].signs == {}  # one hears all; the others read what that one finds out
+    assert by_rank[1].signs == by_rank[2].signs == {}  # one hears all; the others read what that one finds out
     by_rank[3].tell({}, FAILURE)  # whoever knows of it says so, the first of its host or not
     until(lambda: all(by_rank[rank].failure == FAILURE for rank in (0, 2, 3)))
     late = Failure((0,), "first", 13.0, "train", "Connection closed")
@@ -62,7 +63,7 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-def test_a_host_that_falls_silent_is_lost(store, monkeypatch):
+def test_a_host_that_falls_silent_and_has_no_line_is_lost(store, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(hosts, "time", clock)
     monkeypatch.setattr(hosts, "INTERVAL_S", 0.05)
@@ -89,6 +90,35 @@ def test_a_host_that_falls_silent_is_lost(store, monkeypatch):
     clock.ahead_s += 70
     assert by_rank[0].lost() == [1, 2]
     by_rank[0].forget()  # as after a stop of this process
+    assert by_rank[0].lost() == []
+    for one in by_rank.values():
+        one.close()
+
+
+def test_a_host_that_falls_silent_is_there_as_long_as_its_kernel_answers(store, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(hosts, "time", clock)
+    monkeypatch.setattr(lines, "_own_address", lambda towards, port: "127.0.0.1")
+    by_rank = hosts_of(store, [[0, 1], [2, 3]])
+    # Also of one that never comes to say a word it is known that it does not.
+    assert by_rank[0].signs == {2: Sign(2), 3: Sign(3)}
+    assert by_rank[2].signs == {0: Sign(0)}
+    assert by_rank[1].signs == by_rank[3].signs == {}
+    by_rank[0]._waiting.wait(30.0)  # the other calls
+    by_rank[0]._waiting.wait(30.0)  # and says who it is
+    clock.ahead_s += 1000
+    assert [one.lost() for one in by_rank.values()] == [[]] * 4
+
+    by_rank[0].tell({0: Sign(0, beats=5)}, None)
+    by_rank[2]._waiting.wait(30.0)
+    by_rank[2].tell({}, None)
+    assert by_rank[2].signs == {0: Sign(0, beats=5)}
+    by_rank[0].tell({0: Sign(0, beats=6)}, FAILURE)
+    by_rank[2]._waiting.wait(30.0)
+    assert by_rank[2].told() == FAILURE
+
+    by_rank[2]._lines.close_ends()  # as the kernel does when the process ends
+    until(lambda: by_rank[0]._waiting.wait(0.1) or by_rank[0].gone() == {2})
     assert by_rank[0].lost() == []
     for one in by_rank.values():
         one.close()

@@ -10,14 +10,23 @@ import pytest
 
 from lightning_strategies_ext.failure import lines as module
 from lightning_strategies_ext.failure.lines import Address, Lines
+from lightning_strategies_ext.failure.waiting import Waiting
 
 TOKEN = "c0ffee"
+
+
+def lines_of_a_thread() -> Lines:
+    return Lines(Waiting())
+
+
+def wait(lines: Lines, seconds: float) -> None:
+    lines._waiting.wait(seconds)
 
 
 @pytest.fixture
 def hub(monkeypatch) -> Iterator[Lines]:
     monkeypatch.setattr(module, "_own_address", lambda towards, port: "127.0.0.1")
-    hub = Lines()
+    hub = lines_of_a_thread()
     hub.listen([2, 4], TOKEN, "127.0.0.1", 1)
     yield hub
     hub.close()
@@ -29,13 +38,13 @@ def fork_caller(address: Address, rank: int, then: str) -> int:
     pid = os.fork()
     if pid == 0:
         os.close(writes)
-        lines = Lines()
+        lines = lines_of_a_thread()
         lines.call(address, 0, TOKEN, rank)
         if os.fork() == 0:  # a loader's worker
             os.read(reads, 1)
             os._exit(0)
         if then == "goodbye":
-            lines.say_goodbye()
+            lines.close()
         os.kill(os.getpid(), signal.SIGKILL)
     return pid
 
@@ -43,7 +52,7 @@ def fork_caller(address: Address, rank: int, then: str) -> int:
 def wait_until_gone(lines: Lines, ranks: set[int], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while lines.gone != ranks and time.monotonic() < deadline:
-        lines.wait(0.1)
+        wait(lines, 0.1)
     assert lines.gone == ranks
 
 
@@ -54,28 +63,41 @@ def test_one_that_is_killed_is_gone_although_a_fork_of_it_lives(hub):
 
 
 def test_what_is_said_is_heard_at_once_and_says_nothing_of_the_process(hub):
-    callers = {2: Lines(), 4: Lines()}
+    callers = {2: lines_of_a_thread(), 4: lines_of_a_thread()}
     words = b"rank 3 has failed" * 1000
     for rank, caller in callers.items():
         caller.call(hub.address, 0, TOKEN, rank)
         caller.say(words)
     while hub.said != {2: words, 4: words}:
-        hub.wait(0.1)
+        wait(hub, 0.1)
     assert hub.gone == set()
     hub.say(b"so it has")
     while callers[4].said != {0: b"so it has"}:
-        callers[4].wait(0.1)
-    callers[4].say_goodbye()
-    for caller in callers.values():
-        caller.close()
+        wait(callers[4], 0.1)
+    callers[4].close()
+    callers[2].close_ends()
     wait_until_gone(hub, {2})
+
+
+def test_the_last_that_was_said_is_what_counts_and_nothing_of_it_is_lost(hub):
+    caller = lines_of_a_thread()
+    caller.call(hub.address, 0, TOKEN, 2)
+    while not hub._ends:
+        wait(hub, 0.1)
+    for number in range(100):  # more than the kernel takes at once
+        hub.say(b"%d " % number + b"." * 100_000)
+    while not caller.said.get(0, b"").startswith(b"99 "):
+        hub.say_rest()
+        wait(caller, 0.1)
+    assert caller.said == {0: b"99 " + b"." * 100_000}
+    caller.close()
 
 
 def test_words_that_are_cut_off_are_none(hub):
     with socket.create_connection(hub.address) as caller:
         caller.sendall(f"{TOKEN} 2\n".encode())
         while not hub._ends:
-            hub.wait(0.1)
+            wait(hub, 0.1)
         caller.sendall(b"rank 3 has fai")
     wait_until_gone(hub, {2})
     assert hub.said == {}
@@ -89,10 +111,10 @@ def test_one_that_says_goodbye_is_not(hub):
 
 
 def test_the_other_end_notices_too(hub):
-    caller = Lines()
+    caller = lines_of_a_thread()
     caller.call(hub.address, 0, TOKEN, 2)
     while not hub._ends:
-        hub.wait(0.1)
+        wait(hub, 0.1)
     hub.close_ends()
     wait_until_gone(caller, {0})
     caller.close()
@@ -103,29 +125,27 @@ def test_whoever_does_not_know_the_token_is_no_rank_and_takes_no_ranks_place(hub
     for said in (b"wrong 2\n", b"\xff\xfe 2\n", f"{TOKEN} 3\n".encode(), f"{TOKEN} 2".encode(), b""):
         with socket.create_connection(hub.address) as stranger:
             stranger.sendall(said)
-        hub.wait(0.1)
+        wait(hub, 0.1)
     silent = []  # who say nothing hold nobody up
     for _ in range(10):
         silent.append(socket.create_connection(hub.address))
-        hub.wait(1.0)
-    caller = Lines()
+        wait(hub, 1.0)
+    caller = lines_of_a_thread()
     caller.call(hub.address, 0, TOKEN, 2)
     while not hub._ends:
-        hub.wait(0.1)
+        wait(hub, 0.1)
     assert len(hub._strangers) <= 5
     assert hub.gone == set()
-    caller.close()  # without a word
+    caller.close_ends()
     wait_until_gone(hub, {2})
     for stranger in silent:
         stranger.close()
 
 
 def test_who_can_be_reached_from_its_own_host_only_does_not_listen():
-    lines = Lines()
+    lines = lines_of_a_thread()
     lines.listen([1], TOKEN, "localhost", 29500)
     assert lines.address is None
-    lines.wake()
-    lines.wait(None)
     lines.close()
 
 
@@ -133,8 +153,8 @@ def test_who_cannot_be_reached_is_not_gone():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = Address(*probe.getsockname())
-    lines = Lines()
+    lines = lines_of_a_thread()
     lines.call(address, 0, TOKEN, 1)
-    lines.wait(0.0)
+    wait(lines, 0.0)
     assert lines.gone == set()
     lines.close()

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from lightning.pytorch.callbacks import Callback
 
+from lightning_strategies_ext import DDPStrategy
 from tests.support import models
 
 
@@ -50,7 +51,26 @@ def write(name, number):
 
 
 devices = int(os.environ["LOCAL_WORLD_SIZE"])
-models.fit("ddp_ext", devices=devices, num_nodes=2, max_epochs=-1, callbacks=[Report()])
+models.fit(
+    "ddp_ext", devices=devices, num_nodes=2, max_epochs=-1, callbacks=[Report()], default_root_dir=sys.argv[1]
+)
+"""
+
+HOLD = """
+import ctypes
+
+from lightning.pytorch.callbacks import Callback
+
+from tests.support import models
+
+
+class Hold(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            ctypes.PyDLL(None).sleep(12)
+
+
+models.fit("ddp_ext", devices=1, num_nodes=2, max_epochs=1, callbacks=[Hold()])
 """
 
 #: So that its agent's SIGTERM ends rank 2 before it has told the other host what it knows.
@@ -239,6 +259,27 @@ def test_where_the_cable_is_pulled_the_ranks_of_both_hosts_end(start_job: StartJ
         while f"on {hosts[other].name} are lost" not in job.logs[this].read_text():  # said when all have ended
             assert time.monotonic() < deadline, job.output()
             time.sleep(0.1)
+
+
+def test_a_rank_in_which_a_library_holds_the_interpreter_for_a_while_is_not_lost(start_job: StartJob, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(HOLD)
+    job = start_job(script)
+    assert job.exit_codes(timeout_s=180) == [0, 0], job.output()
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stopped_alone_on_its_host_is_stuck(start_job: StartJob, tmp_path: Path, stopped: int):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN_WITHOUT_END.replace('"ddp_ext"', "DDPStrategy(patience=3)"))
+    job = start_job(script, tmp_path)
+    pids = numbers_in([tmp_path / f"started{rank}" for rank in range(2)], job)
+    os.kill(pids[stopped], signal.SIGSTOP)
+    numbers_in([tmp_path / f"ended{1 - stopped}"], job, timeout_s=120)
+    assert job.agents[1 - stopped].wait(120) != 0
+    output = job.logs[1 - stopped].read_text()
+    assert f"rank {stopped} on {job.hosts[stopped].name} is stuck" in output, output
+    assert f"rank {stopped} says nothing: it is stopped, or" in output, output
 
 
 @pytest.mark.parametrize(

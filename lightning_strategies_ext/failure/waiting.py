@@ -1,0 +1,39 @@
+"""Waiting: what one thread waits for at once, each with what is to be done when it comes."""
+
+import os
+import selectors
+from collections.abc import Callable
+from typing import Any
+
+
+class Waiting:
+    """Of one thread; all but :meth:`wake` is called by it, or by who has made it, before and after."""
+
+    def __init__(self) -> None:
+        self._awake, self._waker = os.pipe()
+        self._selector = selectors.DefaultSelector()
+        self.add(self._awake, lambda: os.read(self._awake, 1))
+
+    def add(self, file: Any, on_ready: Callable[[], object]) -> None:
+        """Calls a function whenever something can be read from a file, or its other end is gone."""
+        self._selector.register(file, selectors.EVENT_READ, on_ready)
+
+    def remove(self, file: Any) -> None:
+        """Waits for a file no more."""
+        self._selector.unregister(file)
+
+    def wait(self, seconds: float | None) -> None:
+        """Waits until something has come and was dealt with, :meth:`wake` is called, or the time is over."""
+        for key, _ in self._selector.select(seconds):
+            if self._selector.get_map().get(key.fd) == key:  # not removed with one before it
+                key.data()
+
+    def wake(self) -> None:
+        """Lets :meth:`wait` return; from any thread."""
+        os.write(self._waker, b".")
+
+    def close(self) -> None:
+        """Ends it; nobody may wait any more."""
+        self._selector.close()
+        os.close(self._awake)
+        os.close(self._waker)
