@@ -88,7 +88,7 @@ class Hosts:
         if failure is not None and self._to_tell is None:
             self._to_tell = failure
             # Whatever has started this process may end it before the store knows.
-            self._lines.say(replace(own, failure=failure).dump(_FAILURE_NUM_BYTES))
+            self._lines.say(replace(own, failure=failure).dump(_FAILURE_NUM_BYTES), to_all=True)
             self._has_more.set()
         elif self._hears_all and now - self._said_at >= self._interval_s:
             self._said_at = now

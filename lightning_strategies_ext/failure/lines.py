@@ -1,8 +1,10 @@
 """Lines between hosts: connections that the kernel closes when a process at an end is gone, or a host out of reach.
 
-The first rank of all listens; the first of each other host calls it. Little is said on them, so that it always finds
-room and a process that reads nothing for minutes, since it is stopped or its interpreter held, is not taken for one
-that is gone: its kernel still answers. Who ends in good order says so before.
+The first rank of all listens; the first of each other host calls it. Who ends in good order says so before.
+
+A process that hears nothing for minutes, since it is stopped or its interpreter held, is still there, and its kernel
+says so as long as it has room for what the other end says. So nothing more is said, but for what is said once, to who
+has not heard the last.
 """
 
 import errno
@@ -17,8 +19,9 @@ from weakref import WeakSet
 from lightning_strategies_ext.connections import spare
 from lightning_strategies_ext.failure.waiting import Waiting
 
-#: In no words, which are text.
+#: In no words, which are text in a line.
 _GOODBYE = b"\0"
+_HEARD = b"\1"
 _END_OF_WORDS = b"\n"
 _CALL_S = 2.0
 #: A host that has not answered for so long, in seconds, is lost; when nothing is said, it is asked so often.
@@ -68,6 +71,7 @@ class Lines:
         self._ends: dict[socket.socket, int] = {}
         self._heard: dict[int, bytes] = {}
         self._unsaid: dict[int, bytes] = {}
+        self._num_unheard: dict[int, int] = {}
         self._strangers: list[socket.socket] = []
         self._expected: dict[bytes, int] = {}
         _all.add(self)
@@ -111,14 +115,17 @@ class Lines:
             self._waiting.add(end, partial(self._hear, end))
             self._keep(end, rank)
 
-    def say(self, words: bytes) -> None:
+    def say(self, words: bytes, *, to_all: bool = False) -> None:
         """Says something to the other ends; returns at once.
 
         Args:
             words: In one line.
+            to_all: Whether also to who has not heard yet what was said last.
         """
         for rank in self._ends.values():
-            self._unsaid[rank] = self._unsaid.get(rank, b"") + words + _END_OF_WORDS
+            if to_all or not self._num_unheard.get(rank):
+                self._unsaid[rank] = self._unsaid.get(rank, b"") + words + _END_OF_WORDS
+                self._num_unheard[rank] = self._num_unheard.get(rank, 0) + 1
         self.say_rest()
 
     def say_rest(self) -> None:
@@ -181,10 +188,13 @@ class Lines:
             return
         except OSError as error:
             heard, ended_by = b"", error.errno
-        *whole, rest = (self._heard.get(rank, b"") + heard).split(_END_OF_WORDS)
+        self._num_unheard[rank] = self._num_unheard.get(rank, 0) - heard.count(_HEARD)
+        *whole, rest = (self._heard.get(rank, b"") + heard.replace(_HEARD, b"")).split(_END_OF_WORDS)
         self._heard[rank] = rest
         if whole:
             self.said[rank] = whole[-1]
+            self._unsaid[rank] = self._unsaid.get(rank, b"") + _HEARD * len(whole)
+            self.say_rest()
         has_left = rest.endswith(_GOODBYE)
         if not heard and not has_left:
             (self.gone if ended_by in (None, *_OF_PROCESSES) else self.lost).add(rank)

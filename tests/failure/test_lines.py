@@ -79,13 +79,30 @@ def test_what_is_said_is_heard_at_once_and_says_nothing_of_the_process(hub):
     wait_until_gone(hub, {2})
 
 
-def test_the_last_that_was_said_is_what_counts_and_nothing_of_it_is_lost(hub):
+def test_who_hears_nothing_is_told_no_more_until_it_does(hub):
     caller = lines_of_a_thread()
     caller.call(hub.address, 0, TOKEN, 2)
     while not hub._ends:
         wait(hub, 0.1)
-    for number in range(100):  # more than the kernel takes at once
-        hub.say(b"%d " % number + b"." * 100_000)
+    for number in range(1000):
+        hub.say(b"%d " % number + b"." * 10_000)
+    while 0 not in caller.said:
+        wait(caller, 0.1)
+    assert caller.said[0].startswith(b"0 ")
+    wait(hub, 30.0)
+    hub.say(b"as ever")
+    while caller.said[0] != b"as ever":
+        wait(caller, 0.1)
+    caller.close()
+
+
+def test_what_finds_no_room_is_said_later(hub):
+    caller = lines_of_a_thread()
+    caller.call(hub.address, 0, TOKEN, 2)
+    while not hub._ends:
+        wait(hub, 0.1)
+    for number in range(100):
+        hub.say(b"%d " % number + b"." * 100_000, to_all=True)
     while not caller.said.get(0, b"").startswith(b"99 "):
         hub.say_rest()
         wait(caller, 0.1)
