@@ -3,8 +3,8 @@
     python -m benchmarks.watch
     python -m benchmarks.watch --hosts 2 64 1024 --seconds 20
 
-A look happens four times per second, in a thread that holds Python's lock meanwhile. The talk is measured at the
-process that serves the store: hosts are threads of this process, with a rank each, and train nothing.
+A look happens four times per second, in a thread that holds Python's lock meanwhile. The talk is measured at rank 0, in
+a process of its own; those that speak for the other hosts are all in this one, and train nothing.
 """
 
 import argparse
@@ -26,6 +26,10 @@ from lightning_strategies_ext.failure.host_signs import INTERVAL_S
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.signs import Sign, Silence, first_failure, stuck_ranks
 from lightning_strategies_ext.failure.waiting import Waiting
+from lightning_strategies_ext.peers import Peer
+
+#: Until all have called, in seconds.
+SETTLE_S = 5.0
 
 
 class _Keys(dict[str, str]):
@@ -62,34 +66,49 @@ def time_of_a_look(num_ranks: int, rounds: int = 200) -> float:
     return statistics.median(seconds)
 
 
-def load_of_store(num_hosts: int, seconds: float) -> float:
-    """The part of a core that the process which serves the store needs for so many hosts."""
+def load_of_first(num_hosts: int, ranks_per_host: int, seconds: float) -> float:
+    """The part of a core that the watch of rank 0 needs to hear of so many hosts."""
     here, there = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(there,))
-    server.start()
-    port = here.recv()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    waiting = Waiting()  # for nothing: on this machine alone there are no lines
-    hosts = [Hosts(store, [[rank] for rank in range(num_hosts)], rank, 0, waiting) for rank in range(num_hosts)]
-    for rank, host in enumerate(hosts):
-        host.tell({rank: Sign(rank, where="train, epoch 0, step 100")}, None)
-    time.sleep(3)
-    process = psutil.Process(server.pid)
-    before, begin = sum(process.cpu_times()[:2]), time.monotonic()
-    time.sleep(seconds)
-    used = (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - begin)
-    for host in hosts:
+    first = multiprocessing.get_context("spawn").Process(target=_hear, args=(there, num_hosts, ranks_per_host))
+    first.start()
+    store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
+    peers, waiting = _peers(num_hosts, ranks_per_host), Waiting()
+    speakers = range(ranks_per_host, len(peers), ranks_per_host)
+    hosts = {rank: Hosts(store, peers, rank, 0, waiting) for rank in speakers}
+    process, used, beats = psutil.Process(first.pid), 0.0, 0
+    begin = until = time.monotonic()
+    while time.monotonic() < begin + SETTLE_S + seconds:
+        if until <= time.monotonic():
+            until, beats = time.monotonic() + INTERVAL_S, beats + 1
+            for speaker, host in hosts.items():
+                ranks = range(speaker, speaker + ranks_per_host)
+                host.tell({rank: Sign(rank, beats, where="train, epoch 0, step 100") for rank in ranks}, None)
+        waiting.wait(max(0.0, until - time.monotonic()))
+        if time.monotonic() < begin + SETTLE_S:
+            used = sum(process.cpu_times()[:2])
+    used = (sum(process.cpu_times()[:2]) - used) / seconds
+    here.send("how many?")
+    assert here.recv() == len(peers) - ranks_per_host
+    for host in hosts.values():
         host.close()
-    here.send("end")
-    server.join()
+    first.join()
     return used
 
 
-def _serve(connection: Connection) -> None:
+def _hear(connection: Connection, num_hosts: int, ranks_per_host: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waiting, peers = Waiting(), _peers(num_hosts, ranks_per_host)
+    hosts = Hosts(store, peers, 0, 0, waiting)
     connection.send(store.port)
-    connection.recv()
+    while not connection.poll():
+        waiting.wait(INTERVAL_S)
+        hosts.tell({0: Sign(0, where="train, epoch 0, step 100")}, None)
+    connection.send(sum(sign.beats > 0 for sign in hosts.signs.values()))
     os._exit(0)
+
+
+def _peers(num_hosts: int, ranks_per_host: int) -> dict[int, Peer]:
+    return {rank: Peer(rank, str(rank // ranks_per_host), 0, 0.0) for rank in range(num_hosts * ranks_per_host)}
 
 
 def main() -> None:
@@ -97,14 +116,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64])
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 64, 256])
+    parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     looks = [(str(num), time_of_a_look(num)) for num in options.ranks]
     rows = [[num, f"{1e6 * seconds:.0f} us", f"{100 * seconds / INTERVAL_S:.2f} %"] for num, seconds in looks]
     print_table("One look of a watch", ["ranks of the host", "time", "of a core"], rows)
-    loads = [(str(num), load_of_store(num, options.seconds)) for num in options.hosts]
+    each = options.ranks_per_host
+    loads = [(str(num), load_of_first(num, each, options.seconds)) for num in options.hosts]
     print_table(
-        "The store, between hosts", ["hosts", "of a core"], [[num, f"{100 * load:.2f} %"] for num, load in loads]
+        f"Rank 0 hears of hosts with {each} ranks each",
+        ["hosts", "of a core"],
+        [[num, f"{100 * load:.2f} %"] for num, load in loads],
     )
 
 

@@ -27,11 +27,21 @@ def own_connection(store: dist.Store) -> dist.Store:
     Args:
         store: With prefixes, perhaps, which what is returned does not have.
     """
+    address = address_of(store)
+    if address is None:
+        return _without_prefixes(store)
+    return dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+
+
+def address_of(store: dist.Store) -> tuple[str, int] | None:
+    """Where a store is served; None where it is in files, say."""
+    store = _without_prefixes(store)
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def _without_prefixes(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if isinstance(store, dist.TCPStore):
-        address = store.host, store.port
-        return dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
     return store
 
 

@@ -43,6 +43,7 @@ class Deaths:
         for descriptor in self._pidfds:
             os.close(descriptor)
 
-    def _note(self, descriptor: int) -> None:
+    def _note(self, descriptor: int) -> bool:
         self._waiting.remove(descriptor)
         self._gone.add(self._pidfds[descriptor])
+        return True

@@ -1,23 +1,28 @@
 """Lines between hosts: connections that the kernel closes when a process at an end is gone, or a host out of reach.
 
-The first rank of all listens; the first of each other host calls it. Who ends in good order says so before.
+The first rank of all listens; one of each other host calls it. Who ends in good order says so before.
 
 A process that hears nothing for minutes, since it is stopped or its interpreter held, is still there, and its kernel
-says so as long as it has room for what the other end says. So nothing more is said, but for what is said once, to who
-has not heard the last.
+says so as long as it has room for what the other end says. So who has not heard what was said is told no more than
+fits, but for what cannot wait.
 """
 
 import errno
 import hmac
+import logging
 import os
 import socket
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from ipaddress import ip_address
 from weakref import WeakSet
 
 from lightning_strategies_ext.connections import spare
 from lightning_strategies_ext.failure.waiting import Waiting
+
+log = logging.getLogger(__name__)
 
 #: In no words, which are text in a line.
 _GOODBYE = b"\0"
@@ -29,8 +34,10 @@ LOST_S = 8
 _ASK_S = 2
 #: What a caller says, at once, is one line: the token and its rank.
 _CALL_NUM_BYTES = 128
+#: How much an end may be told before it has heard it, in bytes: what a kernel has room for, and half of it.
+ROOM_NUM_BYTES = 1 << 15
 #: How many bytes are taken from a line at once.
-_HEARD_NUM_BYTES = 2**16
+_HEARD_NUM_BYTES = 1 << 16
 #: How many callers may not have said yet who they are: anybody can connect.
 _MOST_STRANGERS = 64
 #: How connections end that a process's end has closed; others have met no answer.
@@ -39,108 +46,118 @@ _OF_PROCESSES = (errno.ECONNRESET, errno.EPIPE)
 _all: "WeakSet[Lines]" = WeakSet()
 
 
-class Address(NamedTuple):
-    """Where the first rank listens."""
-
-    host: str
-    port: int
-
-
 class Lines:
     """One rank's ends of them, for one thread; it may have none.
 
     Args:
         waiting: Of that thread.
+        on_words: Takes what a rank at another end has said. Whether the thread is to look at once.
 
     Attributes:
-        address: Where this rank listens; None if it does not.
-        reached: Ranks with which there is, or was, a line whose loss the kernel notices.
+        port: Where this rank listens; None if it does not.
+        asked: Ranks at the other ends whose loss the kernel notices.
         gone: Ranks at the other ends whose processes have ended without a goodbye.
         lost: Ranks at the other ends whose hosts do not answer any more.
-        said: What a rank at another end has said last, by rank.
     """
 
-    def __init__(self, waiting: Waiting) -> None:
-        self.address: Address | None = None
-        self.reached: set[int] = set()
+    def __init__(self, waiting: Waiting, on_words: Callable[[int, bytes], bool]) -> None:
+        self.port: int | None = None
+        self.asked: set[int] = set()
         self.gone: set[int] = set()
         self.lost: set[int] = set()
-        self.said: dict[int, bytes] = {}
         self._waiting = waiting
+        self._on_words = on_words
         self._listener: socket.socket | None = None
         self._ends: dict[socket.socket, int] = {}
-        self._heard: dict[int, bytes] = {}
-        self._unsaid: dict[int, bytes] = {}
-        self._num_unheard: dict[int, int] = {}
+        self._received: dict[int, bytes] = {}
+        self._unsent: dict[int, bytes] = {}
+        self._unheard: dict[int, deque[int]] = {}
         self._strangers: list[socket.socket] = []
-        self._expected: dict[bytes, int] = {}
+        self._expected: dict[int, bytes] = {}
         _all.add(self)
 
-    def listen(self, ranks: list[int], token: str, towards: str, port: int) -> None:
-        """Lets ranks call, where whoever reaches the store can: not at all if that is on this host only.
+    @property
+    def ranks(self) -> set[int]:
+        """Those with which there is a line."""
+        return set(self._ends.values())
+
+    def listen(self, ranks: Sequence[int], token: str, host: str) -> None:
+        """Lets ranks call, if this process may listen.
 
         Args:
-            ranks: Those that may.
+            ranks: Those that may, once each.
             token: What they have to know.
-            towards: Name or address of the host that has the store.
-            port: Of the store.
+            host: Where they call: an address of this host, or nothing for each that it has.
         """
-        host = _own_address(towards, port)
-        if host is None:
-            return
+        is_any = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if ":" in host or is_any else socket.AF_INET
+        backlog = len(ranks) + _MOST_STRANGERS
         with suppress(OSError):
-            self._listener = socket.create_server(
-                (host, 0),
-                family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-                backlog=len(ranks) + _MOST_STRANGERS,
-            )
-            self._expected = {_call(token, rank): rank for rank in ranks}
+            self._listener = socket.create_server((host, 0), family=family, backlog=backlog, dualstack_ipv6=is_any)
+            self._expected = {rank: _call(token, rank) for rank in ranks}
             self._listener.setblocking(False)
             self._waiting.add(self._listener, partial(self._accept, self._listener))
-            self.address = Address(*self._listener.getsockname()[:2])
+            self.port = self._listener.getsockname()[1]
 
-    def call(self, address: Address, rank: int, token: str, own_rank: int) -> None:
-        """Calls a rank, if it can be reached.
+    def call(self, addresses: Sequence[str], port: int | None, rank: int, token: str, own_rank: int) -> bool:
+        """Calls a rank, which takes two seconds at most for each address.
 
         Args:
-            address: Where it listens.
+            addresses: Where it may be reached.
+            port: Where it listens; None if it does not.
             rank: Which it is.
             token: What this rank has to know.
             own_rank: Which this is.
-        """
-        with suppress(OSError):
-            end = socket.create_connection(address, _CALL_S)
-            end.sendall(_call(token, own_rank))
-            end.setblocking(False)
-            self._waiting.add(end, partial(self._hear, end))
-            self._keep(end, rank)
 
-    def say(self, words: bytes, *, to_all: bool = False) -> None:
+        Returns:
+            Whether it can be reached.
+        """
+        for address in addresses if port is not None else ():
+            with suppress(OSError):
+                end = socket.create_connection((address, port), _CALL_S)
+                end.sendall(_call(token, own_rank))
+                end.setblocking(False)
+                self._keep(end, rank)
+                return True
+        return False
+
+    def say(self, words: bytes, *, to_all: bool = False) -> bool:
         """Says something to the other ends; returns at once.
 
         Args:
             words: In one line.
-            to_all: Whether also to who has not heard yet what was said last.
-        """
-        for rank in self._ends.values():
-            if to_all or not self._num_unheard.get(rank):
-                self._unsaid[rank] = self._unsaid.get(rank, b"") + words + _END_OF_WORDS
-                self._num_unheard[rank] = self._num_unheard.get(rank, 0) + 1
-        self.say_rest()
+            to_all: Whether also to who has not heard so much yet that there may be no room for it.
 
-    def say_rest(self) -> None:
-        """Says what there was no room for when it was to be said, which is little."""
+        Returns:
+            Whether it was said to each.
+        """
+        is_said = True
         for end, rank in self._ends.items():
-            if rest := self._unsaid.get(rank):
-                with suppress(OSError):
-                    self._unsaid[rank] = rest[end.send(rest) :]
+            unheard = self._unheard.setdefault(rank, deque())
+            if not to_all and unheard and sum(unheard) + len(words) > ROOM_NUM_BYTES:
+                is_said = False
+                continue
+            unheard.append(len(words))
+            self._send(end, words + _END_OF_WORDS)
+        return is_said
+
+    def send_rest(self) -> None:
+        """Sends what there was no room for when it was said."""
+        for end in self._ends:
+            self._send(end)
+
+    def is_heard(self, without: Collection[int] = ()) -> bool:
+        """Whether all ends that are there, but for those of some ranks, have heard all that was said."""
+        return not any(self._unheard.get(rank) for rank in self.ranks.difference(without))
 
     def close(self) -> None:
         """Says that this process ends in good order, and closes all; nobody may wait any more."""
-        self.say_rest()
+        self.send_rest()
         for end in self._ends:
             with suppress(OSError):
                 end.send(_GOODBYE)
+                while end.recv(_HEARD_NUM_BYTES):  # what is left there would have the kernel take the goodbye back
+                    pass
         self.close_ends()
 
     def close_ends(self) -> None:
@@ -149,13 +166,21 @@ class Lines:
             end.close()
         self._ends, self._strangers, self._listener = {}, [], None
 
+    def _send(self, end: socket.socket, more: bytes = b"") -> None:
+        rank = self._ends[end]
+        if rest := self._unsent.get(rank, b"") + more:
+            self._unsent[rank] = rest
+            with suppress(OSError):
+                self._unsent[rank] = rest[end.send(rest) :]
+
     def _keep(self, end: socket.socket, rank: int) -> None:
         spare(end)  # who cuts its collectives off is still there
+        self._waiting.add(end, partial(self._hear, end))
         self._ends[end] = rank
         if _lets_the_kernel_ask(end):
-            self.reached.add(rank)
+            self.asked.add(rank)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> bool:
         with suppress(OSError):
             stranger, _ = listener.accept()
             if len(self._strangers) == _MOST_STRANGERS:
@@ -163,44 +188,52 @@ class Lines:
             stranger.setblocking(False)
             self._waiting.add(stranger, partial(self._ask, stranger))
             self._strangers.append(stranger)
+        return False
 
-    def _ask(self, stranger: socket.socket) -> None:
+    def _ask(self, stranger: socket.socket) -> bool:
         self._strangers.remove(stranger)
         self._waiting.remove(stranger)
         said = b""
         with suppress(OSError):
             said = stranger.recv(_CALL_NUM_BYTES)
         call, is_whole, more = said.partition(_END_OF_WORDS)
-        for expected, rank in self._expected.items():
-            if hmac.compare_digest(call + is_whole, expected):
-                del self._expected[expected]
-                self._waiting.add(stranger, partial(self._hear, stranger))
-                self._keep(stranger, rank)
-                self._heard[rank] = more
-                return
+        number = call.rpartition(b" ")[2]
+        rank = int(number) if number.isdigit() else -1
+        if rank in self._expected and hmac.compare_digest(call + is_whole, self._expected[rank]):
+            del self._expected[rank]
+            self._keep(stranger, rank)
+            return self._take(stranger, more)
         stranger.close()
+        return False
 
-    def _hear(self, end: socket.socket) -> None:
-        rank = self._ends[end]
+    def _hear(self, end: socket.socket) -> bool:
         try:
-            heard, ended_by = end.recv(_HEARD_NUM_BYTES), None
+            received, ended_by = end.recv(_HEARD_NUM_BYTES), None
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
-            heard, ended_by = b"", error.errno
-        self._num_unheard[rank] = self._num_unheard.get(rank, 0) - heard.count(_HEARD)
-        *whole, rest = (self._heard.get(rank, b"") + heard.replace(_HEARD, b"")).split(_END_OF_WORDS)
-        self._heard[rank] = rest
-        if whole:
-            self.said[rank] = whole[-1]
-            self._unsaid[rank] = self._unsaid.get(rank, b"") + _HEARD * len(whole)
-            self.say_rest()
-        has_left = rest.endswith(_GOODBYE)
-        if not heard and not has_left:
-            (self.gone if ended_by in (None, *_OF_PROCESSES) else self.lost).add(rank)
-        if not heard or has_left:
+            received, ended_by = b"", error.errno
+        if received:
+            return self._take(end, received)
+        rank = self._ends.pop(end)
+        (self.gone if ended_by in (None, *_OF_PROCESSES) else self.lost).add(rank)
+        self._drop(end)
+        return True
+
+    def _take(self, end: socket.socket, received: bytes) -> bool:
+        rank, is_urgent = self._ends[end], False
+        for _ in range(received.count(_HEARD)):
+            self._unheard[rank].popleft()
+        has_left = received.endswith(_GOODBYE)
+        received = self._received.get(rank, b"") + received.replace(_HEARD, b"").rstrip(_GOODBYE)
+        *whole, self._received[rank] = received.split(_END_OF_WORDS)
+        for words in whole:
+            is_urgent |= self._on_words(rank, words)
+        self._send(end, _HEARD * len(whole))
+        if has_left:
             del self._ends[end]
             self._drop(end)
+        return is_urgent or has_left
 
     def _drop(self, end: socket.socket) -> None:
         self._waiting.remove(end)
@@ -208,7 +241,7 @@ class Lines:
 
 
 def _lets_the_kernel_ask(end: socket.socket) -> bool:
-    """Lets the kernel ask at the other end, and give up when there is no answer. Whether it can, whatever is unsaid."""
+    """Lets the kernel ask at the other end, and give up when there is no answer. Whether it can, whatever is unsent."""
     if not hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere than on Linux
         return False
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -222,16 +255,24 @@ def _call(token: str, rank: int) -> bytes:
     return f"{token} {rank}\n".encode()
 
 
-def _own_address(towards: str, port: int) -> str | None:
-    """The address of this host on the way to another; None if there is none but for this host itself."""
+def own_address(towards: str, port: int) -> str | None:
+    """The address of this host on the way to another one, or to itself; None if there is none.
+
+    Args:
+        towards: Name or address of the other.
+        port: There; nothing is sent to it.
+    """
     with suppress(OSError):
         for family, kind, protocol, _, place in socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe, suppress(OSError):
-                probe.connect(place)  # which sends nothing
-                host = str(probe.getsockname()[0])
-                if not host.startswith("127.") and host != "::1":
-                    return host
+                probe.connect(place)
+                return str(probe.getsockname()[0])
     return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches itself there."""
+    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def _close_inherited() -> None:

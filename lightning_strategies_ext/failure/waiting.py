@@ -2,6 +2,7 @@
 
 import os
 import selectors
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +13,29 @@ class Waiting:
     def __init__(self) -> None:
         self._awake, self._waker = os.pipe()
         self._selector = selectors.DefaultSelector()
-        self.add(self._awake, lambda: os.read(self._awake, 1))
+        self.add(self._awake, lambda: bool(os.read(self._awake, 1)))
 
-    def add(self, file: Any, on_ready: Callable[[], object]) -> None:
-        """Calls a function whenever something can be read from a file, or its other end is gone."""
+    def add(self, file: Any, on_ready: Callable[[], bool]) -> None:
+        """Waits for something to read from a file, or for its other end to go.
+
+        Args:
+            file: It, or its descriptor.
+            on_ready: Deals with what has come. Whether the thread is to look at once.
+        """
         self._selector.register(file, selectors.EVENT_READ, on_ready)
 
     def remove(self, file: Any) -> None:
         """Waits for a file no more."""
         self._selector.unregister(file)
 
-    def wait(self, seconds: float | None) -> None:
-        """Waits until something has come and was dealt with, :meth:`wake` is called, or the time is over."""
-        for key, _ in self._selector.select(seconds):
-            if self._selector.get_map().get(key.fd) == key:  # not removed with one before it
-                key.data()
+    def wait(self, seconds: float) -> None:
+        """Deals with what comes until something is to be looked at, :meth:`wake` is called, or the time is over."""
+        until, is_urgent, left = time.monotonic() + seconds, False, seconds
+        while not is_urgent and left >= 0:
+            for key, _ in self._selector.select(left):
+                if self._selector.get_map().get(key.fd) == key:  # not removed with one before it
+                    is_urgent |= key.data()
+            left = until - time.monotonic()
 
     def wake(self) -> None:
         """Lets :meth:`wait` return; from any thread."""

@@ -27,7 +27,7 @@ from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.deaths import Deaths
 from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit, wait_for_no_thread
 from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
-from lightning_strategies_ext.failure.hosts import Hosts
+from lightning_strategies_ext.failure.hosts import LOST_S, Hosts
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
 from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
@@ -97,7 +97,8 @@ class Watch:
         board = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", store)
         self._own = HostSigns(board, rank, self._here, progress, lambda: "between two stages")
         self._waiting = Waiting()
-        self._hosts = self._meet_hosts()
+        is_alone = len(self._here) == len(self._peers)
+        self._hosts = None if is_alone else Hosts(store, self._peers, rank, self._number, self._waiting)
         self._silence = Silence()
         self.directory = os.getcwd()
         self._noticed_at: float | None = None
@@ -316,13 +317,9 @@ class Watch:
 
     def _failure_seen(self, signs: Mapping[int, Sign]) -> Failure | None:
         """What this rank sees of others that cannot say it themselves."""
-        failure, died = None, self._deaths.gone()
-        if self._hosts is not None:
-            failure = self._hosts.told()
-            died = died | self._hosts.gone()
-        if failure is None:
-            peers = [self._peers[rank] for rank in sorted(died)]
-            failure = detection.death(signs, peers, self._exit_code_of, self._rank)
+        died = self._deaths.gone() | (set() if self._hosts is None else self._hosts.gone())
+        peers = [self._peers[rank] for rank in sorted(died)]
+        failure = detection.death(signs, peers, self._exit_code_of, self._rank)
         if failure is None and self._hosts is not None:
             failure = detection.loss(self._hosts.lost(), signs, self._peers, self._rank)
         return failure or (None if self._patience_s is None else self._stuck(signs, self._patience_s))
@@ -331,12 +328,15 @@ class Watch:
         """Who does not come: of all, for the first rank of all; for others, who is silent of those they know of."""
         if len(signs) < len(self._peers):
             here = {rank: sign for rank, sign in signs.items() if rank in self._here}
-            return self._silent(here, patience_s) or self._silent(signs, patience_s + ELSEWHERE_S)
+            return self._silent(here, patience_s) or self._silent(signs, max(patience_s, LOST_S) + ELSEWHERE_S)
         failure = self._missing(signs, patience_s)
         if failure is None or any(rank in self._here for rank in failure.ranks):
             return failure
-        # Their own host knows more of them, and says so first if it can.
-        return self._missing(signs, patience_s + ELSEWHERE_S)
+        # Their own host knows more of them, and says so first if it can; and if it is lost, that will be known first.
+        elsewhere_s = patience_s + ELSEWHERE_S
+        failure = self._missing(signs, elsewhere_s)
+        silent_s = [self._silence.seconds[rank] for rank in failure.ranks] if failure is not None else []
+        return None if any(elsewhere_s <= seconds < LOST_S + ELSEWHERE_S for seconds in silent_s) else failure
 
     def _missing(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:
         return detection.stuck(signs, self._silence.seconds, patience_s, self._peers, self._rank)
@@ -377,14 +377,6 @@ class Watch:
         return self._rank == min({self._rank, *self._peers} - mute)
 
     # --- board, processes ---
-
-    def _meet_hosts(self) -> Hosts | None:
-        by_host: dict[str, list[int]] = {}
-        for rank, peer in sorted(self._peers.items()):
-            by_host.setdefault(peer.host, []).append(rank)
-        if len(by_host) == 1:
-            return None
-        return Hosts(self.store, list(by_host.values()), self._rank, self._number, self._waiting)
 
     def _say(self, state: State) -> None:
         with self._lock:

@@ -1,56 +1,21 @@
-"""What hosts tell each other, by way of the store and on lines: no rank trains here, and all are in this process."""
+"""What hosts tell each other: no rank trains here, and all ranks are in this process."""
 
-import socket
+import logging
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from lightning_strategies_ext.failure import hosts, lines
+from lightning_strategies_ext.failure import hosts
 from lightning_strategies_ext.failure.hosts import Hosts
+from lightning_strategies_ext.failure.lines import ROOM_NUM_BYTES, Lines
 from lightning_strategies_ext.failure.signs import Failure, Sign
 from lightning_strategies_ext.failure.waiting import Waiting
+from lightning_strategies_ext.peers import Peer
 
 FAILURE = Failure((3,), "second", 12.0, "train", "ValueError: no", ("a:1 in f",), "trace", 3)
-
-
-@pytest.fixture
-def store() -> dist.TCPStore:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def hosts_of(store: dist.Store, ranks: list[list[int]]) -> dict[int, Hosts]:
-    prefixed = dist.PrefixStore("groups/0", store)
-    return {rank: Hosts(prefixed, ranks, rank, 0, Waiting()) for host in ranks for rank in host}
-
-
-def test_the_first_rank_hears_all_and_a_failure_is_known_everywhere(store, monkeypatch):
-    monkeypatch.setattr(hosts, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(hosts, "READ_S", 0.1)  # nobody says here that it has read what failed
-    by_rank = hosts_of(store, [[0, 1], [2, 3]])
-    by_rank[2].tell({2: Sign(2, beats=5), 3: Sign(3, beats=7)}, None)
-    until(lambda: by_rank[0].signs.get(3) == Sign(3, beats=7))
-    assert by_rank[1].signs == by_rank[2].signs == {}  # one hears all; the others read what that one finds out
-    by_rank[3].tell({}, FAILURE)  # whoever knows of it says so, the first of its host or not
-    until(lambda: all(by_rank[rank].failure == FAILURE for rank in (0, 2, 3)))
-    late = Failure((0,), "first", 13.0, "train", "Connection closed")
-    by_rank[0].tell({}, late)
-    time.sleep(0.1)
-    assert by_rank[0].failure == FAILURE
-    for one in by_rank.values():
-        one.close()
 
 
 class Clock:
@@ -63,62 +28,143 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-def test_a_host_that_falls_silent_and_has_no_line_is_lost(store, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(hosts, "time", clock)
+class Ranks:
+    """Those of some hosts, whose threads look when it is said here."""
+
+    def __init__(self, *of_hosts: list[int]) -> None:
+        self.peers = {rank: Peer(rank, str(host), rank, 0.0) for host, ranks in enumerate(of_hosts) for rank in ranks}
+        self.signs = {rank: Sign(rank) for rank in self.peers}
+        self.by_rank: dict[int, Hosts] = {}
+        self.waiting = {rank: Waiting() for rank in self.peers}
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in self.peers:
+            self.by_rank[rank] = Hosts(store, self.peers, rank, 0, self.waiting[rank])
+
+    def __getitem__(self, rank: int) -> Hosts:
+        return self.by_rank[rank]
+
+    def look(self, failures: dict[int, Failure], *without: int) -> None:
+        """Lets all look once, but for some; failures are those that ranks know of."""
+        for rank, one in self.by_rank.items():
+            if rank not in without:
+                self.waiting[rank].wait(0.0)
+                beside = {other: replace(self.signs[other], failure=failures.get(other)) for other in one._here}
+                one.tell(beside, failures.get(rank))
+
+    def look_until(self, condition: Callable[[], bool], failures: dict[int, Failure] | None = None, *without) -> None:
+        deadline = time.monotonic() + 30.0
+        while not condition():
+            assert time.monotonic() < deadline
+            self.look(failures or {}, *without)
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(hosts, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(hosts, "LOST_S", 100.0)  # which a busy machine does not reach
-    by_rank = hosts_of(store, [[0], [1, 2], [3]])
-    beats = 0
-
-    def beat(*ranks: int) -> None:
-        """They tell of a move, until the first rank has heard of it."""
-        nonlocal beats
-        beats += 1
-        for rank in ranks:
-            by_rank[rank].tell({rank: Sign(rank, beats=beats)}, None)
-        until(lambda: all(by_rank[0].signs.get(rank) == Sign(rank, beats=beats) for rank in ranks))
-
-    for _ in range(3):
-        beat(1, 3)
-        beat(1, 3)  # whoever has told of this one knows that it was there after the time was put forward
-        assert [one.lost() for one in by_rank.values()] == [[]] * 4
-        clock.ahead_s += 70
-        assert [one.lost() for one in by_rank.values()] == [[]] * 4
-    beat(3)
-    assert by_rank[0].lost() == []
-    clock.ahead_s += 70
-    assert by_rank[0].lost() == [1, 2]
-    by_rank[0].forget()  # as after a stop of this process
-    assert by_rank[0].lost() == []
-    for one in by_rank.values():
+    ranks = Ranks([0, 1], [2, 3, 4])
+    yield ranks
+    for one in ranks.by_rank.values():
         one.close()
 
 
-def test_a_host_that_falls_silent_is_there_as_long_as_its_kernel_answers(store, monkeypatch):
+def test_the_first_rank_hears_all_and_others_hear_that_one(ranks):
+    ranks.signs[4] = Sign(4, beats=7, stack="at work\n" * ROOM_NUM_BYTES)  # of which there is room for the end
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4} and ranks[0].signs[4].beats == 7)
+    assert ranks[0].signs[4].stack.endswith("at work\n")
+    assert ranks[2].signs == {0: Sign(0)}
+    ranks.signs[0] = Sign(0, beats=5)
+    ranks.look_until(lambda: ranks[2].signs == {0: Sign(0, beats=5)})
+    assert ranks[1].signs == ranks[3].signs == {}
+
+
+def test_of_who_never_says_a_word_it_is_known_that_there_is_one(ranks):
+    ranks.look_until(lambda: ranks[0].signs == {rank: Sign(rank) for rank in (2, 3, 4)}, {}, 2, 3, 4)
+    assert ranks[2].signs == {0: Sign(0)}
+
+
+@pytest.mark.parametrize("knows", [0, 2])
+def test_a_failure_is_known_everywhere_at_once(ranks, monkeypatch, knows):
     clock = Clock()
     monkeypatch.setattr(hosts, "time", clock)
-    monkeypatch.setattr(lines, "_own_address", lambda towards, port: "127.0.0.1")
-    by_rank = hosts_of(store, [[0, 1], [2, 3]])
-    # Also of one that never comes to say a word it is known that it does not.
-    assert by_rank[0].signs == {2: Sign(2), 3: Sign(3)}
-    assert by_rank[2].signs == {0: Sign(0)}
-    assert by_rank[1].signs == by_rank[3].signs == {}
-    by_rank[0]._waiting.wait(30.0)  # the other calls
-    by_rank[0]._waiting.wait(30.0)  # and says who it is
+    hears = 2 - knows
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
+    monkeypatch.setattr(ranks[knows], "_told_at", clock.monotonic() + 1000)  # it is not the time to say anything
+    ranks.look_until(lambda: ranks[hears].signs[knows].failure == FAILURE, {knows: FAILURE})
+    assert FAILURE.details in ranks[hears].signs[knows].failure.details
+
+
+def test_whoever_speaks_for_a_host_is_followed_by_the_next(ranks):
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
+    ranks.signs[2] = Sign(2, state="ended")
+    ranks[2].close()
+    ranks.signs[3], ranks.signs[4] = Sign(3, beats=9), Sign(4, beats=9)
+    ranks.look_until(lambda: (ranks[0].signs[3].beats, ranks[0].signs[4].beats) == (9, 9), {}, 2)
+    assert ranks[3].signs.keys() == {0}
+    assert ranks[4].signs == {}
+    assert ranks[0].gone() == set()
+    ranks[3]._lines.close_ends()  # as the kernel does when its process ends
+    ranks.look_until(lambda: ranks[0].gone() == {3}, {}, 2, 3)
+
+
+def test_a_failure_is_told_by_who_knows_it_where_the_one_that_speaks_does_not_look(ranks, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(hosts, "time", clock)
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
+    ranks.look({3: FAILURE}, 2)
+    assert 3 not in ranks[0]._lines.ranks
+    clock.ahead_s += hosts.NOTICE_S
+    ranks.look_until(lambda: ranks[0].signs[3].failure == FAILURE, {3: FAILURE}, 2)
+    # And by one that has no time to wait.
+    ranks[4]._told = FAILURE
+    ranks[4].close()
+    ranks.look_until(lambda: ranks[0].signs[4].failure == FAILURE, {}, 2)
+
+
+def test_a_host_that_says_nothing_is_there_as_long_as_its_kernel_answers(ranks, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(hosts, "time", clock)
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
     clock.ahead_s += 1000
-    assert [one.lost() for one in by_rank.values()] == [[]] * 4
+    assert [one.lost() for one in ranks.by_rank.values()] == [[]] * 5
+    ranks[0]._lines.lost.add(2)  # what the kernel says of a cable that is pulled is tried with hosts that have one
+    assert ranks[0].lost() == [2, 3, 4]
 
-    by_rank[0].tell({0: Sign(0, beats=5)}, None)
-    by_rank[2]._waiting.wait(30.0)
-    by_rank[2].tell({}, None)
-    assert by_rank[2].signs == {0: Sign(0, beats=5)}
-    by_rank[0].tell({0: Sign(0, beats=6)}, FAILURE)
-    by_rank[2]._waiting.wait(30.0)
-    assert by_rank[2].told() == FAILURE
 
-    by_rank[2]._lines.close_ends()  # as the kernel does when the process ends
-    until(lambda: by_rank[0]._waiting.wait(0.1) or by_rank[0].gone() == {2})
-    assert by_rank[0].lost() == []
-    for one in by_rank.values():
+def test_where_the_kernel_does_not_tell_one_that_says_nothing_is_lost(ranks, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(hosts, "time", clock)
+    monkeypatch.setattr(hosts, "LOST_S", 100.0)  # which a busy machine does not reach
+    for one in ranks.by_rank.values():
+        one._lost_s = 100.0
+        one._lines.asked = set()
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
+    ranks[0]._lines.asked = set()
+    clock.ahead_s += 70
+    ranks.signs[2] = Sign(2, beats=1)
+    ranks.look_until(lambda: ranks[0].signs[2].beats == 1)
+    clock.ahead_s += 70
+    assert ranks[0].lost() == []
+    clock.ahead_s += 70
+    assert ranks[0].lost() == [2, 3, 4]
+    assert ranks[2].lost() == [0, 1]
+    ranks[0].forget()  # as after a stop of this process
+    assert ranks[0].lost() == []
+    ranks[2].close()  # who says goodbye is not lost
+    ranks.look_until(lambda: not ranks[0]._lines.ranks, {}, 2)
+    clock.ahead_s += 1000
+    assert ranks[0].lost() == []
+
+
+def test_who_cannot_be_reached_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(Lines, "call", lambda *arguments: False)
+    with caplog.at_level(logging.WARNING):
+        ranks = Ranks([0], [1])
+        for _ in range(3):
+            ranks.look({})
+    (record,) = caplog.records
+    assert "rank 1 cannot reach rank 0" in record.getMessage()
+    assert "127.0.0.1" in record.getMessage()
+    assert ranks[0].signs == ranks[1].signs == {}
+    for one in ranks.by_rank.values():
         one.close()

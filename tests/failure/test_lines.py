@@ -9,14 +9,25 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_strategies_ext.failure import lines as module
-from lightning_strategies_ext.failure.lines import Address, Lines
+from lightning_strategies_ext.failure.lines import Lines
 from lightning_strategies_ext.failure.waiting import Waiting
 
 TOKEN = "c0ffee"
 
 
-def lines_of_a_thread() -> Lines:
-    return Lines(Waiting())
+class Ends(Lines):
+    """With what was said last on each of them."""
+
+    def __init__(self) -> None:
+        super().__init__(Waiting(), self._note)
+        self.said: dict[int, bytes] = {}
+
+    def _note(self, rank: int, words: bytes) -> bool:
+        self.said[rank] = words
+        return True
+
+    def call_hub(self, hub: Lines, own_rank: int) -> None:
+        assert self.call(["127.0.0.1"], hub.port, 0, TOKEN, own_rank)
 
 
 def wait(lines: Lines, seconds: float) -> None:
@@ -24,22 +35,21 @@ def wait(lines: Lines, seconds: float) -> None:
 
 
 @pytest.fixture
-def hub(monkeypatch) -> Iterator[Lines]:
-    monkeypatch.setattr(module, "_own_address", lambda towards, port: "127.0.0.1")
-    hub = lines_of_a_thread()
-    hub.listen([2, 4], TOKEN, "127.0.0.1", 1)
+def hub() -> Iterator[Ends]:
+    hub = Ends()
+    hub.listen([2, 4], TOKEN, "127.0.0.1")
     yield hub
     hub.close()
 
 
-def fork_caller(address: Address, rank: int, then: str) -> int:
+def fork_caller(hub: Lines, rank: int, then: str) -> int:
     """A process that calls, and then ends in some way; one that it has forked lives on until the test has ended."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(writes)
-        lines = lines_of_a_thread()
-        lines.call(address, 0, TOKEN, rank)
+        lines = Ends()
+        lines.call_hub(hub, rank)
         if os.fork() == 0:  # a loader's worker
             os.read(reads, 1)
             os._exit(0)
@@ -58,15 +68,15 @@ def wait_until_gone(lines: Lines, ranks: set[int], seconds: float = 30.0) -> Non
 
 @pytest.mark.forked
 def test_one_that_is_killed_is_gone_although_a_fork_of_it_lives(hub):
-    os.waitpid(fork_caller(hub.address, 2, "die"), 0)
+    os.waitpid(fork_caller(hub, 2, "die"), 0)
     wait_until_gone(hub, {2})
 
 
 def test_what_is_said_is_heard_at_once_and_says_nothing_of_the_process(hub):
-    callers = {2: lines_of_a_thread(), 4: lines_of_a_thread()}
+    callers = {2: Ends(), 4: Ends()}
     words = b"rank 3 has failed" * 1000
     for rank, caller in callers.items():
-        caller.call(hub.address, 0, TOKEN, rank)
+        caller.call_hub(hub, rank)
         caller.say(words)
     while hub.said != {2: words, 4: words}:
         wait(hub, 0.1)
@@ -80,40 +90,41 @@ def test_what_is_said_is_heard_at_once_and_says_nothing_of_the_process(hub):
 
 
 def test_who_hears_nothing_is_told_no_more_until_it_does(hub):
-    caller = lines_of_a_thread()
-    caller.call(hub.address, 0, TOKEN, 2)
-    while not hub._ends:
+    caller = Ends()
+    caller.call_hub(hub, 2)
+    while not hub.ranks:
         wait(hub, 0.1)
-    for number in range(1000):
-        hub.say(b"%d " % number + b"." * 10_000)
-    while 0 not in caller.said:
+    was_said = [hub.say(b"%d " % number + b"." * 10_000) for number in range(1000)]
+    assert was_said == [True] * 3 + [False] * 997
+    assert not hub.is_heard()
+    while not caller.said.get(0, b"").startswith(b"2 "):
         wait(caller, 0.1)
-    assert caller.said[0].startswith(b"0 ")
-    wait(hub, 30.0)
-    hub.say(b"as ever")
+    while not hub.is_heard():
+        wait(hub, 0.1)
+    assert hub.say(b"as ever")
     while caller.said[0] != b"as ever":
         wait(caller, 0.1)
     caller.close()
 
 
 def test_what_finds_no_room_is_said_later(hub):
-    caller = lines_of_a_thread()
-    caller.call(hub.address, 0, TOKEN, 2)
-    while not hub._ends:
+    caller = Ends()
+    caller.call_hub(hub, 2)
+    while not hub.ranks:
         wait(hub, 0.1)
     for number in range(100):
         hub.say(b"%d " % number + b"." * 100_000, to_all=True)
     while not caller.said.get(0, b"").startswith(b"99 "):
-        hub.say_rest()
+        hub.send_rest()
         wait(caller, 0.1)
     assert caller.said == {0: b"99 " + b"." * 100_000}
     caller.close()
 
 
 def test_words_that_are_cut_off_are_none(hub):
-    with socket.create_connection(hub.address) as caller:
+    with socket.create_connection(("127.0.0.1", hub.port)) as caller:
         caller.sendall(f"{TOKEN} 2\n".encode())
-        while not hub._ends:
+        while not hub.ranks:
             wait(hub, 0.1)
         caller.sendall(b"rank 3 has fai")
     wait_until_gone(hub, {2})
@@ -122,15 +133,15 @@ def test_words_that_are_cut_off_are_none(hub):
 
 @pytest.mark.forked
 def test_one_that_says_goodbye_is_not(hub):
-    os.waitpid(fork_caller(hub.address, 4, "goodbye"), 0)
-    os.waitpid(fork_caller(hub.address, 2, "die"), 0)
+    os.waitpid(fork_caller(hub, 4, "goodbye"), 0)
+    os.waitpid(fork_caller(hub, 2, "die"), 0)
     wait_until_gone(hub, {2})
 
 
 def test_the_other_end_notices_too(hub):
-    caller = lines_of_a_thread()
-    caller.call(hub.address, 0, TOKEN, 2)
-    while not hub._ends:
+    caller = Ends()
+    caller.call_hub(hub, 2)
+    while not hub.ranks:
         wait(hub, 0.1)
     hub.close_ends()
     wait_until_gone(caller, {0})
@@ -140,16 +151,16 @@ def test_the_other_end_notices_too(hub):
 def test_whoever_does_not_know_the_token_is_no_rank_and_takes_no_ranks_place(hub, monkeypatch):
     monkeypatch.setattr(module, "_MOST_STRANGERS", 5)
     for said in (b"wrong 2\n", b"\xff\xfe 2\n", f"{TOKEN} 3\n".encode(), f"{TOKEN} 2".encode(), b""):
-        with socket.create_connection(hub.address) as stranger:
+        with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
             stranger.sendall(said)
         wait(hub, 0.1)
     silent = []  # who say nothing hold nobody up
     for _ in range(10):
-        silent.append(socket.create_connection(hub.address))
-        wait(hub, 1.0)
-    caller = lines_of_a_thread()
-    caller.call(hub.address, 0, TOKEN, 2)
-    while not hub._ends:
+        silent.append(socket.create_connection(("127.0.0.1", hub.port)))
+        wait(hub, 0.02)
+    caller = Ends()
+    caller.call_hub(hub, 2)
+    while not hub.ranks:
         wait(hub, 0.1)
     assert len(hub._strangers) <= 5
     assert hub.gone == set()
@@ -159,19 +170,26 @@ def test_whoever_does_not_know_the_token_is_no_rank_and_takes_no_ranks_place(hub
         stranger.close()
 
 
-def test_who_can_be_reached_from_its_own_host_only_does_not_listen():
-    lines = lines_of_a_thread()
-    lines.listen([1], TOKEN, "localhost", 29500)
-    assert lines.address is None
-    lines.close()
-
-
 def test_who_cannot_be_reached_is_not_gone():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = Address(*probe.getsockname())
-    lines = lines_of_a_thread()
-    lines.call(address, 0, TOKEN, 1)
+        port = probe.getsockname()[1]
+    lines = Ends()
+    assert not lines.call(["127.0.0.1"], port, 1, TOKEN, 0)
+    assert not lines.call(["127.0.0.1"], None, 1, TOKEN, 0)
     wait(lines, 0.0)
-    assert lines.gone == set()
+    assert lines.gone == lines.lost == set()
     lines.close()
+
+
+def test_one_address_of_several_is_enough_and_nobody_listens_at_more_than_it_has_to(hub):
+    caller = Ends()
+    assert caller.call(["127.0.0.2", "127.0.0.1"], hub.port, 0, TOKEN, 2)  # the hub is not at the first
+    everywhere = Ends()
+    everywhere.listen([2], TOKEN, "")
+    assert caller.call(["127.0.0.2"], everywhere.port, 1, TOKEN, 2)
+    while not (hub.ranks and everywhere.ranks):
+        wait(hub, 0.1)
+        wait(everywhere, 0.1)
+    for lines in (caller, everywhere):
+        lines.close()

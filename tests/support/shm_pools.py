@@ -20,13 +20,21 @@ from tests.support import ranks
 from tests.support.shm_programs import SHARED, SLOT_NUM_BYTES, Program, difference, digest, run_program, subgroups_of
 
 TIMEOUT_S = 20
+_START_TIMEOUT = timedelta(seconds=120)
 
 
 def start_shm(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
-    """Makes a default group over shm in a rank of the harness; returns the rank."""
-    rank = int(os.environ["LOCAL_RANK"])
+    """Makes a default group over shm in a rank of the harness; returns the rank.
+
+    The ranks meet before, however long it takes until all have been started.
+    """
+    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["RANK"] = str(rank)
-    dist.init_process_group("shm", timeout=timedelta(seconds=timeout_s), **options)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, world_size, is_master=rank == 0, timeout=_START_TIMEOUT)
+    timeout = timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
     return rank
 
 
