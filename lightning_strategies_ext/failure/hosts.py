@@ -91,14 +91,14 @@ class Hosts:
             failure: What has failed first, as far as they know.
         """
         self._note_new_lines()
-        self._signs_here = signs
-        now, own = time.monotonic(), signs.get(self._rank, Sign(self._rank))
+        now, own = time.monotonic(), replace(signs.get(self._rank, Sign(self._rank)), failure=failure)
+        self._signs_here = signs = {**signs, self._rank: own}
         if failure is None:
             self._failed_at = now
         if self._is_to_call(now - self._failed_at):
             self._call()
         if failure is not None and failure != self._told:
-            self._lines.say(replace(own, failure=failure).dump(ROOM_NUM_BYTES), to_all=True)
+            self._lines.say(own.dump(ROOM_NUM_BYTES), to_all=True)
         self._told = failure
         if now - self._told_at >= self._interval_s:
             self._told_at = now
@@ -131,8 +131,7 @@ class Hosts:
             deadline += HEARD_S
             if self._is_to_call(NOTICE_S):
                 self._call()
-                own = self._signs_here.get(self._rank, Sign(self._rank))
-                self._lines.say(replace(own, failure=self._told).dump(ROOM_NUM_BYTES))
+                self._lines.say(replace(self._signs_here[self._rank], failure=self._told).dump(ROOM_NUM_BYTES))
         while not self._lines.is_heard(without=failed) and not self.lost() and time.monotonic() < deadline:
             self._waiting.wait(_POLL_S)
         self._lines.close()

@@ -85,13 +85,21 @@ def test_of_who_never_says_a_word_it_is_known_that_there_is_one(ranks):
 
 @pytest.mark.parametrize("knows", [0, 2])
 def test_a_failure_is_known_everywhere_at_once(ranks, monkeypatch, knows):
-    clock = Clock()
+    clock, hears = Clock(), 2 - knows
     monkeypatch.setattr(hosts, "time", clock)
-    hears = 2 - knows
     ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
     monkeypatch.setattr(ranks[knows], "_told_at", clock.monotonic() + 1000)  # it is not the time to say anything
     ranks.look_until(lambda: ranks[hears].signs[knows].failure == FAILURE, {knows: FAILURE})
-    assert FAILURE.details in ranks[hears].signs[knows].failure.details
+
+
+@pytest.mark.parametrize("knows", [0, 2])
+def test_who_learns_of_a_failure_as_it_is_to_say_how_it_is_does_not_say_that_nothing_has_failed(ranks, knows):
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
+    ranks[knows]._told_at = 0.0
+    read_before = {rank: Sign(rank, beats=9) for rank in ranks[knows]._here}
+    ranks[knows].tell(read_before, FAILURE)
+    ranks.look_until(lambda: ranks[2 - knows].signs[knows].beats == 9, {}, knows)
+    assert ranks[2 - knows].signs[knows].failure == FAILURE
 
 
 def test_whoever_speaks_for_a_host_is_followed_by_the_next(ranks):
