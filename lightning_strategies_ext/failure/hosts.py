@@ -5,8 +5,8 @@ What has failed is said at once, and the first rank passes it on; the rest is sa
 more ranks there are, so that the first hears at most :data:`SIGNS_PER_S`. When the process ends that speaks for its
 host, the next one calls.
 
-A host is lost when its kernel does not answer any more. Where the system cannot tell, one that has said nothing for
-:data:`LOST_S` is.
+A host is lost when its kernel does not answer any more. Where the system cannot tell, one that has said nothing for as
+long is.
 """
 
 import json
@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from lightning_strategies_ext.connections import address_of
-from lightning_strategies_ext.failure.lines import ROOM_NUM_BYTES, Lines, is_loopback, own_address
+from lightning_strategies_ext.failure.lines import LOST_S, ROOM_NUM_BYTES, Lines, is_loopback, own_address
 from lightning_strategies_ext.failure.signs import Failure, Sign
 from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer
@@ -34,8 +34,6 @@ HEARD_S = 3.0
 _POLL_S = 0.05
 #: How long the rank that speaks for a host may take to notice what another one of it knows to have failed, in seconds.
 NOTICE_S = 1.0
-#: A host of which the kernel does not tell is lost when it has said nothing for so long, in seconds.
-LOST_S = 8.0
 #: What is said of one rank at most, in bytes.
 _SIGN_NUM_BYTES = ROOM_NUM_BYTES // 4
 

@@ -27,7 +27,8 @@ from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.deaths import Deaths
 from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit, wait_for_no_thread
 from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
-from lightning_strategies_ext.failure.hosts import LOST_S, Hosts
+from lightning_strategies_ext.failure.hosts import Hosts
+from lightning_strategies_ext.failure.lines import LOST_S
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
 from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
@@ -253,7 +254,7 @@ class Watch:
         if os.getpid() != self._pid or self._closed.is_set():
             return
         self._closed.set()
-        self._waiting.wake()
+        self._waiting.wake()  # for a last look: this rank may have failed since
         if threading.current_thread() is not self._thread:
             self._thread.join()
         if self._hosts is not None:

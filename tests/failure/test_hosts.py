@@ -142,9 +142,8 @@ def test_a_host_that_says_nothing_is_there_as_long_as_its_kernel_answers(ranks, 
 def test_where_the_kernel_does_not_tell_one_that_says_nothing_is_lost(ranks, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(hosts, "time", clock)
-    monkeypatch.setattr(hosts, "LOST_S", 100.0)  # which a busy machine does not reach
     for one in ranks.by_rank.values():
-        one._lost_s = 100.0
+        one._lost_s = 100.0  # which a busy machine does not reach
         one._lines.asked = set()
     ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
     ranks[0]._lines.asked = set()
