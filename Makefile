@@ -14,7 +14,7 @@ STRATEGY ?= ddp_ext
 HOROVOD_OPTIONS ?= --mpi
 # How many tests run at once, on two cores: half of the time of one is waiting for the ranks that it starts. Those of a
 # file stay together, with the ranks that it starts once for all of them, and in order: files with few tests are not the
-# short ones. Tests that start no process wait for little. A test that ends the process which runs it is not tried again:
+# short ones. Tests that start no process wait for less. A test that ends the process which runs it is not tried again:
 # pytest would wait for ever for the files that another one had taken over.
 SHARDS ?= 4
 FAST_SHARDS ?= 3

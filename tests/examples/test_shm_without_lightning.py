@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support import warm
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
-from tests.support.ranks import REPOSITORY, run_script
+from tests.support.ranks import REPOSITORY, run_script, run_warm
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 
@@ -33,6 +33,6 @@ def test_it_trains_the_same_bits_as_over_gloo_and_imports_no_lightning(tmp_path:
 
 
 def test_without_torchrun_it_says_how_to_start_it() -> None:
-    result = run_script(EXAMPLES / "shm_without_lightning.py", python=sys.executable)
+    result = run_warm(EXAMPLES / "shm_without_lightning.py")
     assert result.returncode == 2
     assert "torchrun --nproc-per-node 2 examples/shm_without_lightning.py" in result.stdout
