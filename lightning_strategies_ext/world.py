@@ -227,6 +227,7 @@ class World:
             failure = failure or self.watch.reason(REASON_S if is_lost else 0.0)
             if failure is not None and self.watch.was_woken:
                 error = RankFailedError(report.message(failure), failure.is_stuck)
+                self.watch.is_raised = True
         if error is None:
             return exception
         error.__cause__ = exception

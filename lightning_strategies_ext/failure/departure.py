@@ -109,7 +109,7 @@ class Departure:
         return self.reason
 
     def linger(self) -> list[int]:
-        """Waits until all others have ended the stage or failed in it, or are lost.
+        """Waits until all others have ended the stage or failed in it, or it is known why all end.
 
         Returns:
             Those that have failed or are lost, or whose processes have ended before the stage.
@@ -121,8 +121,8 @@ class Departure:
                 died = self._died()  # asked first: a rank may say that it has ended the stage, and then end
                 others = {rank for rank in others if not self._store.check([str(rank)])}
                 failed |= {rank for rank in others if rank in died or self._store.check([_failed(rank)])}
-                failure = self.why(0.0)
-                failed |= others.intersection(() if failure is None else failure.ranks)
+                if (failure := self.why(0.0)) is not None:  # all know of it and end: some without a word in the store
+                    return sorted(failed | set(failure.ranks))
                 others -= failed
                 time.sleep(max(_LINGER_POLL_S, len(others) / 500))
         return sorted(failed)

@@ -70,6 +70,7 @@ class Watch:
         store: See above.
         failure: What has failed first, as far as this rank knows.
         on_failure: Called by the watch's thread once it knows that another rank has failed.
+        is_raised: Whether the script got an exception that says what has failed.
         directory: Where there is a directory of failures, or will be.
     """
 
@@ -85,6 +86,7 @@ class Watch:
         self.store = store
         self.failure: Failure | None = None
         self.on_failure: Callable[[], None] = _do_nothing
+        self.is_raised = False
         self._rank = rank
         self._wake = wake
         self._patience_s: float | None = None
@@ -141,6 +143,7 @@ class Watch:
             self._own.activity = Activity(threading.current_thread())
             self._patience_s = patience_s
             self.failure = self._noticed_at = self._woke_at = None
+            self.is_raised = False
             self._own.stage += 1
             self.on_failure = _do_nothing
             self._own.where = lambda: "the setup of a stage"
@@ -242,6 +245,7 @@ class Watch:
         return replace(failure, job=self._peers[0].pid)
 
     def _fail(self, described: Callable[[], Failure]) -> Failure:
+        self.is_raised = True
         with self._lock:  # so that its own thread does not take the failure for another rank's
             failure = self.failure = self.failure or self._of_this_job(described())
             self._say("failed")
@@ -272,6 +276,11 @@ class Watch:
         if self.failure is not None and self.failure.by not in self.failure.ranks:
             with self._lock:
                 self._kill_silent(self.failure)
+        if self.failure is not None and not self.is_raised and self._own.state != "failed":
+            # It came to the end of its last stage without the others, who may have ended before theirs.
+            if self._rank == min(self._peers):
+                report.show_block(self.failure)
+            fail_at_exit()
         if self.failure is not None and self.failure.is_loss:
             fail_at_exit()  # at once: what waits for the store would hold up the interpreter's end
         self.close()
