@@ -1,13 +1,18 @@
 """Ranks with different numbers of batches: one that waits for a rank that has ended its stage fails within seconds."""
 
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError
+from lightning_strategies_ext.failure.departure import Departure
+from lightning_strategies_ext.failure.signs import Failure, Progress
+from lightning_strategies_ext.failure.store_thread import StoreThread
 from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
 from tests.support.ranks import outcomes_of_ranks, run_warm
@@ -136,3 +141,16 @@ def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: P
     result = run_warm(script)
     assert result.returncode != 0, result.stdout
     assert re.search(r"rank 1 on .* failed first.*\n.*is gone", result.stdout), result.stdout
+
+
+def test_nobody_lingers_for_a_rank_that_ends_without_a_word_once_it_is_known_why():
+    store, thread = dist.HashStore(), StoreThread()
+    failure = Failure((2,), "host", 1.0, "predict", "ValueError: no")
+    known: list[Failure] = []
+    departure = Departure(
+        store, thread, 0, 3, Progress(), lambda: None, set, lambda seconds: known[0] if known else None, is_job=False
+    )
+    threading.Timer(0.3, known.append, [failure]).start()
+    assert departure.linger() == [2]
+    departure.close()
+    thread.close()

@@ -1,14 +1,16 @@
 """What a watch does at its end, beside what failures show of it from outside."""
 
+import faulthandler
 import os
 
+import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext import peers
-from lightning_strategies_ext.failure import watch
+from lightning_strategies_ext.failure import ending, watch
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.watch import Watch
-from tests.support.ranks import run_ranks
+from tests.support.ranks import outcomes_of_ranks, run_ranks
 
 
 def fail_and_end_at_once() -> list[str]:
@@ -27,6 +29,33 @@ def fail_and_end_at_once() -> list[str]:
     failure = own.reason(60.0)
     own.close()
     return [] if failure is None else [failure.headline]
+
+
+def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -> bool | None:
+    rank = int(os.environ["LOCAL_RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    own = Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
+    own.begin_stage(None)
+    if rank == 1:
+        own.announce(ValueError("no"))
+        store.wait(["0 has ended"])
+        return None
+    assert own.reason(60.0) is not None
+    own.is_raised = is_raised
+    own.leave_stage()
+    own._end()
+    faulthandler.cancel_dump_traceback_later()  # with which it is to end in time
+    store.set("0 has ended", "")
+    must_fail, ending._must_fail = ending._must_fail, False
+    return must_fail
+
+
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_who_learns_at_the_end_that_another_has_failed_says_so_and_fails_unless_the_script_has_dealt_with_it(is_raised):
+    first, _ = outcomes_of_ranks(come_to_the_end_of_the_last_stage_when_another_has_failed, is_raised)
+    assert first.error is None, first
+    assert first.value is not is_raised
+    assert ("rank 1 on" in first.output and "ValueError: no" in first.output) is not is_raised, first.output
 
 
 def test_a_rank_that_is_alone_on_its_host_says_that_it_has_failed_before_it_ends():
