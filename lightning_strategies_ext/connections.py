@@ -45,12 +45,6 @@ def _without_prefixes(store: dist.Store) -> dist.Store:
     return store
 
 
-def listening_ports() -> set[int]:
-    """The TCP ports at which this process listens."""
-    connections = psutil.Process().net_connections("tcp")
-    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
-
-
 def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:
     """Shuts down connections of this process, so that whoever waits at their ends fails.
 

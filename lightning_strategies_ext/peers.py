@@ -11,8 +11,6 @@ from typing import Protocol
 
 import psutil
 
-from lightning_strategies_ext.connections import listening_ports
-
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -37,7 +35,6 @@ class Peer:
         start_time: Tells the process from a later one with the same number.
         host_name: What people call the host.
         addresses: Of the host's network interfaces, but for the loopback.
-        ports: At which the process listens.
     """
 
     rank: int
@@ -46,7 +43,6 @@ class Peer:
     start_time: float
     host_name: str = ""
     addresses: tuple[str, ...] = ()
-    ports: tuple[int, ...] = ()
 
     @classmethod
     def this_process(cls, rank: int) -> "Peer":
@@ -57,8 +53,7 @@ class Peer:
             sorted(address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback)
         )
         start_time = psutil.Process().create_time()
-        ports = tuple(sorted(listening_ports()))
-        return cls(rank, host_identity(), os.getpid(), start_time, socket.gethostname(), others, ports)
+        return cls(rank, host_identity(), os.getpid(), start_time, socket.gethostname(), tuple(others))
 
     def is_running(self) -> bool:
         """Whether the process is alive; only meaningful on its own host."""

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from lightning_strategies_ext.connections import listening_ports, shut_down_connections
+from lightning_strategies_ext.connections import shut_down_connections
 from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.shm.execution import close_all
 from lightning_strategies_ext.torch_distributed import process_group
@@ -23,13 +23,13 @@ class Listening:
     """
 
     def __init__(self) -> None:
-        self._before = listening_ports()
+        self._before = _ports_of_this_process()
         self.of_rank: dict[int, set[int]] = {}
 
     @property
     def here(self) -> set[int]:
         """Those of this process."""
-        return listening_ports() - self._before
+        return _ports_of_this_process() - self._before
 
     def share(self, store: dist.Store, rank: int, size: int) -> None:
         """Learns those of all ranks, which call it together when the group is there.
@@ -63,26 +63,30 @@ def disconnect(peers: Sequence[Peer], listening: Listening | None = None) -> Non
     close_all()
     here = host_identity()
     theirs: set[tuple[str, int]] = set()
-    own_addresses, hosts = {"127.0.0.1", "::1"}, set[str]()
+    hosts: set[str] = set()
     for peer in peers:
         if peer.host == here:
             with suppress(psutil.Error):
                 theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
-            # The workers of its loaders may have those of one that has died, for seconds.
-            own_addresses.update(peer.addresses)
-            theirs.update(product(own_addresses, peer.ports))
         elif listening is None:
             hosts.update(peer.addresses)
         else:
             theirs.update(product(peer.addresses, listening.of_rank.get(peer.rank, ())))
-    ours = listening_ports() if listening is None else listening.here
+    ours = set() if listening is None else listening.here
     store_port = int(os.environ.get("MASTER_PORT", "0"))
 
     def is_meant(connection: Any) -> bool:
         if not connection.raddr or store_port in (connection.laddr.port, connection.raddr.port):
             return False
         address = connection.raddr.ip.removeprefix("::ffff:"), connection.raddr.port
-        is_accepted = connection.laddr.port in ours and (listening is not None or address[0] in own_addresses)
-        return connection.raddr in theirs or address in theirs or address[0] in hosts or is_accepted
+        return connection.raddr in theirs or address in theirs or address[0] in hosts or connection.laddr.port in ours
 
     shut_down_connections(is_meant)
+
+
+def _ports_of_this_process() -> set[int]:
+    return {
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
