@@ -49,11 +49,9 @@ class Peer:
         """Describes the calling process."""
         interfaces = psutil.net_if_addrs().values()
         addresses = {entry.address for entries in interfaces for entry in entries if entry.family in _INTERNET}
-        others = tuple(
-            sorted(address for address in addresses if not ip_address(address.partition("%")[0]).is_loopback)
-        )
+        others = tuple(sorted(address for address in addresses if not is_loopback(address)))
         start_time = psutil.Process().create_time()
-        return cls(rank, host_identity(), os.getpid(), start_time, socket.gethostname(), tuple(others))
+        return cls(rank, host_identity(), os.getpid(), start_time, socket.gethostname(), others)
 
     def is_running(self) -> bool:
         """Whether the process is alive; only meaningful on its own host."""
@@ -80,6 +78,11 @@ def meet_peers(store: KeyValueStore, rank: int, world_size: int) -> dict[int, Pe
     """
     store.set(str(rank), json.dumps(asdict(Peer.this_process(rank))))
     return {other: Peer(**json.loads(store.get(str(other)))) for other in range(world_size)}
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches itself at an address."""
+    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def host_identity() -> str:

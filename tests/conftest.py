@@ -68,10 +68,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Processes that run tests are programs of the server's, too: each would import for seconds."""
-    for spec in specs:
-        spec.python = warm.worker_of_pytest()
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Processes that run tests are programs of the server's, too, if there is one: each would import for seconds."""
+    if config.stash[_WARM] is not None:
+        for spec in specs:
+            spec.python = warm.worker_of_pytest()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

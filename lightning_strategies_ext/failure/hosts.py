@@ -13,16 +13,17 @@ import json
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
 
 from lightning_strategies_ext.connections import address_of
-from lightning_strategies_ext.failure.lines import LOST_S, ROOM_NUM_BYTES, Lines, is_loopback, own_address
+from lightning_strategies_ext.failure.lines import LOST_S, ROOM_NUM_BYTES, Lines, own_address
 from lightning_strategies_ext.failure.signs import Failure, Sign
 from lightning_strategies_ext.failure.waiting import Waiting
-from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext.peers import Peer, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,8 @@ class Hosts:
         self._told_at = time.monotonic() - self._interval_s
         self._told: Failure | None = None
         self._failed_at = time.monotonic()
-        self._untold: dict[int, Sign] = {}
+        self._untold: deque[Sign] = deque()
         self._signs_here: Mapping[int, Sign] = {}
-        self._noted: set[int] = set()
         self._waiting = waiting
         self._lines = Lines(waiting, self._on_words)
         key = f"lightning_strategies_ext/hosts/{number}"
@@ -103,9 +103,9 @@ class Hosts:
             if self._rank == self._first:
                 self._lines.say(own.dump(_SIGN_NUM_BYTES))
             elif self._lines.ranks:
-                self._untold = dict(signs)
-        while self._untold and self._lines.say(next(iter(self._untold.values())).dump(_SIGN_NUM_BYTES)):
-            del self._untold[next(iter(self._untold))]
+                self._untold = deque(signs.values())
+        while self._untold and self._lines.say(self._untold[0].dump(_SIGN_NUM_BYTES)):
+            self._untold.popleft()
         self._lines.send_rest()
 
     def lost(self) -> list[int]:
@@ -124,14 +124,13 @@ class Hosts:
 
     def close(self) -> None:
         """Ends it in good order, when the watch's thread has ended; waits a moment for others to hear of a failure."""
-        deadline, failed = time.monotonic(), () if self._told is None else self._told.ranks
         if self._told is not None:
-            deadline += HEARD_S
+            deadline, failed = time.monotonic() + HEARD_S, self._told.ranks
             if self._is_to_call(NOTICE_S):
                 self._call()
                 self._lines.say(replace(self._signs_here[self._rank], failure=self._told).dump(ROOM_NUM_BYTES))
-        while not self._lines.is_heard(without=failed) and not self.lost() and time.monotonic() < deadline:
-            self._waiting.wait(_POLL_S)
+            while not self._lines.is_heard(without=failed) and not self.lost() and time.monotonic() < deadline:
+                self._waiting.wait(_POLL_S)
         self._lines.close()
 
     def _is_to_call(self, failed_s: float) -> bool:
@@ -172,15 +171,19 @@ class Hosts:
             )
 
     def _note_new_lines(self) -> None:
-        """Notes who is to be heard of from now on: some may never come to say a word."""
-        for rank in self._lines.ranks - self._noted:
-            self._noted.add(rank)
-            self._heard_at[rank] = time.monotonic()
-            to_hear_of = self._ranks_beside(rank) if self._rank == self._first else [rank]
-            self.signs = {**{other: Sign(other) for other in to_hear_of}, **self.signs}
+        for rank in self._lines.ranks - self._heard_at.keys():
+            self._note(rank)
+
+    def _note(self, rank: int) -> None:
+        """Notes who is to be heard of by way of a rank from now on: some may never come to say a word."""
+        self._heard_at[rank] = time.monotonic()
+        to_hear_of = self._ranks_beside(rank) if self._rank == self._first else [rank]
+        self.signs = {**{other: Sign(other) for other in to_hear_of}, **self.signs}
 
     def _on_words(self, rank: int, words: bytes) -> bool:
         sign = Sign.load(words)
+        if rank not in self._heard_at:
+            self._note(rank)
         self._heard_at[rank] = time.monotonic()
         before = self.signs.get(sign.rank)
         if sign.rank in self._ranks_beside(rank):

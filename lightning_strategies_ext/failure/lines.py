@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
-from ipaddress import ip_address
 from weakref import WeakSet
 
 from lightning_strategies_ext.connections import spare
@@ -268,11 +267,6 @@ def own_address(towards: str, port: int) -> str | None:
                 probe.connect(place)
                 return str(probe.getsockname()[0])
     return None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host reaches itself there."""
-    return ip_address(address.partition("%")[0]).is_loopback
 
 
 def _close_inherited() -> None:

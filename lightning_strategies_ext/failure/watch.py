@@ -273,16 +273,15 @@ class Watch:
             return
         if self._own.state != "failed":
             self._say("ended")
-        if self.failure is not None and self.failure.by not in self.failure.ranks:
-            with self._lock:
-                self._kill_silent(self.failure)
-        if self.failure is not None and not self.is_raised and self._own.state != "failed":
-            # It came to the end of its last stage without the others, who may have ended before theirs.
-            if self._rank == min(self._peers):
+        if self.failure is not None:
+            if self.failure.by not in self.failure.ranks:
+                with self._lock:
+                    self._kill_silent(self.failure)
+            # Without an exception, it came to the end of its last stage before it learned of the failure.
+            if not self.is_raised and self._rank == min(self._peers):
                 report.show_block(self.failure)
-            fail_at_exit()
-        if self.failure is not None and self.failure.is_loss:
-            fail_at_exit()  # at once: what waits for the store would hold up the interpreter's end
+            if not self.is_raised or self.failure.is_loss:
+                fail_at_exit()  # at once: what waits for the store would hold up the interpreter's end
         self.close()
         if self.failure is not None:
             end_within(END_S)
@@ -292,16 +291,16 @@ class Watch:
     def _run(self) -> None:
         before = time.monotonic()
         while not self._closed.is_set():
-            self._waiting.wait(INTERVAL_S)
-            now = time.monotonic()
-            # Of the time in which this process was stopped, nothing is counted.
-            if now - before > STOPPED_S and self._hosts is not None:
-                self._hosts.forget()
             try:
-                self._look(min(now - before, 2 * INTERVAL_S))
+                self._waiting.wait(INTERVAL_S)
+                now = time.monotonic()
+                before, elapsed_s = now, now - before
+                # Of the time in which this process was stopped, nothing is counted.
+                if elapsed_s > STOPPED_S and self._hosts is not None:
+                    self._hosts.forget()
+                self._look(min(elapsed_s, 2 * INTERVAL_S))
             except Exception:  # nobody would notice that this thread has ended
                 log.exception("the watch of rank %d could not look, and goes on", self._rank)
-            before = now
 
     def _look(self, elapsed_s: float) -> None:
         with self._lock:
