@@ -16,7 +16,7 @@ from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.failure.departure import Departure
 from lightning_strategies_ext.failure.errors import has_lost_a_peer, is_of_collective
 from lightning_strategies_ext.failure.signs import Progress
-from lightning_strategies_ext.failure.store_thread import StoreThread
+from lightning_strategies_ext.failure.store_agreement import StoreAgreement
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.failure.watch import Watch
 from lightning_strategies_ext.peers import Peer
@@ -71,7 +71,7 @@ class World:
         self.exchange: Any = None
         self.inputs: Any = None
         self.was_asked_to_stop: bool = before is not None and before.was_asked_to_stop
-        self._store_thread: StoreThread | None = None
+        self._store_agreement: StoreAgreement | None = None
         self._departure: Departure | None = None
         self._termination: TerminationAgreement | None = None
         self._confirm_sigterm: Callable[[], None] | None = None
@@ -125,12 +125,15 @@ class World:
             release: Gives the Trainer its own handling of it back.
             is_requested: Whether the ranks know already that they have to stop.
         """
-        if self._termination is not None:
-            self._termination.close()
+        self._end_agreement()
         self._confirm_sigterm, self._release_sigterm = confirm, release
-        self._termination = TerminationAgreement(
-            self.store, self._asking(), self.rank, self.size, is_requested=is_requested, name=self._name
-        )
+        if self.store is None:
+            self._termination = TerminationAgreement(is_requested=is_requested)
+        elif self.watch is not None and self._name is None:
+            self._termination = self.watch.agree(is_requested=is_requested)
+        else:
+            self._termination = TerminationAgreement(is_requested=is_requested, wake=_do_nothing)
+            self._store_agreement = StoreAgreement(self._termination, self.store, self.rank, self.size)
 
     def watch_departures(self, progress: Progress, *, is_job: bool) -> None:
         """Lets this rank fail where it waits for one that has ended the stage. Called by all ranks together.
@@ -139,16 +142,10 @@ class World:
             progress: Of this rank.
             is_job: Whether the job ends with the process of rank 0.
         """
-        assert self.store is not None
         assert self.watch is not None
-        watch = self.watch
         if self._departure is not None:
             self._departure.close()
-        thread = self._asking()
-        assert thread is not None
-        self._departure = Departure(
-            self.store, thread, self.rank, self.size, progress, watch.wake_this_rank, watch.died, watch.reason, is_job
-        )
+        self._departure = Departure(self.watch, self.rank, progress, is_job=is_job)
 
     # --- between steps ---
 
@@ -219,7 +216,6 @@ class World:
         error: Exception | None = None
         is_lost = has_lost_a_peer(exception)
         failure = None if self.watch is None else self.watch.reason(SOON_S if is_lost else 0.0)
-        # The store may be gone with rank 0: it takes long to say so, and Python's lock meanwhile.
         reason = None if failure is not None or self._departure is None else self._departure.explain()
         if reason is not None:
             error = UnevenInputsError(reason)
@@ -249,11 +245,10 @@ class World:
             self.watch.leave_stage()
         self._end_exchange()
         if self._termination is not None:
-            self._termination.close()
+            self._end_agreement()
             # A request that came after the last step, while a checkpoint was saved, say, is for the next stage.
             self.was_asked_to_stop = self._termination.is_unanswered
             self._termination = None
-        self._close_thread()
 
     def release_sigterm(self) -> None:
         """Gives the Trainer its own handling of a SIGTERM back. A second call does no harm."""
@@ -262,37 +257,38 @@ class World:
         self._confirm_sigterm = self._release_sigterm = None
 
     def stop_talking(self) -> None:
-        """Ends the talk with the others by way of the store, which may be gone; from any thread."""
-        for part in (self._departure, self._termination, self._store_thread):
+        """Ends the talk with the others, some of whom may be gone, and the store with them; from any thread."""
+        if self._departure is not None:
+            self._departure.close()
+        for part in (self._termination, self._store_agreement):
             if part is not None:
                 part.abandon()
 
     def abandon(self) -> None:
         """Ends this rank's part without a word to the others, some of whom may be gone."""
         self.stop_talking()
-        self._termination = self._departure = self._store_thread = None
+        self._termination = self._departure = self._store_agreement = None
         self._end_exchange()
 
     def _close(self) -> None:
         # What a stage that ended on its way has left open.
         if self._departure is not None:
             self._departure.close()
+        self._end_agreement()
+
+    def _end_agreement(self) -> None:
         if self._termination is not None:
             self._termination.close()
-        self._close_thread()
-
-    def _asking(self) -> StoreThread | None:
-        if self.store is not None and self._store_thread is None:
-            self._store_thread = StoreThread()
-        return self._store_thread
-
-    def _close_thread(self) -> None:
-        if self._store_thread is not None:
-            self._store_thread.close()
-            self._store_thread = None
+        if self._store_agreement is not None:
+            self._store_agreement.close()
+        self._store_agreement = None
 
     def _end_exchange(self) -> None:
         for part in (self.inputs, self.exchange):
             if part is not None:
                 part.close()
         self.exchange = self.inputs = None
+
+
+def _do_nothing() -> None:
+    """Wakes nobody: the thread that asks a store looks by itself."""

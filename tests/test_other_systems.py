@@ -38,7 +38,10 @@ sys.platform = SYSTEM
 """
 
 TRAINING = """
+import os
+import signal
 import sys
+import time
 import warnings
 
 import lightning.pytorch as pl
@@ -48,21 +51,22 @@ from torch.utils.data import DataLoader, TensorDataset
 warnings.simplefilter("ignore")
 
 
-def train(strategy, devices):
+def train(strategy, devices, **arguments):
     torch.manual_seed(0)
     model, rows = Net(), torch.randn(32, 4)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=devices, use_distributed_sampler=False, max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **arguments,
     )
     trainer.fit(model, DataLoader(TensorDataset(rows), batch_size=8))
     return [round(value, 5) for value in model.layer.weight.flatten().tolist()]
 
 
-def refusal(strategy, devices=2):
+def refusal(strategy, devices=2, **arguments):
     try:
-        train(strategy, devices)
-    except Exception as error:
+        train(strategy, devices, **arguments)
+    except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "it trained"
 
@@ -116,6 +120,13 @@ def test_on_windows_strategies_work_that_need_no_workers_and_the_others_say_why_
 
 
 ON_SEVERAL = """
+class StopOnOne(pl.Callback):
+    def on_train_batch_start(self, trainer, model, batch, index):
+        if trainer.global_rank == index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+
 if __name__ == "__main__":
     import os
     import torch.distributed as dist
@@ -126,6 +137,7 @@ if __name__ == "__main__":
     weights = train("ddp_ext", 2)
     is_same = "LOCAL_RANK" in os.environ or weights == alone
     sys.stdout.write(f"{is_same} {dist.get_world_size()} {dist.get_backend()}\\n")  # at once, as two ranks write
+    print(refusal("ddp_ext", callbacks=[StopOnOne()]))
 """
 
 
@@ -133,3 +145,4 @@ def test_on_macos_ranks_talk_over_gloo(tmp_path: Path):
     lines = run_on("darwin", ON_SEVERAL, tmp_path)
     assert "True True True" in lines
     assert lines.count("True 2 gloo") == 2  # of both ranks
+    assert len([line for line in lines if line.startswith("SIGTERMException")]) == 2, lines

@@ -7,6 +7,7 @@ keep the others from reading. What was last written stays readable when its writ
 import mmap
 import os
 import struct
+import tempfile
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,18 +28,23 @@ class Board:
         memory: Mapped by all ranks of the host.
         own_slot: The one this rank writes to.
         descriptor: By which others find the memory, if they find it by this rank's.
+        name: Of the file that it is, if this rank is to remove it.
     """
 
-    def __init__(self, memory: mmap.mmap, own_slot: int, descriptor: int | None = None) -> None:
+    def __init__(
+        self, memory: mmap.mmap, own_slot: int, descriptor: int | None = None, name: str | None = None
+    ) -> None:
         self._memory = memory
         self._own_slot = own_slot
         self._descriptor = descriptor
+        self._name = name
 
     @classmethod
     def of_host(cls, store: KeyValueStore, key: str, rank: int, ranks: Sequence[int]) -> "Board | None":
         """The board of this host; called by all its ranks together.
 
-        The memory has no name in any directory, so that nothing of it is left, however the ranks end.
+        On Linux the memory has no name in any directory, so that nothing of it is left, however the ranks end.
+        Elsewhere it is a file among the temporary ones, which the first rank removes when it lets go of it.
 
         Args:
             store: Shared by the ranks.
@@ -47,22 +53,20 @@ class Board:
             ranks: Those of this host, this one among them.
 
         Returns:
-            The board; None where the system has no such memory, or somebody else owns it.
+            The board; None if this rank may not open the memory of the first, or it is somebody else's.
         """
-        if not hasattr(os, "memfd_create"):
-            return None
         num_bytes = SLOT_NUM_BYTES * len(ranks)
         if rank == min(ranks):
-            descriptor = os.memfd_create("lightning_strategies_ext_board")
+            descriptor, path, name = _create()
             os.ftruncate(descriptor, num_bytes)
             # The descriptor stays open: a late rank may still come for it.
-            store.set(key, f"/proc/{os.getpid()}/fd/{descriptor}")
-            return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank), descriptor)
+            store.set(key, path)
+            return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank), descriptor, name)
         path = store.get(key).decode()
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR)
             try:
-                if os.fstat(descriptor).st_uid == os.getuid():
+                if not hasattr(os, "getuid") or os.fstat(descriptor).st_uid == os.getuid():
                     return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank))
             finally:
                 os.close(descriptor)
@@ -73,6 +77,9 @@ class Board:
         self._memory.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
+        if self._name is not None:
+            with suppress(OSError):
+                os.unlink(self._name)
 
     def write(self, content: bytes) -> None:
         """Replaces what this rank says.
@@ -95,3 +102,12 @@ class Board:
             if content and zlib.crc32(content) == checksum:
                 return content
         return None
+
+
+def _create() -> tuple[int, str, str | None]:
+    """Memory for a board: its descriptor, where other ranks find it, and what is to be removed, if anything is."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("lightning_strategies_ext_board")
+        return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}", None
+    descriptor, path = tempfile.mkstemp(prefix="lightning_strategies_ext_board_")
+    return descriptor, path, path

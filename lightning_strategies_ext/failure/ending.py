@@ -18,7 +18,6 @@ ENDED = 70
 LEFT_S = 2.0
 
 _must_fail = False
-_waits_for_left = True
 _left: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
@@ -53,15 +52,8 @@ def leave_thread(thread: threading.Thread) -> None:
         atexit.register(_wait_for, thread)
 
 
-def wait_for_no_thread() -> None:
-    """Lets the end of this process be held up by no thread: the store that it waits for does not answer."""
-    global _waits_for_left
-    _waits_for_left = False
-
-
 def _wait_for(thread: threading.Thread) -> None:
-    if _waits_for_left:
-        thread.join(LEFT_S)
+    thread.join(LEFT_S)
 
 
 def fail_at_exit() -> None:

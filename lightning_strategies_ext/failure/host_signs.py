@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_strategies_ext.failure.activity import Activity
+from lightning_strategies_ext.failure.ballots import Ballot, Decision, Departed, Departures
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, State
 
@@ -38,6 +39,10 @@ class HostSigns:
         state: Of this rank.
         stage: See :class:`.Sign`.
         where: Gives what this rank is at, for people.
+        ballot: See :class:`.Sign`, as for those that follow.
+        decision: What this rank knows of it.
+        departed: Of this rank.
+        departures: What this rank knows of them.
     """
 
     def __init__(
@@ -47,6 +52,10 @@ class HostSigns:
         self.state: State = "left"
         self.stage = 0
         self.where = where
+        self.ballot: Ballot | None = None
+        self.decision: Decision | None = None
+        self.departed: Departed | None = None
+        self.departures: Departures | None = None
         self._rank = rank
         self._ranks = sorted(ranks)
         self._progress = progress
@@ -111,6 +120,10 @@ class HostSigns:
             frames=tuple(activity.user_frames()) if is_still else (),
             stack=activity.stack() if is_still else "",
             failure=failure,
+            ballot=self.ballot,
+            decision=self.decision,
+            departed=self.departed,
+            departures=self.departures,
         )
 
     def _is_in_collective(self) -> bool:

@@ -1,7 +1,8 @@
 """Between hosts: one rank of each tells the first of all what its host's board says, and hears from that one.
 
 They speak on lines, see :mod:`.lines`, which the watch's thread looks after: nobody waits for anybody, nor for a store.
-What has failed is said at once, and the first rank passes it on; the rest is said at an interval, and more seldom the
+What has failed is said at once, and so is what ranks agree on, and the first rank passes it on; the rest is said at an
+interval, and more seldom the
 more ranks there are, so that the first hears at most :data:`SIGNS_PER_S`. When the process ends that speaks for its
 host, the next one calls.
 
@@ -69,6 +70,7 @@ class Hosts:
         self._told: Failure | None = None
         self._failed_at = time.monotonic()
         self._untold: deque[Sign] = deque()
+        self._told_of_agreement: dict[int, tuple[object, ...]] = {}
         self._signs_here: Mapping[int, Sign] = {}
         self._waiting = waiting
         self._lines = Lines(waiting, self._on_words)
@@ -98,12 +100,16 @@ class Hosts:
         if failure is not None and failure != self._told:
             self._lines.say(own.dump(ROOM_NUM_BYTES), to_all=True)
         self._told = failure
-        if now - self._told_at >= self._interval_s:
+        is_time = now - self._told_at >= self._interval_s
+        if is_time:
             self._told_at = now
-            if self._rank == self._first:
-                self._lines.say(own.dump(_SIGN_NUM_BYTES))
-            elif self._lines.ranks:
-                self._untold = deque(signs.values())
+        if self._rank == self._first:
+            if (is_time or self._is_new(own)) and self._lines.say(own.dump(_SIGN_NUM_BYTES)):
+                self._told_of_agreement[self._rank] = own.of_agreement
+        elif self._lines.ranks:
+            new = [sign for sign in signs.values() if self._is_new(sign)]
+            self._untold = deque(signs.values()) if is_time else self._untold + deque(new)
+            self._told_of_agreement = {rank: sign.of_agreement for rank, sign in signs.items()}
         while self._untold and self._lines.say(self._untold[0].dump(_SIGN_NUM_BYTES)):
             self._untold.popleft()
         self._lines.send_rest()
@@ -132,6 +138,9 @@ class Hosts:
             while not self._lines.is_heard(without=failed) and not self.lost() and time.monotonic() < deadline:
                 self._waiting.wait(_POLL_S)
         self._lines.close()
+
+    def _is_new(self, sign: Sign) -> bool:
+        return self._told_of_agreement.get(sign.rank) != sign.of_agreement
 
     def _is_to_call(self, failed_s: float) -> bool:
         """Whether this rank is to speak for its host: the first that has not ended, or that knows what has failed.

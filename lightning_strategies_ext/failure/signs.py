@@ -4,9 +4,11 @@ Nothing here talks to anybody or looks at a clock, so that what is taken for a f
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
+
+from lightning_strategies_ext.failure.ballots import Ballot, Decision, Departed, Departures
 
 #: In a stage; done with it; failed in it; the process has come to its end.
 State = Literal["running", "left", "failed", "ended"]
@@ -98,6 +100,10 @@ class Sign:
         frames: Where it is in the user's code; only said if it is still.
         stack: Where it is; only said if it is still.
         failure: What it knows to have failed first.
+        ballot: Its part in the agreement on a SIGTERM that it has begun last.
+        decision: What it knows of what the ranks have agreed on.
+        departed: The stage that it has left last.
+        departures: Who has left the stage that it is in, as far as it knows.
     """
 
     rank: int
@@ -114,6 +120,15 @@ class Sign:
     frames: tuple[str, ...] = ()
     stack: str = ""
     failure: Failure | None = None
+    ballot: Ballot | None = None
+    decision: Decision | None = None
+    departed: Departed | None = None
+    departures: Departures | None = None
+
+    @property
+    def of_agreement(self) -> tuple[object, ...]:
+        """What others are to know at once."""
+        return self.ballot, self.decision, self.departed, self.departures
 
     def dump(self, max_num_bytes: int) -> bytes:
         """As bytes, with its long texts cut where there is no room."""
@@ -136,8 +151,17 @@ class Sign:
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Sign":
         """Makes one of what :func:`dataclasses.asdict` gives."""
-        failure = values["failure"] and Failure.load(values["failure"])
-        return cls(**{**values, "frames": tuple(values["frames"]), "failure": failure})
+        loaded = {name: values[name] and load(values[name]) for name, load in _LOADED.items()}
+        return cls(**{**values, **loaded, "frames": tuple(values["frames"])})
+
+
+_LOADED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "failure": Failure.load,
+    "ballot": Ballot.load,
+    "decision": Decision.load,
+    "departed": lambda values: Departed(**values),
+    "departures": Departures.load,
+}
 
 
 @dataclass

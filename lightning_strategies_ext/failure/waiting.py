@@ -4,6 +4,7 @@ import os
 import selectors
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -38,11 +39,13 @@ class Waiting:
             left = until - time.monotonic()
 
     def wake(self) -> None:
-        """Lets :meth:`wait` return; from any thread."""
-        os.write(self._waker, b".")
+        """Lets :meth:`wait` return; from any thread or signal handler, also after the end."""
+        with suppress(OSError):
+            os.write(self._waker, b".")
 
     def close(self) -> None:
         """Ends it; nobody may wait any more."""
         self._selector.close()
         os.close(self._awake)
-        os.close(self._waker)
+        waker, self._waker = self._waker, -1
+        os.close(waker)

@@ -3,7 +3,8 @@
 Each rank has one, from when the ranks meet until its process ends. A thread looks a few times per second at the thread
 that trains, says on the host's board what it sees (:mod:`.board`, :mod:`.signs`), and reads there what the others say;
 the kernel wakes it when one of their processes ends. It never waits for anybody: not for a store, which goes with rank
-0's process, nor for a lock that the training thread holds. Between hosts, signs travel by way of :mod:`.hosts`.
+0's process, nor for a lock that the training thread holds. Between hosts, signs travel by way of :mod:`.hosts`. What
+ranks agree on and who has left a stage travels with them (:mod:`.ballots`).
 
 Once something has failed, the watch of each rank cuts the collective off that its rank may be in, so that the training
 thread gets an error and can end in good order. A rank that does not end within :data:`GRACE_S`, because it sleeps or
@@ -24,12 +25,14 @@ import torch.distributed as dist
 
 from lightning_strategies_ext.failure import detection, report
 from lightning_strategies_ext.failure.activity import Activity
+from lightning_strategies_ext.failure.ballots import Departed, Departures, add_departures, decide
 from lightning_strategies_ext.failure.deaths import Deaths
-from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit, wait_for_no_thread
+from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit
 from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.lines import LOST_S
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
+from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
 
@@ -51,6 +54,8 @@ SILENT_S = 2.5
 STOPPED_S = 3.0
 #: How much longer the first rank waits before it takes ranks of other hosts for stuck, in seconds.
 ELSEWHERE_S = 2.0
+#: How often ranks look while they agree on where to stop, in seconds.
+AGREEING_S = 0.05
 _POLL_S = 0.05
 _numbers = count()
 
@@ -70,6 +75,8 @@ class Watch:
         store: See above.
         failure: What has failed first, as far as this rank knows.
         on_failure: Called by the watch's thread once it knows that another rank has failed.
+        on_departures: Called by it, once others have left the stage that this rank is in, with what is known of them
+            and how many seconds after the last time.
         is_raised: Whether the script got an exception that says what has failed.
         directory: Where there is a directory of failures, or will be.
     """
@@ -86,8 +93,11 @@ class Watch:
         self.store = store
         self.failure: Failure | None = None
         self.on_failure: Callable[[], None] = _do_nothing
+        self.on_departures: Callable[[Departures, float], None] = _do_nothing
         self.is_raised = False
         self._rank = rank
+        self._agreement: TerminationAgreement | None = None
+        self._num_agreements = 0
         self._wake = wake
         self._patience_s: float | None = None
         self._exit_code_of = exit_code_of
@@ -145,7 +155,8 @@ class Watch:
             self.failure = self._noticed_at = self._woke_at = None
             self.is_raised = False
             self._own.stage += 1
-            self.on_failure = _do_nothing
+            self._num_agreements = 0
+            self.on_failure = self.on_departures = _do_nothing
             self._own.where = lambda: "the setup of a stage"
             if self._hosts is not None:
                 self._hosts.forget()
@@ -161,12 +172,66 @@ class Watch:
         self._own.where, self.directory = where, directory or os.getcwd()
         self._say(self._own.state)
 
+    def agree(self, *, is_requested: bool) -> TerminationAgreement:
+        """Begins this rank's part in an agreement on a SIGTERM; called by all ranks together, in a stage.
+
+        Args:
+            is_requested: Whether they know already that they have to stop.
+        """
+        with self._lock:
+            number = self._own.stage, self._num_agreements
+            self._num_agreements += 1
+            self._agreement = TerminationAgreement(number, is_requested=is_requested, wake=self._waiting.wake)
+            self._say(self._own.state)
+            return self._agreement
+
+    def depart(self, num_begun: int, *, has_failed: bool = False) -> None:
+        """Says that this rank takes part in no more collectives of its stage.
+
+        Args:
+            num_begun: How many it has begun.
+            has_failed: Whether it ends it with an exception.
+        """
+        with self._lock:
+            self._own.departed = Departed(self._own.stage, num_begun, has_failed)
+            self._say(self._own.state)
+
+    def departures(self) -> Departures | None:
+        """Which ranks are known to have left the stage that this one is in."""
+        with self._lock:
+            return _departures(self._signs(), self._own.stage)
+
+    def who_stays(self) -> tuple[set[int], set[int]]:
+        """Of the other ranks that are known of, those that have not left the stage that this one has left.
+
+        Returns:
+            Those that may still do so, and those that have failed in it, or whose processes have ended.
+        """
+        staying: set[int] = set()
+        failed: set[int] = set()
+        if self._closed.is_set() or self._own.departed is None:
+            return staying, failed
+        died = self.died()  # asked first: a rank may say that it has ended the stage, and then end
+        with self._lock:
+            stage, signs = self._own.departed.stage, self._signs()
+            died |= set() if self._hosts is None else self._hosts.gone()
+        for rank in {*signs, *self._here} - {self._rank}:
+            sign = signs.get(rank, Sign(rank))
+            departed = sign.departed
+            if departed is not None and departed.stage >= stage:
+                failed |= {rank} if departed.has_failed and departed.stage == stage else set()
+            elif sign.state in ("failed", "ended") or rank in died:
+                failed.add(rank)
+            elif sign.stage <= stage:
+                staying.add(rank)
+        return staying, failed
+
     def leave_stage(self) -> None:
         """Says that this rank is done with its stage."""
         if self._own.state == "running":
             self._say("left")
         self._own.where = lambda: "between two stages"
-        self.on_failure = _do_nothing
+        self.on_failure = self.on_departures = _do_nothing
 
     def announce(self, exception: BaseException) -> None:
         """Says that this rank has failed and will end by itself; returns at once."""
@@ -222,8 +287,10 @@ class Watch:
         return {rank for rank, peer in self._here.items() if rank != self._rank and not peer.is_running()}
 
     def wake_this_rank(self) -> None:
-        """Lets the collective fail that this rank is in, if its backend can."""
-        self._wake([peer for rank, peer in self._peers.items() if rank != self._rank])
+        """Lets the collective fail that this rank is in, if its backend can; returns at once."""
+        others = [peer for rank, peer in self._peers.items() if rank != self._rank]
+        # Horovod's way to let go waits for the others, who may not answer.
+        threading.Thread(target=self._wake, args=(others,), name="watch wakes", daemon=True).start()
 
     def reconciliate(self, trace: str) -> None:
         """Says that this rank has failed, and ends the ranks of this host that do not end by themselves.
@@ -292,7 +359,8 @@ class Watch:
         before = time.monotonic()
         while not self._closed.is_set():
             try:
-                self._waiting.wait(INTERVAL_S)
+                is_urgent = self._agreement is not None and self._agreement.is_urgent
+                self._waiting.wait(AGREEING_S if is_urgent else INTERVAL_S)
                 now = time.monotonic()
                 before, elapsed_s = now, now - before
                 # Of the time in which this process was stopped, nothing is counted.
@@ -316,13 +384,31 @@ class Watch:
                 if self.failure is not None and self.failure.by == self._rank and self._own.state == "left":
                     report.show_block(self.failure)
                     self._kill_silent(self.failure)
+            self._agree(signs, elapsed_s)
             if self._hosts is not None:
-                self._hosts.tell({rank: signs[rank] for rank in self._here if rank in signs}, self.failure)
+                self._hosts.tell(self._own.read(), self.failure)
             failure, must_end = self.failure, self._own.state == "running"
             # Between two stages, or in a last hook, it is in nobody's way, unless the others have waited for it.
             must_end |= failure is not None and failure.is_stuck and self._rank in failure.ranks
         if failure is not None and must_end:
             self._end_this_rank(failure)
+
+    def _agree(self, signs: Mapping[int, Sign], elapsed_s: float) -> None:
+        """Takes what others say of where to stop and of who has left, and passes it on."""
+        own, agreement = self._own, self._agreement
+        if self._rank != min(self._peers):
+            decisions = [sign.decision for sign in signs.values() if sign.decision is not None]
+            own.decision = max(decisions, key=lambda one: (one.number, one.last_step is not None), default=None)
+        elif len(signs) == len(self._peers):
+            own.decision = decide({rank: sign.ballot for rank, sign in signs.items()}, own.decision)
+        own.departures = _departures(signs, own.stage)
+        self._say(own.state)  # first: who knows which step is the last may be gone right after it
+        if agreement is not None:
+            of_this = own.decision if own.decision is not None and agreement.is_for(own.decision) else None
+            agreement.hear(of_this is not None, None if of_this is None else of_this.last_step)
+            self._say(own.state)
+        if own.departures is not None:
+            self.on_departures(own.departures, elapsed_s)
 
     def _failure_seen(self, signs: Mapping[int, Sign]) -> Failure | None:
         """What this rank sees of others that cannot say it themselves."""
@@ -359,16 +445,13 @@ class Watch:
         now = time.monotonic()
         if self._noticed_at is None:
             self._noticed_at = now
-            if failure.is_loss:
-                wait_for_no_thread()
             self.on_failure()
         # One that raises may do so on all ranks at once, and the script may go on from there.
         is_said = failure.by in failure.ranks
         if self._woke_at is None:
             if not is_said or now - self._noticed_at > ANNOUNCE_S:
                 self._woke_at = now
-                # Horovod's way to let go waits for the others, who may not answer.
-                threading.Thread(target=self.wake_this_rank, name="watch wakes", daemon=True).start()
+                self.wake_this_rank()
         elif now - self._woke_at > (SHORT_GRACE_S if self._rank in failure.ranks else GRACE_S):
             reason = f"rank {self._rank} ended because {report.cause(failure)}"
             path = report.write(self.directory, failure, self._rank, f"{reason}\n{self._own.activity.stack()}")
@@ -390,6 +473,8 @@ class Watch:
     def _say(self, state: State) -> None:
         with self._lock:
             self._own.state = state
+            if self._agreement is not None:
+                self._own.ballot = self._agreement.ballot()
             self._own.say(self.failure)
 
     def _signs(self) -> dict[int, Sign]:
@@ -437,5 +522,10 @@ def failure_known() -> Failure | None:
     return None if _of_process is None else _of_process.failure
 
 
-def _do_nothing() -> None:
+def _departures(signs: Mapping[int, Sign], stage: int) -> Departures | None:
+    known = [sign.departures for sign in signs.values()]
+    return add_departures(known, {rank: sign.departed for rank, sign in signs.items()}, stage)
+
+
+def _do_nothing(*_: object) -> None:
     """The call that nobody wants."""

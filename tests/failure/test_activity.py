@@ -1,6 +1,7 @@
 """Whether a thread moves, seen from another, and what is written on the board of a host."""
 
 import os
+import tempfile
 import threading
 import time
 from multiprocessing import get_context
@@ -99,7 +100,11 @@ class Store(dict):
         return self[key]
 
 
-def test_what_one_writes_others_read_after_its_death_too():
+@pytest.mark.parametrize("is_named", [False, True])
+def test_what_one_writes_others_read_after_its_death_too(tmp_path, monkeypatch, is_named):
+    if is_named:  # as on macOS
+        monkeypatch.delattr(os, "memfd_create")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store = Store()
     board = Board.of_host(store, "path", 3, [3, 5])
     assert [board.read(slot) for slot in range(2)] == [None, None]
@@ -115,6 +120,9 @@ def test_what_one_writes_others_read_after_its_death_too():
     assert [board.read(slot) for slot in range(2)] == [b"mine", b"the last word"]
     with pytest.raises(ValueError, match="do not fit"):
         board.write(b"." * SLOT_NUM_BYTES)
+    assert len(list(tmp_path.iterdir())) == is_named
+    board.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reader_never_sees_half_of_what_is_written():
@@ -145,11 +153,6 @@ def test_a_board_of_another_users_is_none(tmp_path, monkeypatch):
     Board.of_host(store, "path", 0, [0, 1])
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert Board.of_host(store, "path", 1, [0, 1]) is None
-
-
-def test_where_there_is_no_such_memory_there_is_no_board(monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    assert Board.of_host(Store(), "path", 0, [0, 1]) is None
 
 
 LOOKED_AT = """

@@ -1,8 +1,9 @@
 """Ranks with different numbers of batches: one that waits for a rank that has ended its stage fails within seconds."""
 
+import os
 import re
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch.distributed as dist
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError
 from lightning_strategies_ext.failure.departure import Departure
-from lightning_strategies_ext.failure.signs import Failure, Progress
-from lightning_strategies_ext.failure.store_thread import StoreThread
+from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.watch import Watch
 from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
-from tests.support.ranks import outcomes_of_ranks, run_warm
+from tests.support.ranks import outcomes_of_ranks, run_ranks, run_warm
 
 
 class Uneven(MLP):
@@ -143,14 +144,34 @@ def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: P
     assert re.search(r"rank 1 on .* failed first.*\n.*is gone", result.stdout), result.stdout
 
 
-def test_nobody_lingers_for_a_rank_that_ends_without_a_word_once_it_is_known_why():
-    store, thread = dist.HashStore(), StoreThread()
-    failure = Failure((2,), "host", 1.0, "predict", "ValueError: no")
-    known: list[Failure] = []
-    departure = Departure(
-        store, thread, 0, 3, Progress(), lambda: None, set, lambda seconds: known[0] if known else None, is_job=False
-    )
-    threading.Timer(0.3, known.append, [failure]).start()
-    assert departure.linger() == [2]
-    departure.close()
-    thread.close()
+def linger_for(does: Callable[[Departure], None] | None) -> tuple[list[int], float] | None:
+    rank = int(os.environ["LOCAL_RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    watch = Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
+    watch.begin_stage(None)
+    departure = Departure(watch, rank, Progress(), is_job=False)
+    if rank == 0:
+        departure.depart()
+        begin = time.monotonic()
+        result = departure.linger(), time.monotonic() - begin
+        store.set("0 has ended", "")
+        return result
+    time.sleep(1.0)
+    if does is not None:
+        does(departure)
+        store.wait(["0 has ended"])
+    watch.close()
+    return None
+
+
+def raise_an_error(departure: Departure) -> None:
+    departure.watch.announce(ValueError("no"))
+
+
+@pytest.mark.parametrize(
+    ("does", "failed"), [(Departure.depart, []), (Departure.fail, [1]), (raise_an_error, [1]), (None, [1])]
+)
+def test_the_first_rank_waits_at_its_end_for_the_others_to_leave_fail_or_end(does, failed):
+    (lingered_for, seconds), _ = run_ranks(linger_for, does)
+    assert lingered_for == failed
+    assert seconds > 0.8

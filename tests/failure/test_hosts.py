@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext.failure import hosts
+from lightning_strategies_ext.failure.ballots import Ballot, Decision
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.lines import ROOM_NUM_BYTES, Lines
 from lightning_strategies_ext.failure.signs import Failure, Sign
@@ -90,6 +91,19 @@ def test_a_failure_is_known_everywhere_at_once(ranks, monkeypatch, knows):
     ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
     monkeypatch.setattr(ranks[knows], "_told_at", clock.monotonic() + 1000)  # it is not the time to say anything
     ranks.look_until(lambda: ranks[hears].signs[knows].failure == FAILURE, {knows: FAILURE})
+
+
+def test_so_is_what_ranks_agree_on(ranks, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(hosts, "time", clock)
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
+    for one in ranks.by_rank.values():
+        monkeypatch.setattr(one, "_told_at", clock.monotonic() + 1000)
+    ballot, decision = Ballot((1, 0), True, (3, 0)), Decision((1, 0), (3, 0))
+    ranks.signs[4] = Sign(4, ballot=ballot)
+    ranks.look_until(lambda: ranks[0].signs[4].ballot == ballot)
+    ranks.signs[0] = Sign(0, decision=decision)
+    ranks.look_until(lambda: ranks[2].signs[0].decision == decision)
 
 
 @pytest.mark.parametrize("knows", [0, 2])
