@@ -137,7 +137,7 @@ if __name__ == "__main__":
     weights = train("ddp_ext", 2)
     is_same = "LOCAL_RANK" in os.environ or weights == alone
     sys.stdout.write(f"{is_same} {dist.get_world_size()} {dist.get_backend()}\\n")  # at once, as two ranks write
-    print(refusal("ddp_ext", callbacks=[StopOnOne()]))
+    sys.stdout.write(refusal("ddp_ext", callbacks=[StopOnOne()]) + "\\n")
 """
 
 

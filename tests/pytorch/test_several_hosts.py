@@ -277,7 +277,7 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(start_job: StartJob, t
     job = start_job(script, tmp_path, ranks=2)
     pids = numbers_in([tmp_path / f"started{rank}" for rank in range(4)], job)
     os.kill(pids[3], signal.SIGKILL)
-    numbers_in([tmp_path / f"ended{rank}" for rank in range(3)], job, timeout_s=120)
+    # Most get an exception. Once in dozens of times gloo does not return one, and the watch ends the rank.
     assert all(code != 0 for code in job.exit_codes(timeout_s=180)), job.output()
     assert f"rank 3 on {job.hosts[1].name} failed first" in job.logs[0].read_text(), job.output()
 

@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -150,31 +151,32 @@ def start(operation: Operation, group: Any) -> Started:
 
 def make(operation: Operation, rank: int, number: int = 0, numel: int | None = None) -> Tensor:
     """A tensor of one rank, whose numbers do not overflow under a product nor cancel out under a sum."""
-    generator = torch.Generator().manual_seed((operation.seed * 64 + rank) * 16 + number)
-    dtype = operation.torch_dtype
     numel = operation.numel if numel is None else numel
     layout = operation.layout
     if layout == "scalar":
         numel = 1
-    numel_and_more = numel + 3
-    if dtype.is_complex or dtype.is_floating_point:
-        values = torch.rand(numel_and_more, generator=generator, dtype=torch.float32) + 0.5
-        if dtype.is_complex:
-            values = torch.complex(values, values.flip(0))
-        values = values.to(dtype)
-    elif dtype == torch.bool:
-        values = torch.rand(numel_and_more, generator=generator) < 0.5
-    else:
-        low = 0 if dtype == torch.uint8 else -100
-        values = torch.randint(low, 100, (numel_and_more,), generator=generator, dtype=dtype)
+    values = _numbers((operation.seed * 64 + rank) * 16 + number, operation.torch_dtype, numel + 3)
     if layout == "offset":
-        return values[3:]
+        return values.clone()[3:]
     values = values[:numel].clone()
     if layout == "scalar":
         return values.reshape(())
     if layout == "transposed" and numel % 2 == 0:
         return values.view(2, -1).t() if numel else values.view(0, 3).t()
     return values
+
+
+@lru_cache(maxsize=256)  # for a program that is run several times
+def _numbers(seed: int, dtype: torch.dtype, numel: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_complex or dtype.is_floating_point:
+        values = torch.rand(numel, generator=generator, dtype=torch.float32) + 0.5
+        if dtype.is_complex:
+            values = torch.complex(values, values.flip(0))
+        return values.to(dtype)
+    if dtype == torch.bool:
+        return torch.rand(numel, generator=generator) < 0.5
+    return torch.randint(0 if dtype == torch.uint8 else -100, 100, (numel,), generator=generator, dtype=dtype)
 
 
 def flattened(operation: Operation, rank: int, number: int = 0, numel: int | None = None) -> Tensor:
