@@ -2,9 +2,8 @@
 
 They speak on lines, see :mod:`.lines`, which the watch's thread looks after: nobody waits for anybody, nor for a store.
 What has failed is said at once, and so is what ranks agree on, and the first rank passes it on; the rest is said at an
-interval, and more seldom the
-more ranks there are, so that the first hears at most :data:`SIGNS_PER_S`. When the process ends that speaks for its
-host, the next one calls.
+interval, and more seldom the more ranks there are, so that the first hears at most :data:`SIGNS_PER_S`. When the
+process ends that speaks for its host, the next one calls.
 
 A host is lost when its kernel does not answer any more. Where the system cannot tell, one that has said nothing for as
 long is.

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from torch.distributed import PrefixStore, Store
 
-from lightning_strategies_ext.failure.ballots import Step
+from lightning_strategies_ext.failure.ballots import Decision, Step
 from lightning_strategies_ext.failure.ending import leave_thread
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 
@@ -79,7 +79,8 @@ class StoreAgreement:
         if ballot.is_requested and not self._has_asked:
             self._has_asked = True
             self._store.set(_REQUESTED, "")
-        self._agreement.hear(ballot.is_requested or self._store.check([_REQUESTED]), None)
+        is_requested = ballot.is_requested or self._store.check([_REQUESTED])
+        self._agreement.hear(Decision(ballot.number) if is_requested else None)
         ballot = self._agreement.ballot()
         if ballot.step is None:
             return
@@ -92,7 +93,7 @@ class StoreAgreement:
             last_step = max(_decode(self._store.get(key)) for key in keys)
             self._store.set(f"read/{self._rank}", "")
             self._has_read = True
-            self._agreement.hear(True, last_step)
+            self._agreement.hear(Decision(ballot.number, last_step))
 
     def _wait_for_readers(self) -> None:
         deadline = time.monotonic() + READ_TIMEOUT_S

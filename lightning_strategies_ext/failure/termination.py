@@ -95,28 +95,25 @@ class TerminationAgreement:
         """Whether there is nothing more to hear."""
         return self._decided.is_set()
 
-    def is_for(self, decision: Decision) -> bool:
-        """Whether a decision is one of this agreement."""
-        return decision.number == self._number
-
     def ballot(self) -> Ballot:
         """What this rank says to the others."""
         is_over = self._is_closed
         return Ballot(self._number, self._requested, self._step if self._agreeing or is_over else None, is_over)
 
-    def hear(self, is_requested: bool, last_step: Step | None) -> None:
+    def hear(self, decision: Decision | None) -> None:
         """Takes what the others say.
 
         Args:
-            is_requested: Whether any rank has been asked to stop.
-            last_step: Before whose next one all stop, if all have said where they are.
+            decision: The newest, of this agreement or of another; None if nobody has been asked to stop.
         """
-        if not self._is_closed and (is_requested or self._requested):
+        if decision is not None and decision.number != self._number:
+            decision = None
+        if not self._is_closed and (decision is not None or self._requested):
             self._requested = True
             with self._lock:
                 self._agreeing = True
-        if last_step is not None and not self._decided.is_set():
-            self._last_step = last_step
+        if decision is not None and decision.last_step is not None and not self._decided.is_set():
+            self._last_step = decision.last_step
             self._decided.set()
 
     def hear_no_more(self) -> None:

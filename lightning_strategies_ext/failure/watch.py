@@ -396,17 +396,19 @@ class Watch:
     def _agree(self, signs: Mapping[int, Sign], elapsed_s: float) -> None:
         """Takes what others say of where to stop and of who has left, and passes it on."""
         own, agreement = self._own, self._agreement
+        before = own.decision, own.departures
         if self._rank != min(self._peers):
             decisions = [sign.decision for sign in signs.values() if sign.decision is not None]
             own.decision = max(decisions, key=lambda one: (one.number, one.last_step is not None), default=None)
         elif len(signs) == len(self._peers):
             own.decision = decide({rank: sign.ballot for rank, sign in signs.items()}, own.decision)
         own.departures = _departures(signs, own.stage)
-        self._say(own.state)  # first: who knows which step is the last may be gone right after it
+        if before != (own.decision, own.departures):
+            self._say(own.state)  # first: who knows which step is the last may be gone right after it
         if agreement is not None:
-            of_this = own.decision if own.decision is not None and agreement.is_for(own.decision) else None
-            agreement.hear(of_this is not None, None if of_this is None else of_this.last_step)
-            self._say(own.state)
+            agreement.hear(own.decision)
+            if agreement.ballot() != own.ballot:
+                self._say(own.state)
         if own.departures is not None:
             self.on_departures(own.departures, elapsed_s)
 
