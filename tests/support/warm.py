@@ -48,8 +48,6 @@ _IMPORTS = (
 _NAMESPACES = ("net", "uts", "mnt")
 _MOST_FILES = 64
 _PR_SET_PDEATHSIG = 1
-_LARGE_PAGE = 2 << 20
-_MADV_COLLAPSE = 25
 _REPOSITORY = Path(__file__).parents[2]
 
 _STAND_IN = """\
@@ -311,24 +309,7 @@ def main() -> None:
         with suppress(ImportError):  # there may be no Horovod
             importlib.import_module(name)
     gc.freeze()
-    _use_large_pages()
     _end(_run(_serve(listener, directory)))
-
-
-def _use_large_pages() -> None:
-    """Has the kernel put what was imported into pages of 2 MiB, where it can: to fork and to end is half the work then.
-
-    A forked process has a small page of its own for each place that it writes to, as ever.
-    """
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
-        if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            begin, end = (int(address, 16) for address in addresses.split("-"))
-            begin, end = -(-begin // _LARGE_PAGE) * _LARGE_PAGE, end // _LARGE_PAGE * _LARGE_PAGE
-            if begin < end:
-                libc.madvise(begin, end - begin, _MADV_COLLAPSE)  # an older kernel does not know it
 
 
 def _run(program: Program) -> int:
