@@ -41,7 +41,6 @@ TRAINING = """
 import os
 import signal
 import sys
-import time
 import warnings
 
 import lightning.pytorch as pl
@@ -55,9 +54,9 @@ def train(strategy, devices, **arguments):
     torch.manual_seed(0)
     model, rows = Net(), torch.randn(32, 4)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, use_distributed_sampler=False, max_epochs=1,
+        strategy=strategy, accelerator="cpu", devices=devices, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        **arguments,
+        **{"max_epochs": 1, **arguments},
     )
     trainer.fit(model, DataLoader(TensorDataset(rows), batch_size=8))
     return [round(value, 5) for value in model.layer.weight.flatten().tolist()]
@@ -122,9 +121,8 @@ def test_on_windows_strategies_work_that_need_no_workers_and_the_others_say_why_
 ON_SEVERAL = """
 class StopOnOne(pl.Callback):
     def on_train_batch_start(self, trainer, model, batch, index):
-        if trainer.global_rank == index == 1:
+        if trainer.global_rank == trainer.global_step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
 
 
 if __name__ == "__main__":
@@ -137,7 +135,7 @@ if __name__ == "__main__":
     weights = train("ddp_ext", 2)
     is_same = "LOCAL_RANK" in os.environ or weights == alone
     sys.stdout.write(f"{is_same} {dist.get_world_size()} {dist.get_backend()}\\n")  # at once, as two ranks write
-    sys.stdout.write(refusal("ddp_ext", callbacks=[StopOnOne()]) + "\\n")
+    sys.stdout.write(refusal("ddp_ext", callbacks=[StopOnOne()], max_epochs=-1) + "\\n")
 """
 
 

@@ -49,11 +49,7 @@ def leave_thread(thread: threading.Thread) -> None:
     """
     if thread not in _left:
         _left.add(thread)
-        atexit.register(_wait_for, thread)
-
-
-def _wait_for(thread: threading.Thread) -> None:
-    thread.join(LEFT_S)
+        atexit.register(thread.join, LEFT_S)
 
 
 def fail_at_exit() -> None:

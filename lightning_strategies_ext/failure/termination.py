@@ -14,6 +14,7 @@ What it does not promise: that a rank whose peer has died stops at a common step
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -134,7 +135,8 @@ class TerminationAgreement:
                 self._step = step
                 return False
         if not self._decided.wait(DECISION_TIMEOUT_S):
-            log.warning("A rank stops alone: the other ranks did not answer in %s s.", DECISION_TIMEOUT_S)
+            said = "Process %d stops alone: the other ranks did not answer in %s s."
+            log.warning(said, os.getpid(), DECISION_TIMEOUT_S)
             return True
         if self._last_step is None and self._is_abandoned:
             self._step = step

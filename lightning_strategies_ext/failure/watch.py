@@ -97,7 +97,6 @@ class Watch:
         self.is_raised = False
         self._rank = rank
         self._agreement: TerminationAgreement | None = None
-        self._num_agreements = 0
         self._wake = wake
         self._patience_s: float | None = None
         self._exit_code_of = exit_code_of
@@ -155,7 +154,6 @@ class Watch:
             self.failure = self._noticed_at = self._woke_at = None
             self.is_raised = False
             self._own.stage += 1
-            self._num_agreements = 0
             self.on_failure = self.on_departures = _do_nothing
             self._own.where = lambda: "the setup of a stage"
             if self._hosts is not None:
@@ -179,8 +177,8 @@ class Watch:
             is_requested: Whether they know already that they have to stop.
         """
         with self._lock:
-            number = self._own.stage, self._num_agreements
-            self._num_agreements += 1
+            stage, last = self._own.stage, self._own.ballot
+            number = (stage, last.number[1] + 1) if last is not None and last.number[0] == stage else (stage, 0)
             self._agreement = TerminationAgreement(number, is_requested=is_requested, wake=self._waiting.wake)
             self._say(self._own.state)
             return self._agreement
