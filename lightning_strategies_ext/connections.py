@@ -2,8 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -43,6 +43,27 @@ def _without_prefixes(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
+
+
+@contextmanager
+def noting_connections(noted: set[tuple[Any, Any]]) -> Iterator[None]:
+    """Notes the connections that this process makes in it, in whichever thread.
+
+    Args:
+        noted: Gets the addresses of both ends of each, this process's first.
+    """
+    before = _connections_now()
+    try:
+        yield
+    finally:
+        noted |= _connections_now() - before
+
+
+def _connections_now() -> set[tuple[Any, Any]]:
+    with suppress(psutil.Error):  # nobody is to fail for that: it matters once another one does
+        found = psutil.Process().net_connections("tcp")
+        return {(connection.laddr, connection.raddr) for connection in found if connection.raddr}
+    return set()
 
 
 def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:

@@ -14,9 +14,7 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-import psutil
-
-from lightning_strategies_ext.connections import shut_down_connections
+from lightning_strategies_ext.connections import noting_connections, shut_down_connections
 from lightning_strategies_ext.elastic.membership import Member, MembershipLostError
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.runtime import shut_down
@@ -183,17 +181,16 @@ def _initialise() -> None:
     import horovod.torch as hvd
 
     global _has_been_initialised
-    before = _connections_now()
     if _has_been_initialised:
         # Without the variable it does not ask the driver. That the run is elastic it remembers from the first time.
         del os.environ[_ELASTIC]
+    _connections.clear()
     try:
-        hvd.init()
+        with noting_connections(_connections):
+            hvd.init()
     finally:
         os.environ[_ELASTIC] = "1"
     _has_been_initialised = True
-    _connections.clear()
-    _connections.update(_connections_now() - before)
 
 
 def _disconnect() -> None:
@@ -201,11 +198,6 @@ def _disconnect() -> None:
     # (0.28.1), and a rank that waits at the other end of one for what we will never send would do so for 30 s, the
     # timeout of gloo.
     shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in _connections)
-
-
-def _connections_now() -> set[tuple[Any, Any]]:
-    found = psutil.Process().net_connections("tcp")
-    return {(connection.laddr, connection.raddr) for connection in found if connection.raddr}
 
 
 class HostNotices:

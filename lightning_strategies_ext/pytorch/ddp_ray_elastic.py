@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.elastic.membership import Member
-from lightning_strategies_ext.launch.protocol import Place, Seat
+from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy
-from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy, num_hosts_of
-from lightning_strategies_ext.torch_distributed.disconnect import Listening, disconnect
+from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy
+from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.launch.ray.line import LineChannel  # whose modules Windows does not have
@@ -60,7 +59,6 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
                 " reach through Ray Client. Run the script in the cluster, or leave `elastic` out."
             )
         self.allowance = replace(self.allowance, wait_s=self._wait_s)
-        self._listening: Listening | None = None
 
     # --- in a worker ---
 
@@ -84,27 +82,14 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         _lightning.say_rank(rank)
 
     @override
-    def _join(self, place: Place, members: Sequence[Member]) -> None:
-        self._listening = Listening() if num_hosts_of(members) > 1 else None
-        super()._join(place, members)
-        if self._listening is not None:
-            assert place.rank is not None
-            assert self._world_store is not None
-            self._listening.share(dist.PrefixStore("listening", self._world_store), place.rank, place.size)
-
-    @override
     def _disconnect(self) -> None:
-        disconnect(self._others, self._listening)
+        disconnect(self._others, by_host=False)  # some connections to other hosts are Ray's
 
     def _cut_off(self, world: int) -> None:
         """Wakes this rank, which may wait for one that is gone without a word; in a thread of its own."""
         membership = self._membership
         if membership is not None and membership.is_in(world):
             self._disconnect()
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_listening": None}
 
 
 def _seat_among(members: Sequence[Member], rank: int, before: Seat) -> Seat:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_strategies_ext import shm
+from lightning_strategies_ext.connections import noting_connections
 from lightning_strategies_ext.shm.options import ShmOptions
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ _AVAILABILITY = {
 
 _ROUNDS = "lightning_strategies_ext/rounds"
 _ROUND_POLL_S = 0.01
+
+#: Those between ranks, by the addresses of both ends, this process's first.
+connections: set[tuple[Any, Any]] = set()
 
 # The store where this process has met the others: (process id, address, port, rank, world size) → store, next number.
 _stores: dict[tuple[int, str, str, int, int], tuple[dist.Store, Iterator[int]]] = {}
@@ -201,15 +205,17 @@ def join(
     options: Any = None,
 ) -> None:
     """Makes the default process group, of ranks that share a store which no other group has used."""
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=device if device.type != "cpu" else None,
-        pg_options=options,
-    )
+    connections.clear()
+    with noting_connections(connections):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if device.type != "cpu" else None,
+            pg_options=options,
+        )
     # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
     # owns the group, closes each group once.
     atexit.unregister(stop)
