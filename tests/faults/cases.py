@@ -237,7 +237,7 @@ def _try_on(places: list[list[str]], case: Case, directory: Path, limit_s: float
     script = str(Path(__file__).parent / "program.py")
     outputs = [directory / f"output{index}" for index in range(len(places))]
     env = {**clean_environment(), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", _NAME: str(directory)}
-    env |= warm.CHILDREN if case.strategy == "horovod_ext" else {}
+    env |= warm.children() if case.strategy == "horovod_ext" else {}
     if case.hosts > 1:
         env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
     processes = [

@@ -6,6 +6,7 @@ the tests look at what the ranks have returned. The reference is ``ddp_ext`` on 
 
 import re
 import subprocess
+import sys
 import threading
 from functools import cache
 from typing import Any
@@ -375,7 +376,7 @@ def test_the_examples_train(name, tmp_path):
     where = ["--dir", tmp_path] if name == "digits" else ["--checkpoint", tmp_path / "digits.ckpt"]
     result = run_warm(
         REPOSITORY / f"examples/{name}.py", "--strategy", "horovod_ext", "--epochs", "4", *where,
-        env={"COLUMNS": "120"} | SELDOM | warm.CHILDREN,
+        env={"COLUMNS": "120"} | SELDOM | warm.children(sys.executable),
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
     [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]

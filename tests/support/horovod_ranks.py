@@ -48,7 +48,7 @@ def try_horovod(
         start = warm.launcher(start_of(launcher, num_ranks, directory))
         name = f"{function.__module__}:{function.__qualname__}"
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        environment |= warm.CHILDREN if launcher == "python" else {}
+        environment |= warm.children() if launcher == "python" else {}
         environment |= SELDOM if launcher != "mpirun" else {}
         environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
         result = run_command(

@@ -5,7 +5,7 @@ of the interpreter, which has the server fork one with its arguments, environmen
 of which tests make hosts. It passes on the signals that it gets, ends as the forked one ends, and takes that with it
 when it is killed. The forked one does what is to be done at the interpreter's end, but frees nothing. What such a
 program starts by ``sys.executable``, as torchrun does, is forked from the server too, and is no child of it then; with
-:data:`CHILDREN` in the environment it is started as ever. The large packages of which :mod:`.lean` knows are imported
+:func:`children` in the environment it is started as ever. The large packages of which :mod:`.lean` knows are imported
 by those that use them: with them in the server, each fork would take half as long again.
 """
 
@@ -39,8 +39,7 @@ from typing import NoReturn
 
 from tests.support import lean
 
-#: For programs that ask whose child they are, as ranks do that ``horovod_ext`` starts.
-CHILDREN = {"TESTS_CHILDREN": "1"}
+_CHILDREN = "TESTS_CHILDREN"
 _SERVER = "TESTS_WARM_SERVER"
 _IMPORTS = (
     *("lightning.pytorch", "torchmetrics", "horovod.torch", "horovod.torch.elastic"),
@@ -162,15 +161,23 @@ def python() -> str:
     return os.environ.get(_SERVER, sys.executable)
 
 
+def children(interpreter: str | None = None) -> dict[str, str]:
+    """For programs that start some which ask whose child they are, as ranks of ``horovod_ext`` do.
+
+    Args:
+        interpreter: Of what they start; that of :mod:`.lean` if None.
+    """
+    return {_CHILDREN: interpreter or str(lean.python())}
+
+
 def worker_of_pytest() -> str:
     """The same for a process that runs tests, which :func:`become_worker_of_pytest` then is to make one."""
-    return shlex.join(["env", *(f"{name}={value}" for name, value in CHILDREN.items()), python()])
+    return shlex.join(["env", *(f"{name}={value}" for name, value in children(sys.executable).items()), python()])
 
 
 def become_worker_of_pytest() -> None:
     """What this process starts is like what any other one does: it has only been forked, if at all, from the server."""
-    for name in CHILDREN:
-        os.environ.pop(name, None)
+    os.environ.pop(_CHILDREN, None)
 
 
 @contextmanager
@@ -178,7 +185,7 @@ def spawned_processes() -> Iterator[None]:
     """In it, interpreters that this process starts to start others or to work for it, ours and multiprocessing's, are
     forked from the server, too."""
     executables = sys.executable, spawn.get_executable()
-    os.environ.update(CHILDREN)
+    os.environ.update(children(sys.executable))
     sys.executable = python()
     spawn.set_executable(python())
     try:
@@ -186,8 +193,7 @@ def spawned_processes() -> Iterator[None]:
     finally:
         sys.executable = executables[0]
         spawn.set_executable(executables[1])
-        for name in CHILDREN:
-            del os.environ[name]
+        del os.environ[_CHILDREN]
 
 
 def launcher(command: list[str]) -> list[str]:
@@ -295,8 +301,7 @@ def _become(program: Program, fds: list[int]) -> None:
     os.chdir(program.directory)
     os.environ.clear()
     os.environ.update(program.environment)
-    if not CHILDREN.items() <= os.environ.items():
-        sys.executable = python()
+    sys.executable = os.environ.get(_CHILDREN, python())
     # What is decided when it is imported.
     random.seed()
     np.random.seed()
