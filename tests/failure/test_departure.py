@@ -156,12 +156,15 @@ def linger_for(does: Callable[[Departure], None] | None) -> tuple[list[int], flo
         store.set("0 lingers", "")
         result = departure.linger(), time.monotonic() - begin
         store.set("0 has ended", "")
+        if does is not None:
+            store.wait(["1 has read it"])  # from the store, which ends with this process
         return result
     store.wait(["0 lingers"])
     time.sleep(1.0)  # for which it is to do so
     if does is not None:
         does(departure)
         store.wait(["0 has ended"])
+        store.set("1 has read it", "")
     watch.close()
     return None
 

@@ -21,6 +21,7 @@ def python() -> Path:
     """The interpreter, which is there until this process ends."""
     directory = Path(tempfile.mkdtemp(prefix="tests-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory.chmod(0o755)  # for programs that become another user
     make_environment(directory)
     # Programs that are looked for beside the interpreter.
     link(Path(sys.prefix, "bin"), directory / "bin")

@@ -12,6 +12,7 @@ has torch and Lightning imported already, which makes a two-rank test take a sec
 import io
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -195,10 +197,12 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on 127.0.0.1 that nobody listens on now, and that the system gives to no connection meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # below what it gives to connections
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def kill_tree(pid: int) -> None:
