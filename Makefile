@@ -23,7 +23,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export PYTHONUNBUFFERED := 1
 export NO_MKDOCS_2_WARNING := 1
-# Where somebody has turned that off, hundreds of processes would compile the same modules again.
+# Bytecode is written whatever the environment says: hundreds of processes would compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test check fast names lint pytest long conformance faults soak bench docs docs-look matrix dist clean

@@ -8,9 +8,11 @@ they run over is what the rank has joined last (:func:`join`).
 import gc
 import multiprocessing
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -142,7 +144,9 @@ def join(backend: str, rank: int | None = None, world_size: int | None = None) -
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on 127.0.0.1 that nobody listens on now, and that the system gives to no connection meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # below what it gives to connections
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

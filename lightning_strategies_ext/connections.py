@@ -47,7 +47,7 @@ def _without_prefixes(store: dist.Store) -> dist.Store:
 
 @contextmanager
 def noting_connections(noted: set[tuple[Any, Any]]) -> Iterator[None]:
-    """Notes the connections that this process makes in it, in whichever thread.
+    """Notes the connections that this process makes in it, in whichever thread; none where the system does not say.
 
     Args:
         noted: Gets the addresses of both ends of each, this process's first.
@@ -56,14 +56,17 @@ def noting_connections(noted: set[tuple[Any, Any]]) -> Iterator[None]:
     try:
         yield
     finally:
-        noted |= _connections_now() - before
+        now = _connections_now()
+        if before is not None and now is not None:
+            noted |= now - before
 
 
-def _connections_now() -> set[tuple[Any, Any]]:
-    with suppress(psutil.Error):  # nobody is to fail for that: it matters once another one does
+def _connections_now() -> set[tuple[Any, Any]] | None:
+    try:
         found = psutil.Process().net_connections("tcp")
-        return {(connection.laddr, connection.raddr) for connection in found if connection.raddr}
-    return set()
+    except psutil.Error:  # nobody is to fail for that: it matters once another one does
+        return None
+    return {(connection.laddr, connection.raddr) for connection in found if connection.raddr}
 
 
 def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:

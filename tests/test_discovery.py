@@ -96,7 +96,7 @@ def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, 
 
 
 def test_the_wheel_trains_on_two_processes(wheel: Path, tmp_path: Path) -> None:
-    environment, _ = make_environment(wheel, tmp_path, without=("matplotlib", "mpl_toolkits", "pandas", "pyarrow"))
+    environment, _ = make_environment(wheel, tmp_path, without=())
     result = environment.run(REPOSITORY / "examples" / "digits.py", "--epochs", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     cells = {row[0]: row[1] for row in table(result.stdout) if len(row) == 2}

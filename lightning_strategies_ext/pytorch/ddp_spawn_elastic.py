@@ -189,7 +189,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             )
         self._world_store = dist.PrefixStore(f"world/{place.number}", self._store)
         backend = self._named_backend or process_group.default_backend(
-            self.root_device, is_one_host=place.size > 1 and num_hosts_of(members) == 1
+            self.root_device, is_one_host=place.size > 1 and _num_hosts_of(members) == 1
         )
         process_group.join(
             backend,
@@ -273,7 +273,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         return {**super().__getstate__(), "_membership": None, "_store": None}
 
 
-def num_hosts_of(members: Sequence[Member]) -> int:
+def _num_hosts_of(members: Sequence[Member]) -> int:
     """On how many hosts the ranks of a world are."""
     return len({member.peer.host for member in members})
 

@@ -32,7 +32,7 @@ def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
         return
     close_all()
     here = host_identity()
-    theirs: set[Any] = set()
+    theirs: set[tuple[str, int]] = set()
     hosts: set[str] = set()
     for peer in peers:
         if peer.host == here:

@@ -39,7 +39,7 @@ _AVAILABILITY = {
 _ROUNDS = "lightning_strategies_ext/rounds"
 _ROUND_POLL_S = 0.01
 
-#: Those between ranks, by the addresses of both ends, this process's first.
+#: Those between ranks of groups that this package has made, by the addresses of both ends, this process's first.
 connections: set[tuple[Any, Any]] = set()
 
 # The store where this process has met the others: (process id, address, port, rank, world size) → store, next number.

@@ -12,16 +12,13 @@ has torch and Lightning imported already, which makes a two-rank test take a sec
 import io
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,6 +29,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.imports import RequirementCache
 
+from benchmarks.ranks import free_port
 from lightning_strategies_ext.torch_distributed import process_group
 from tests.support import lean, warm
 
@@ -194,15 +192,6 @@ def clean_environment() -> dict[str, str]:
     names = {"LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
     beginnings = ("PL_", "HOROVOD_")
     return {name: value for name, value in os.environ.items() if name not in names and not name.startswith(beginnings)}
-
-
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now, and that the system gives to no connection meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)  # below what it gives to connections
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def kill_tree(pid: int) -> None:

@@ -328,7 +328,8 @@ def main() -> None:
 
 def _become_interpreter(executable: str, prefix: str, sites: list[str]) -> None:
     """Programs find all that is installed where the server was started, and not only what the server has imported."""
-    sys.path[:] = [path for path in sys.path if path not in lean.sites()] + sites
+    own = lean.sites()
+    sys.path[:] = [path for path in sys.path if path not in own] + sites
     sys.prefix = sys.exec_prefix = prefix
     sys.executable = executable
     spawn.set_executable(executable)

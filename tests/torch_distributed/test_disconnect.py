@@ -17,7 +17,10 @@ from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
+#: The timeout of the group.
 FOREVER_S = 60
+#: Only a rank that waits for the timeout, or for a child, comes to that.
+LIMIT_S = FOREVER_S / 2
 
 
 def join() -> tuple[int, Peer]:
@@ -53,7 +56,7 @@ def wait_for_one_that_is_killed() -> float:
 def test_a_dead_ones_connections_are_cut_though_a_child_of_its_own_holds_them():
     survivor, _ = outcomes_of_ranks(wait_for_one_that_is_killed)
     assert survivor.value is not None, survivor
-    assert 0.4 < survivor.value < 4
+    assert 0.4 < survivor.value < LIMIT_S
 
 
 def cut_off_and_see_what_is_left() -> list[bytes]:
@@ -63,7 +66,7 @@ def cut_off_and_see_what_is_left() -> list[bytes]:
         accepted, _ = server.accept()
     dist.barrier()
     if rank == 0:
-        assert fails_once_it_is_cut_off(other) < 4
+        assert fails_once_it_is_cut_off(other) < LIMIT_S
     mine.sendall(b"still here")
     store = process_group.default_store()
     store.set(f"done {rank}", "too")

@@ -36,6 +36,7 @@ class Levels(NamedTuple):
     device: torch.device
 
     @classmethod
+    @noting_connections(process_group.connections)
     def of_all_ranks(cls, device: torch.device, timeout: timedelta | None) -> "Levels":
         """Makes the groups; called by all ranks of the default group together.
 
@@ -50,17 +51,15 @@ class Levels(NamedTuple):
         counts = Counter(hosts)
         num_inside = next(iter(counts.values()))
         if len(counts) == 1 or num_inside == 1 or len(set(counts.values())) > 1:
-            with noting_connections(process_group.connections):
-                return cls(None, dist.new_group(timeout=timeout), 1, 0, device)
+            return cls(None, dist.new_group(timeout=timeout), 1, 0, device)
         ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
         is_cpu = device.type == "cpu"
         backend = shm.NAME if is_cpu and shm.is_available() else None
         here, insides, betweens = dist.get_rank(), [], []
-        with noting_connections(process_group.connections):
-            for ranks in ranks_of:  # all ranks make all groups, in the same order
-                insides.append(dist.new_group(ranks, timeout, backend))
-            for column in zip(*ranks_of, strict=True):
-                betweens.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
+        for ranks in ranks_of:  # all ranks make all groups, in the same order
+            insides.append(dist.new_group(ranks, timeout, backend))
+        for column in zip(*ranks_of, strict=True):
+            betweens.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
         own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
         index = ranks_of[own].index(here)
         return cls(insides[own], betweens[index], num_inside, index, device)
