@@ -76,6 +76,7 @@ class Hosts:
         key = f"lightning_strategies_ext/hosts/{number}"
         if rank == self._first:
             store.set(key, json.dumps(self._listen(store)))
+        self._began_at = time.monotonic()
         self._has_called = False
         self._token, self._addresses, self._port = json.loads(store.get(key))
         if self._is_to_call(0.0):
@@ -122,6 +123,12 @@ class Hosts:
     def gone(self) -> set[int]:
         """The ranks of other hosts whose processes are known to have ended without a goodbye."""
         return self._lines.gone
+
+    def unheard(self) -> set[int]:
+        """The ranks of other hosts of which this rank, if it is the first, knows nothing yet, and may still hear."""
+        if self._lines.port is None or time.monotonic() - self._began_at > LOST_S:
+            return set()
+        return self._peers.keys() - self.signs.keys() - set(self._here)
 
     def forget(self) -> None:
         """Lets time start anew: this process was stopped, say, or a stage begins."""

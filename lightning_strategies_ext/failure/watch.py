@@ -200,7 +200,7 @@ class Watch:
             return _departures(self._signs(), self._own.stage)
 
     def who_stays(self) -> tuple[set[int], set[int]]:
-        """Of the other ranks that are known of, those that have not left the stage that this one has left.
+        """Of the other ranks that this one can hear of, those that have not left the stage that it has left.
 
         Returns:
             Those that may still do so, and those that have failed in it, or whose processes have ended.
@@ -212,8 +212,11 @@ class Watch:
         died = self.died()  # asked first: a rank may say that it has ended the stage, and then end
         with self._lock:
             stage, signs = self._own.departed.stage, self._signs()
-            died |= set() if self._hosts is None else self._hosts.gone()
-        for rank in {*signs, *self._here} - {self._rank}:
+            known = {*signs, *self._here}
+            if self._hosts is not None:
+                died |= self._hosts.gone()
+                known |= self._hosts.unheard()  # a stage may take less time than two looks
+        for rank in known - {self._rank}:
             sign = signs.get(rank, Sign(rank))
             departed = sign.departed
             if departed is not None and departed.stage >= stage:

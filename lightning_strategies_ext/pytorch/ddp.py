@@ -50,6 +50,7 @@ from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.ray import train as ray_train
 from lightning_strategies_ext.launch.seat_environment import SeatEnvironment
 from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
@@ -245,19 +246,20 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         Only what no hook can change any more is judged here; ``setup`` judges the rest.
 
         Raises:
-            ValueError: If no parameter of the module needs a gradient, or if SyncBatchNorm is asked for on CPUs.
+            ValueError: If no parameter of the module needs a gradient, or if batch normalisation is to be synchronised
+                between CPUs.
         """
         module = self.lightning_module
         if trainer is None or module is None or trainer.state.fn != TrainerFn.FITTING:
             return
-        if isinstance(_lightning.layer_sync(self), TorchSyncBatchNorm) and self.root_device.type == "cpu":
-            raise ValueError(
-                "`sync_batchnorm=True` needs GPUs: torch's SyncBatchNorm does not compute on CPUs. Leave it out, or use"
-                " `accelerator='gpu'`."
-            )
+        self._check_batch_norm(module)
         module_hooks = ("configure_model", "setup", "configure_callbacks")
         if not any(is_overridden(hook, module) for hook in module_hooks) and not _has_callback_with_setup(trainer):
             check_has_trainable_parameters(module)
+
+    def _check_batch_norm(self, module: Module) -> None:
+        if isinstance(_lightning.layer_sync(self), TorchSyncBatchNorm):
+            check_can_be_synchronized(module, self.root_device)
 
     def around_stage(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
         """What the main process does around a stage in workers: nothing, here."""
@@ -306,8 +308,9 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
 
         Raises:
             DifferentModelsError: If another rank has another model.
-            ValueError: If a model to be trained has no parameter that needs a gradient, or if post-local SGD is
-                combined with an optimizer that distributes its own work.
+            ValueError: If a model to be trained has no parameter that needs a gradient, if batch normalisation is to be
+                synchronised between CPUs, or if post-local SGD is combined with an optimizer that distributes its own
+                work.
         """
         assert self.accelerator is not None
         assert self.model is not None
@@ -315,6 +318,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         self.accelerator.setup(trainer)
         layer_sync = _lightning.layer_sync(self)
         if is_fitting and layer_sync is not None:
+            self._check_batch_norm(self.model)
             self.model = layer_sync.apply(self.model)
         has_same_model = not is_fitting and self._all_have_module_as_sent()
         self.model = self.precision_plugin.convert_module(self.model)

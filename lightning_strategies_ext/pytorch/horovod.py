@@ -43,6 +43,7 @@ from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
+from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
@@ -209,7 +210,7 @@ class HorovodStrategy(ParallelStrategy):
         """Refuses, before processes start, a ``fit`` that cannot work.
 
         Raises:
-            ValueError: If layers are to be synchronised otherwise than batch normalisation on GPUs.
+            ValueError: If layers are to be synchronised other than batch normalisation, or this between CPUs.
         """
         layer_sync = _lightning.layer_sync(self)
         if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
@@ -217,11 +218,14 @@ class HorovodStrategy(ParallelStrategy):
                 f"`plugins=[{type(layer_sync).__name__}(...)]` syncs layers over torch.distributed, which is not there"
                 " under Horovod. For batch normalisation, `Trainer(sync_batchnorm=True)` does it on GPUs."
             )
-        if layer_sync is not None and self.root_device.type == "cpu":
-            raise ValueError(
-                "`sync_batchnorm=True` needs GPUs: Horovod's SyncBatchNorm does not compute on CPUs. Leave it out, or"
-                " use `accelerator='gpu'`."
-            )
+        module = self.lightning_module
+        if (
+            layer_sync is not None
+            and module is not None
+            and trainer is not None
+            and trainer.state.fn == TrainerFn.FITTING
+        ):
+            check_can_be_synchronized(module, self.root_device)
 
     @override
     def setup_environment(self) -> None:
@@ -262,6 +266,7 @@ class HorovodStrategy(ParallelStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         if is_fitting and _lightning.layer_sync(self) is not None:
+            check_can_be_synchronized(module, self.root_device)
             self._batch_norm = SynchronizedBatchNorm(module)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()

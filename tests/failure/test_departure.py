@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError
+from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError, peers
+from lightning_strategies_ext.failure import watch as watch_module
 from lightning_strategies_ext.failure.departure import Departure
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.watch import Watch
@@ -144,8 +145,10 @@ def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: P
     assert re.search(r"rank 1 on .* failed first.*\n.*is gone", result.stdout), result.stdout
 
 
-def linger_for(does: Callable[[Departure], None] | None) -> tuple[list[int], float] | None:
+def linger_for(does: Callable[[Departure], None] | None, num_hosts: int) -> tuple[list[int], float] | None:
     rank = int(os.environ["LOCAL_RANK"])
+    for module in (peers, watch_module) if num_hosts == 2 else ():
+        module.host_identity = lambda: f"host {rank}"  # each is alone on one
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
     watch = Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
     watch.begin_stage(None)
@@ -174,9 +177,14 @@ def raise_an_error(departure: Departure) -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "failed"), [(Departure.depart, []), (Departure.fail, [1]), (raise_an_error, [1]), (None, [1])]
+    ("does", "failed", "num_hosts"),
+    [
+        *((Departure.depart, [], 1), (Departure.fail, [1], 1), (raise_an_error, [1], 1), (None, [1], 1)),
+        *((Departure.depart, [], 2), (raise_an_error, [1], 2)),
+    ],
 )
-def test_the_first_rank_waits_at_its_end_for_the_others_to_leave_fail_or_end(does, failed):
-    (lingered_for, seconds), _ = run_ranks(linger_for, does)
+def test_the_first_rank_waits_at_its_end_for_the_others_to_leave_fail_or_end(does, failed, num_hosts):
+    """Also if it comes there before it has heard anything of another host."""
+    (lingered_for, seconds), _ = run_ranks(linger_for, does, num_hosts)
     assert lingered_for == failed
     assert seconds >= 1.0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_strategies_ext.failure import hosts
 from lightning_strategies_ext.failure.ballots import Ballot, Decision
 from lightning_strategies_ext.failure.hosts import Hosts
-from lightning_strategies_ext.failure.lines import ROOM_NUM_BYTES, Lines
+from lightning_strategies_ext.failure.lines import LOST_S, ROOM_NUM_BYTES, Lines
 from lightning_strategies_ext.failure.signs import Failure, Sign
 from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer
@@ -82,6 +82,17 @@ def test_the_first_rank_hears_all_and_others_hear_that_one(ranks):
 def test_of_who_never_says_a_word_it_is_known_that_there_is_one(ranks):
     ranks.look_until(lambda: ranks[0].signs == {rank: Sign(rank) for rank in (2, 3, 4)}, {}, 2, 3, 4)
     assert ranks[2].signs == {0: Sign(0)}
+
+
+def test_who_has_had_no_time_to_say_a_word_is_expected_to_for_a_while(ranks, monkeypatch):
+    assert [one.unheard() for one in ranks.by_rank.values()] == [{2, 3, 4}, set(), set(), set(), set()]
+    with monkeypatch.context() as later:
+        clock = Clock()
+        later.setattr(hosts, "time", clock)
+        clock.ahead_s += 2 * LOST_S
+        assert ranks[0].unheard() == set()
+    ranks.look_until(lambda: not ranks[0].unheard())
+    assert ranks[0].signs.keys() == {2, 3, 4}
 
 
 @pytest.mark.parametrize("knows", [0, 2])

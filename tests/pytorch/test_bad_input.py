@@ -12,14 +12,15 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from lightning_strategies_ext import ShmOptions
+from lightning_strategies_ext import ShmOptions, WorkerRaisedError
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.torch_distributed import process_group
-from tests.support.models import MLP, loader, make_trainer
+from tests.support.models import MLP, WithBatchNorm, loader, make_trainer
 from tests.support.ranks import free_port, run_ranks
 
 CPU, NO_GPU = torch.device("cpu"), torch.device("cuda", torch.cuda.device_count())
@@ -278,8 +279,24 @@ def test_starting_workers_in_each_process_that_torchrun_has_started_is_refused()
 
 def test_synchronised_batch_norm_on_cpus_is_refused_before_a_worker_starts() -> None:
     with pytest.raises(ValueError, match="`sync_batchnorm=True` needs GPUs") as caught:
-        make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(MLP(), loader())
+        make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(WithBatchNorm(), loader())
     assert "Leave it out, or use `accelerator='gpu'`" in str(caught.value)
+
+
+class WithBatchNormOfAHook(MLP):
+    def configure_model(self):
+        self.norm = nn.BatchNorm1d(3)
+
+
+def test_so_is_that_of_a_layer_that_a_hook_makes() -> None:
+    with pytest.raises(WorkerRaisedError, match="`sync_batchnorm=True` needs GPUs"):
+        make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(WithBatchNormOfAHook(), loader())
+
+
+def test_where_there_is_nothing_to_synchronise_the_argument_does_no_harm() -> None:
+    trainer = make_trainer("ddp_fork_ext", sync_batchnorm=True, max_epochs=1)
+    trainer.fit(MLP(), loader())
+    assert trainer.state.finished
 
 
 # --- post-local SGD with an optimizer that distributes its own work ---

@@ -16,7 +16,7 @@ from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod_build import installed
 from tests.support.horovod_ranks import run_horovod
 from tests.support.horovod_training import assert_close
-from tests.support.models import MLP, WithBatchNorm, dataset, loader, make_trainer, state_of
+from tests.support.models import WithBatchNorm, dataset, loader, make_trainer, state_of
 
 
 class Streamed(IterableDataset):
@@ -124,7 +124,7 @@ def test_adasum_is_refused_under_fabric_and_batchnorm_on_cpus():
     with pytest.raises(ValueError, match="`op='adasum'` combines what optimizers do"):
         FabricHorovodStrategy(op="adasum")
     with pytest.raises(ValueError, match="`sync_batchnorm=True` needs GPUs"):
-        make_trainer("horovod_ext", sync_batchnorm=True).fit(MLP(), loader())
+        make_trainer("horovod_ext", sync_batchnorm=True).fit(WithBatchNorm(), loader())
 
 
 def test_horovods_batch_normalisation_takes_the_place_of_torchs_and_leaves_it_again():
