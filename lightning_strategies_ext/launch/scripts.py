@@ -88,6 +88,8 @@ def _wait_for_all() -> None:
         if watch is not None and failure_known() is None:
             watch.announce_end()
         if failure_known() is not None:
+            if watch is not None:
+                watch.leave_stage()  # under Fabric its last one is not over before: the others need nothing more of it
             deadline = min(deadline, time.monotonic() + GRACE_S + MARGIN_S)
         elif time.monotonic() > say_at:
             ranks = [str(rank) for rank, process in enumerate(_started, 1) if process.poll() is None]

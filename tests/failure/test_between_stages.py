@@ -1,6 +1,6 @@
 """A script that ends on one rank between two stages: the others, who wait in the next one, end too, and say why.
 
-Or in the last hook of a stage, when the others have gone on.
+Or in the last hook of a stage, when the others have gone on; or after the last collective, when one is at its end.
 """
 
 import re
@@ -73,3 +73,28 @@ def test_they_do_not_wait_for_the_end_of_the_process(tmp_path: Path, rank: int):
     assert re.search(f"rank {rank} on .* failed first, .*:\n(.*\n)+ValueError: no plot", before), result.stdout
     assert re.search(f"[Rr]ank {1 - rank} ended because rank {rank} failed", before), result.stdout
     assert "gone" in result.stdout
+
+
+LATE_SCRIPT = """
+import time
+
+import torch
+from lightning.fabric import Fabric
+
+fabric = Fabric(strategy="ddp_ext", accelerator="cpu", devices=2)
+fabric.launch()
+fabric.barrier()
+if fabric.global_rank == 1:
+    time.sleep(0.5)
+    raise ValueError("no plot")
+"""
+
+
+def test_under_fabric_the_first_rank_waits_at_its_end_for_one_that_fails_later_and_says_why(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(LATE_SCRIPT)
+    result = run_warm(script, cwd=tmp_path)
+    assert result.returncode == 1, result.stdout
+    block = r"rank 1 on .* failed first, .*:\n(.*\n)*.*script.py:\d+ in <module>\nValueError: no plot"
+    assert re.search(block, result.stdout), result.stdout
+    assert "did not end by itself" not in result.stdout
