@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from ipaddress import ip_address
@@ -61,11 +62,35 @@ class Peer:
         except psutil.NoSuchProcess:
             return False
 
-    def kill(self) -> None:
-        """Kills the process, if it is alive; only on its own host."""
+    def kill(self, spared: Collection[int] = ()) -> None:
+        """Kills the process, if it is alive, and what it has forked; only on its own host.
+
+        Args:
+            spared: Processes that are none of its loaders' workers, whoever has started them: ranks.
+        """
         if self.is_running():
-            with suppress(psutil.NoSuchProcess):
-                psutil.Process(self.pid).kill()
+            kill_with_forked(self.pid, spared)
+
+
+def kill_with_forked(pid: int, spared: Collection[int] = ()) -> None:
+    """Kills a process, and those that it has forked: a loader's workers notice that it is gone after five seconds only.
+
+    Other programs that it has started, such as a logger's, may have something to do yet.
+
+    Args:
+        pid: Of the process.
+        spared: Processes that are left alone in any case.
+    """
+    forked: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with suppress(psutil.Error):
+            forked = [child for child in process.children() if child.cmdline() == process.cmdline()]
+        process.kill()
+    for child in forked:
+        with suppress(psutil.Error):
+            if child.pid not in spared:
+                child.kill()
 
 
 def meet_peers(store: KeyValueStore, rank: int, world_size: int) -> dict[int, Peer]:

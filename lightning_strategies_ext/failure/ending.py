@@ -38,6 +38,7 @@ def end_within(seconds: float) -> None:
 
     A library may wait at its end for what never comes, and hold Python's lock: the clock is one of C's.
     """
+    _end_loaders()
     faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 
@@ -61,9 +62,20 @@ def fail_at_exit() -> None:
 @atexit.register  # early, and so it is called late
 def _fail_if_asked_to() -> None:
     if _must_fail:
+        _end_loaders()
         logging.shutdown()
         _flush()
         os._exit(1)
+
+
+def _end_loaders() -> None:
+    """Ends the workers of loaders as Python does at its end, to which this process may not come.
+
+    Each takes it for success when its parent asks for it, and torch raises nothing here.
+    """
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.terminate()
 
 
 def _flush() -> None:

@@ -106,6 +106,7 @@ class Watch:
         )
         host = host_identity()
         self._here = {peer.rank: peer for peer in self._peers.values() if peer.host == host}
+        self._pids_here = [peer.pid for peer in self._here.values()]
         board = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", store)
         self._own = HostSigns(board, rank, self._here, progress, lambda: "between two stages")
         self._waiting = Waiting()
@@ -489,12 +490,12 @@ class Watch:
             peer = self._here.get(rank)
             is_silent = self._silence.seconds.get(rank, 0) >= SILENT_S
             if rank != self._rank and peer is not None and is_silent:
-                peer.kill()
+                peer.kill(self._pids_here)
 
     def _kill(self, peers: Sequence[Peer]) -> None:
         for peer in peers:
             report.say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end: it is killed.")
-            peer.kill()
+            peer.kill(self._pids_here)
 
     def _wait_for_others(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

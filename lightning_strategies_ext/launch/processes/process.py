@@ -24,6 +24,7 @@ from lightning_strategies_ext.launch.protocol import Order, Ping, Start
 from lightning_strategies_ext.launch.transport.channel import Channel, Packed
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
+from lightning_strategies_ext.peers import kill_with_forked
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -201,8 +202,9 @@ class WorkerProcess:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """Kills the process, if it runs. The workers of its dataloaders notice within five seconds and end."""
-        self.signal(signal.SIGKILL)
+        """Kills the process, if it runs, and the workers of its loaders."""
+        if self.is_alive():
+            kill_with_forked(self.pid)
         self.wait(END_S)
 
     def close(self) -> None:
