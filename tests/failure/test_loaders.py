@@ -1,4 +1,4 @@
-"""Workers of loaders end with the ranks whose they are, however these end: by themselves they look each five seconds."""
+"""Workers of loaders end with their ranks, however these end: by themselves they look each five seconds only."""
 
 import multiprocessing
 import subprocess
