@@ -1,6 +1,7 @@
 """A rank that fails before the ranks have met: nobody is left that waits for it."""
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def test_a_script_that_catches_the_failure_goes_on_without_the_others(tmp_path):
             kill_tree(pid)
     assert left == []
     assert process.returncode == 0, output
-    assert "goes on after DistNetworkError" in output
+    assert re.search("goes on after (DistNetworkError|RuntimeError)", output), output  # the latter before torch 2.7
     assert "before the ranks had met" not in output
 
 

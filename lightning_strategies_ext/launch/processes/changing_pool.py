@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
@@ -326,8 +327,11 @@ def _store_at(address: str) -> dist.TCPStore:
     """A key-value store of this process, which listens at one address of its host only: torch's own would at all."""
     listening = socket.create_server((address, 0))
     port = listening.getsockname()[1]
-    fd = listening.detach()  # the store closes it
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+    fd = listening.detach()  # the store closes it; the one by libuv, which is torch's usual one, takes none before 2.7
+    can_listen = torch.__version__ >= "2.8"
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=can_listen
+    )
 
 
 def _with_reason(death: WorkerDiedError, reason: str) -> WorkerDiedError:
