@@ -56,6 +56,9 @@ STOPPED_S = 3.0
 ELSEWHERE_S = 2.0
 #: How often ranks look while they agree on where to stop, in seconds.
 AGREEING_S = 0.05
+#: How long the first rank waits for others that have said where they are to watch, too, in seconds.
+MEETING_S = 5.0
+_MEETING_POLL_S = 0.002
 _POLL_S = 0.05
 _numbers = count()
 
@@ -124,6 +127,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext watch", daemon=True)
         self._thread.start()
         atexit.register(self._end)
+        self._wait_until_all_watch()
 
     @classmethod
     def of_process(cls, store: dist.Store, *args: Any) -> "Watch":
@@ -139,6 +143,14 @@ class Watch:
                 _of_process.close()
             _of_process = cls(store, *args)
         return _of_process
+
+    def _wait_until_all_watch(self) -> None:
+        """Lets the rank whose process may have the store go on when nobody needs that any more to meet the others."""
+        key = f"lightning_strategies_ext/watching/{self._number}"
+        num_watching, deadline = self.store.add(key, 1), time.monotonic() + MEETING_S
+        while self._rank == min(self._peers) and num_watching < len(self._peers) and time.monotonic() < deadline:
+            time.sleep(_MEETING_POLL_S)
+            num_watching = self.store.add(key, 0)
 
     # --- what the rank says ---
 

@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import time
 
 import pytest
 import torch.distributed as dist
@@ -29,6 +30,33 @@ def fail_and_end_at_once() -> list[str]:
     failure = own.reason(60.0)
     own.close()
     return [] if failure is None else [failure.headline]
+
+
+def begin_to_watch(meeting_s: float) -> bool:
+    rank = int(os.environ["LOCAL_RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+
+    class Slow(watch.Deaths):
+        def __init__(self, *args):
+            time.sleep(1.0)
+            store.set("nearly", "")
+            super().__init__(*args)
+
+    if rank == 1:
+        watch.Deaths = Slow
+    watch.MEETING_S = meeting_s
+    Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
+    is_there = store.check(["nearly"])
+    if rank == 1:
+        store.set("1 is done", "")
+    else:
+        store.wait(["1 is done"])  # the store ends with this process
+    return is_there
+
+
+@pytest.mark.parametrize(("meeting_s", "is_there"), [(60.0, True), (0.1, False)])
+def test_the_first_rank_goes_on_when_the_others_need_its_store_no_more_to_meet_or_after_a_while(meeting_s, is_there):
+    assert run_ranks(begin_to_watch, meeting_s) == [is_there, True]
 
 
 def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -> bool | None:
