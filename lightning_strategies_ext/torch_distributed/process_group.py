@@ -8,6 +8,7 @@ import atexit
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -298,24 +299,29 @@ def leave(group: Any) -> None:
 
 
 def _destroy(group: Any) -> None:
-    held = _backends_held()
+    _let_backends_outlive(group)
     dist.destroy_process_group(group)
-    held.clear()
 
 
-def _backends_held() -> list[Any]:
-    """References to the backends of all groups, so that none ends with its group.
+def _let_backends_outlive(group: Any) -> None:
+    """Keeps the backend of a group, or of all if it is None, until nobody has that any more, so that it ends after it.
 
     Before torch 2.8 (seen in 2.5.1 and 2.7.1) a group that ends holds Python's lock while its gloo waits for a thread,
     and the thread may wait for that lock, to let go of the tensors of its last collective. A gloo that ends by itself
     does not hold the lock.
     """
     if torch.__version__ >= "2.8":
-        return []
+        return
     from torch.distributed.distributed_c10d import _world
 
     cpu = torch.device("cpu")
-    return [group._get_backend(cpu) for group in _world.pg_map if cpu in group._device_types]
+    for each in _world.pg_map if group is None else [group]:
+        if cpu in each._device_types:
+            weakref.finalize(each, _let_go, each._get_backend(cpu)).atexit = False
+
+
+def _let_go(backend: Any) -> None:
+    """Called with what was kept until then."""
 
 
 def default_store() -> dist.Store:

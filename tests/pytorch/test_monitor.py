@@ -218,9 +218,9 @@ def test_the_slowest_rank_is_named_with_what_it_is_slow_in(tmp_path: Path) -> No
         times, advice, shown, metrics, took_ms = first[name]
         assert advice.startswith(f"Rank {slow} is the limit: the others wait for it for "), advice
         assert f"in {where}" in advice
-        # A sleep is never shorter than that, and on a busy machine all else may be longer, but no part than the whole.
-        assert times[1 - slow].waiting_ms - times[slow].waiting_ms >= 0.7e3 * SLOW_S
-        assert times[slow].phase_ms(name) - times[1 - slow].phase_ms(name) >= 0.7e3 * SLOW_S
+        # On a busy machine all but the sleep may take longer, but no part longer than the whole.
+        assert times[1 - slow].waiting_ms - times[slow].waiting_ms >= 0.25e3 * SLOW_S
+        assert times[slow].phase_ms(name) - times[1 - slow].phase_ms(name) >= 0.25e3 * SLOW_S
         for each in times:
             parts_ms = sum(each.phase_ms(phase) for phase in PHASES) + each.waiting_ms + each.transfer_ms
             assert parts_ms == pytest.approx(each.step_ms)
