@@ -56,9 +56,13 @@ class Report:
     said: list[str]
 
 
+#: A line of a table, behind the rank that horovodrun may put before it.
+_ROW = re.compile(r"(\[\d+\]<\w+>:)?\s*[│┃|]")
+
+
 def table(output: str) -> list[list[str]]:
-    """The rows of a table that rich printed."""
-    rows = [re.split("[│┃|]", line) for line in output.splitlines()]
+    """The rows of a table that rich printed; bars of progress are none."""
+    rows = [re.split("[│┃|]", line) for line in output.splitlines() if _ROW.match(line)]
     return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
 
 
