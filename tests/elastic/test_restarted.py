@@ -57,7 +57,8 @@ def test_two_at_once_with_accumulation_and_a_policy():
         policy={"KeepGlobalBatch": {}},
     )
     check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
-    assert run.worlds == [(3, 0), (3, 30)]
+    # On a busy machine torchrun may end one of the two before it comes to its step, which it does in the next world.
+    assert run.worlds in ([(3, 0), (3, 30)], [(3, 0), (3, 30), (3, 30)])
 
 
 def test_one_is_killed_during_a_commit_in_manual_optimization_and_again_before_it_has_joined():
