@@ -132,6 +132,9 @@ class Net(pl.LightningModule):
         batch = 0 if progress.is_last_batch else progress.current.completed
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
         self.write(world=self.trainer.world_size, epoch=epoch, batch=batch, step=self.trainer.global_step)
+        if self.trainer.accumulate_grad_batches > 1:
+            # Its first batch waits for no other rank, and could be said before rank 0 has said that the world begins.
+            self.trainer.strategy.barrier()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.pause(self.pause_s)
