@@ -27,6 +27,55 @@ def count_ranks(hosts: tuple[str, ...]) -> int:
     return sum(int(host.partition(":")[2] or 1) for host in hosts)
 
 
+def variables_of_rank(
+    host: int, local_rank: int, num_hosts: int, num_local_ranks: int, address: str, port: int
+) -> dict[str, str]:
+    """What ``horovodrun --gloo`` would give to a rank, of hosts with as many ranks each.
+
+    Args:
+        host: Its number.
+        local_rank: Of the rank.
+        num_hosts: Hosts.
+        num_local_ranks: Ranks per host.
+        address: Of the first host, where :data:`RENDEZVOUS` runs.
+        port: Where that listens.
+    """
+    numbers = {
+        "RANK": host * num_local_ranks + local_rank,
+        "SIZE": num_hosts * num_local_ranks,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_SIZE": num_local_ranks,
+        "CROSS_RANK": host,
+        "CROSS_SIZE": num_hosts,
+    }
+    names = {
+        "HOSTNAME": f"host{host}",
+        "GLOO_RENDEZVOUS_ADDR": address,
+        "GLOO_RENDEZVOUS_PORT": port,
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+        "GLOO_IFACE": "eth0",
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in {**numbers, **names}.items()}
+
+
+#: Where ranks of Horovod meet, as a program with arguments: hosts, and ranks per host. It says its port, and ends with
+#: its input.
+RENDEZVOUS = """
+import sys
+
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.http.http_server import RendezvousServer
+
+num_hosts, num_local_ranks = map(int, sys.argv[1:])
+server = RendezvousServer()
+print(server.start(), flush=True)
+hosts = ",".join(f"host{host}:{num_local_ranks}" for host in range(num_hosts))
+server.init(get_host_assignments(parse_hosts(hosts), num_hosts * num_local_ranks))
+sys.stdin.read()
+"""
+
+
 def elastic_horovodrun(directory: Path, hosts: tuple[str, ...], min_ranks: int, *arguments: str) -> list[str]:
     """The command, up to the script, that starts a rank on each host which the file ``hosts`` in a directory names."""
     discovery = directory / "discover.sh"

@@ -15,7 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import namespaces
-from benchmarks.hosts_rank import CONTENDERS, Job
+from benchmarks.horovod_launch import RENDEZVOUS
+from benchmarks.hosts_rank import CONTENDERS, HOROVOD, Job
 from benchmarks.report import (
     DEFAULT_OUTPUT,
     Panel,
@@ -41,7 +43,7 @@ STOCK = "ddp"
 _FIRST_PORT = 29600
 #: At 1 Gbit/s on two hosts: ranks per host, contender, times stock's speed. From the issue that asked for them.
 GOALS = (
-    (2, "ddp_ext over shm", 1.8),
+    (2, "ddp_ext", 1.8),
     (1, "bf16", 1.7),
     (1, "powersgd", 4.0),
     (1, "localsgd", 6.0),
@@ -92,10 +94,24 @@ def measure(job: Job, rate: float, rounds: int, timeout_s: float) -> Measured:
             for index in range(rounds):
                 order = rotated(job.contenders, index)
                 ports = _FIRST_PORT + index * len(order)
-                found = run_round(replace(job, contenders=order, directory=directory, port=ports), hosts, timeout_s)
+                with rendezvous_of_horovod(job, hosts[0]) as horovod_port:
+                    here = {"directory": directory, "port": ports, "horovod_port": horovod_port}
+                    found = run_round(replace(job, contenders=order, **here), hosts, timeout_s)
                 for name, one in found.items():
                     measured[name].append(one)
     return measured
+
+
+@contextmanager
+def rendezvous_of_horovod(job: Job, host: namespaces.Host) -> Iterator[int]:
+    """Where its ranks meet, if they do, until the block ends; gives the port, on that host."""
+    if HOROVOD not in job.contenders:
+        yield 0
+        return
+    command = [*host.enter(), sys.executable, "-c", RENDEZVOUS, str(job.num_hosts), str(job.num_ranks)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        yield int(server.stdout.readline())
 
 
 def label_of(job: Job, rate: float) -> str:
@@ -145,7 +161,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1000], help="megabits per second; 0 for no limit")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="per host")
-    parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--steps", type=int, default=32, help="that are timed; whole periods of local SGD, which are 32 steps"

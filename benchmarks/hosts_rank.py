@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.utils.data import DataLoader, Dataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.contenders import silence_lightning
+from benchmarks.horovod_launch import variables_of_rank
 from examples.transformer import Transformer, documentation
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.torch_distributed import process_group
@@ -30,20 +32,34 @@ SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 BY_TRIAL = "ddp_ext, buckets by trial"
-#: Name → what makes the strategy, anew for each training. torch's PowerSGD hook is not among them: with several buckets
-#: its ranks begin collectives in different orders, and gloo ends the process.
-CONTENDERS: dict[str, Callable[[], Any]] = {
+HOROVOD = "horovod_ext"
+#: Name → what makes the Trainer's strategy, anew for each training.
+STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
     "ddp_ext": DDPStrategy,
     BY_TRIAL: partial(DDPStrategy, bucket_cap_mb="auto"),
-    "ddp_ext over shm": partial(DDPStrategy, process_group_backend="shm"),
-    "bf16 hook of torch": lambda: DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook),
+    "ddp_ext over gloo": partial(DDPStrategy, process_group_backend="gloo"),
     "bf16": partial(DDPStrategy, compression="bf16"),
     "powersgd": partial(DDPStrategy, compression="powersgd"),
     "topk": partial(DDPStrategy, compression="topk"),
     "localsgd": partial(DDPStrategy, compression="localsgd"),
     "diloco": partial(DDPStrategy, compression="diloco"),
+    HOROVOD: lambda: HOROVOD,
 }
+
+
+def bf16_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """torch's, by a name that it does not refuse on CPUs."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+#: Name → hook of torch's DDP in a loop without Lightning. torch's PowerSGD hook is not among them: with several buckets
+#: its ranks begin collectives in different orders, and gloo ends the process.
+BY_HAND: dict[str, Callable[..., Any] | None] = {
+    "torch's DDP": None,
+    "torch's DDP, bf16 hook": bf16_hook,
+}
+CONTENDERS = (*STRATEGIES, *BY_HAND)
 
 
 @dataclass(frozen=True)
@@ -61,6 +77,7 @@ class Job:
         batch_size: Windows per rank and step.
         port: First of those at which groups are made, one per contender.
         directory: For the ranks' results.
+        horovod_port: Where ranks of Horovod meet, on the first host.
     """
 
     contenders: list[str]
@@ -73,6 +90,17 @@ class Job:
     batch_size: int
     port: int
     directory: str
+    horovod_port: int = 0
+
+    @property
+    def num_all_ranks(self) -> int:
+        """Of all hosts."""
+        return self.num_hosts * self.num_ranks
+
+    @property
+    def rank(self) -> int:
+        """That of this process."""
+        return int(os.environ["NODE_RANK"]) * self.num_ranks + int(os.environ["LOCAL_RANK"])
 
 
 @dataclass
@@ -126,24 +154,75 @@ class Learner(Transformer):
         return torch.optim.AdamW(self.parameters(), self.lr, fused=True)
 
 
-class Clock(Callback):
+class Clock:
     """Times the steps after the first ones, and counts what leaves the host meanwhile.
 
     Args:
+        job: What is done.
         num_warmup_steps: How many are the first ones.
+
+    Attributes:
+        num_steps: All of them.
     """
 
-    def __init__(self, num_warmup_steps: int) -> None:
+    def __init__(self, job: Job, num_warmup_steps: int) -> None:
+        self._job = job
         self._num_warmup_steps = num_warmup_steps
+        self.num_steps = num_warmup_steps + job.num_steps
+
+    def tick(self, num_done: int) -> None:
+        """Says how many steps are done. It begins, and ends, when models are the same again, if they are not always."""
+        if num_done in (self._num_warmup_steps, self.num_steps):
+            now = time.perf_counter(), int(SENT_BYTES.read_text())
+            if num_done == self._num_warmup_steps:
+                self._begin = now
+            else:
+                self._end = now
+
+    def seen(self, bits_of_steps: Sequence[Tensor], mean_over_ranks: Callable[[Tensor], Tensor]) -> Seen:
+        """What was seen, when all is done."""
+        (began, sent_before), (ended, sent) = self._begin, self._end
+        return Seen(
+            1000 * (ended - began) / self._job.num_steps,
+            (sent - sent_before) / 1e6 / self._job.num_steps,
+            mean_over_ranks(torch.stack([*bits_of_steps]).to(torch.float64)).tolist(),
+        )
+
+
+class Ticks(Callback):
+    """Tells a clock how many steps the Trainer has done."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Begins, and ends, when models are the same again, if they are not always."""
-        if trainer.global_step in (self._num_warmup_steps, trainer.max_steps):
-            now = time.perf_counter(), int(SENT_BYTES.read_text())
-            if trainer.global_step == self._num_warmup_steps:
-                self.begin = now
-            else:
-                self.end = now
+        """Tells it."""
+        self._clock.tick(trainer.global_step)
+
+
+class Bits(nn.Module):
+    """What torch's DDP wraps: bits per byte of a batch."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__()
+        self.learner = learner
+
+    def forward(self, windows: Tensor) -> Tensor:
+        """Of a batch of windows of whole numbers, a scalar."""
+        return self.learner.bits(windows)
+
+
+def make_learner(job: Job) -> Learner:
+    """The same on all ranks, and for all contenders."""
+    pl.seed_everything(1, verbose=False)
+    learner = Learner(job.context, job.width, job.num_layers, lr=1e-3)
+    learner.bits_of_steps = []
+    return learner
+
+
+def windows_for(job: Job, num_steps: int) -> Windows:
+    """As many as all ranks take in so many steps."""
+    return Windows(job.context, num_steps * job.num_all_ranks * job.batch_size)
 
 
 def num_warmup_steps(name: str, model: Learner) -> int:
@@ -155,36 +234,65 @@ def num_warmup_steps(name: str, model: Learner) -> int:
 
 
 def train(job: Job, name: str) -> Seen:
-    """Trains with one contender."""
-    pl.seed_everything(1, verbose=False)
-    model = Learner(job.context, job.width, job.num_layers, lr=1e-3)
-    model.bits_of_steps = []
-    num_untimed = num_warmup_steps(name, model)
-    clock, max_steps = Clock(num_untimed), num_untimed + job.num_steps
+    """Trains with a strategy."""
+    model = make_learner(job)
+    clock = Clock(job, num_warmup_steps(name, model))
     trainer = pl.Trainer(
-        strategy=CONTENDERS[name](),
+        strategy=STRATEGIES[name](),
         accelerator="cpu",
         devices=job.num_ranks,
         num_nodes=job.num_hosts,
-        max_steps=max_steps,
-        callbacks=[clock],
+        max_steps=clock.num_steps,
+        callbacks=[Ticks(clock)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    size = job.num_hosts * job.num_ranks
-    trainer.fit(
-        model, DataLoader(Windows(job.context, max_steps * size * job.batch_size), job.batch_size, shuffle=True)
-    )
-    (began, sent_before), (ended, sent) = clock.begin, clock.end
-    bits = torch.stack(model.bits_of_steps).to(torch.float64)
-    dist.all_reduce(bits)
-    return Seen(
-        1000 * (ended - began) / job.num_steps,
-        (sent - sent_before) / 1e6 / job.num_steps,
-        (bits / size).tolist(),
-    )
+    trainer.fit(model, DataLoader(windows_for(job, clock.num_steps), job.batch_size, shuffle=True))
+    return clock.seen(model.bits_of_steps, partial(trainer.strategy.reduce, reduce_op="mean"))
+
+
+def train_by_hand(job: Job, name: str) -> Seen:
+    """Trains with torch's DDP in a loop."""
+    dist.init_process_group("gloo", rank=job.rank, world_size=job.num_all_ranks)
+    learner = make_learner(job)
+    clock = Clock(job, NUM_WARMUP_STEPS)
+    model = DistributedDataParallel(Bits(learner))
+    if BY_HAND[name] is not None:
+        model.register_comm_hook(None, BY_HAND[name])
+    optimizer = learner.configure_optimizers()
+    windows = windows_for(job, clock.num_steps)
+    loader = DataLoader(windows, job.batch_size, sampler=DistributedSampler(windows, seed=1))
+    for step, (batch,) in enumerate(loader):
+        bits = model(batch)
+        learner.bits_of_steps.append(bits.detach())
+        optimizer.zero_grad()
+        bits.backward()
+        optimizer.step()
+        clock.tick(step + 1)
+
+    def mean_over_ranks(values: Tensor) -> Tensor:
+        dist.all_reduce(values)
+        return values / job.num_all_ranks
+
+    return clock.seen(learner.bits_of_steps, mean_over_ranks)
+
+
+def train_by_horovod(job: Job) -> Seen:
+    """Trains with Horovod, which finds what it would have from ``horovodrun`` while it does."""
+    import horovod.torch as hvd
+
+    place = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
+    variables = variables_of_rank(*place, job.num_hosts, job.num_ranks, os.environ["MASTER_ADDR"], job.horovod_port)
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        return train(job, HOROVOD)
+    finally:
+        hvd.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def main() -> None:
@@ -195,10 +303,13 @@ def main() -> None:
     seen = {}
     for index, name in enumerate(job.contenders):
         os.environ["MASTER_PORT"] = str(job.port + index)
-        seen[name] = asdict(train(job, name))
+        if name == HOROVOD:
+            one = train_by_horovod(job)
+        else:
+            one = train(job, name) if name in STRATEGIES else train_by_hand(job, name)
+        seen[name] = asdict(one)
         process_group.stop()
-    rank = int(os.environ["NODE_RANK"]) * job.num_ranks + int(os.environ["LOCAL_RANK"])
-    Path(job.directory, f"{rank}.json").write_text(json.dumps(seen))
+    Path(job.directory, f"{job.rank}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
             self.root_device,
             self._timeout,
             self._process_group_options,
-            self.num_processes,
+            self.num_nodes,
         )
         store = process_group.default_store() if self.world_size > 1 else None
         self._end_together(self.global_rank, self.world_size, store, disconnect, DefaultGroupProgress())

@@ -93,8 +93,8 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
         ddp_comm_wrapper: Takes the hook and returns one, e.g. torch's ``fp16_compress_wrapper``.
         model_averaging_period: With post-local SGD: optimizer steps between two averagings of the models.
-        process_group_backend: torch.distributed backend, by device if None: NCCL on GPUs; on CPUs shm if all ranks are
-            on one host, else gloo.
+        process_group_backend: torch.distributed backend, by device if None: NCCL on GPUs; on CPUs shm where a host has
+            several ranks, else gloo.
         timeout: Of the rendezvous and of every collective.
         process_group_options: What the backend takes beside, such as ``ShmOptions(segment_num_bytes=...)``.
         start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
@@ -293,7 +293,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
             self.root_device,
             self._timeout,
             self._process_group_options,
-            self.num_processes,
+            self.num_nodes,
         )
         store = process_group.default_store() if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)

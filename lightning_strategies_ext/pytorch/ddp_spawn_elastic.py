@@ -189,7 +189,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             )
         self._world_store = dist.PrefixStore(f"world/{place.number}", self._store)
         backend = self._named_backend or process_group.default_backend(
-            self.root_device, is_one_host=place.size > 1 and _num_hosts_of(members) == 1
+            self.root_device, place.size, _num_hosts_of(members)
         )
         process_group.join(
             backend,

@@ -139,14 +139,15 @@ def check_options(options: Any, backend: str | None) -> None:
         )
 
 
-def default_backend(device: torch.device, is_one_host: bool) -> str:
-    """The backend for a device type: shm for the CPU ranks of one host, else what torch prefers.
+def default_backend(device: torch.device, world_size: int, num_hosts: int) -> str:
+    """The backend for a device type: shm for CPU ranks of which a host has several, else what torch prefers.
 
     Args:
         device: Of this rank.
-        is_one_host: Whether all ranks are on this host, and there are several.
+        world_size: Number of ranks.
+        num_hosts: Number of hosts that they are on.
     """
-    if device.type == "cpu" and is_one_host and shm.is_available():
+    if device.type == "cpu" and num_hosts < world_size and shm.is_available():
         return shm.NAME
     return dist.Backend.default_device_backend_map.get(device.type, "gloo")
 
@@ -157,7 +158,7 @@ def start(
     device: torch.device,
     timeout: timedelta | None,
     options: Any = None,
-    num_processes: int = 1,
+    num_hosts: int = 1,
 ) -> str:
     """Joins the default process group; returns when all ranks have joined.
 
@@ -169,7 +170,7 @@ def start(
         device: Device of this rank.
         timeout: For the rendezvous and for every collective. None leaves torch's default.
         options: What the backend takes beside.
-        num_processes: Ranks on this host, for the default.
+        num_hosts: Number of hosts that the ranks are on, for the default.
 
     Returns:
         The backend.
@@ -179,7 +180,7 @@ def start(
         ValueError: If the options are those of another backend.
     """
     rank, world_size = environment.global_rank(), environment.world_size()
-    backend = backend or default_backend(device, is_one_host=1 < world_size == num_processes)
+    backend = backend or default_backend(device, world_size, num_hosts)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise RuntimeError(

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_strategies_ext import DDPStrategy, ShmOptions
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.registry import STRATEGIES
+from lightning_strategies_ext.torch_distributed import process_group
 from tests.support.models import (
     MLP,
     WithBatchNorm,
@@ -188,6 +189,14 @@ def test_cpu_ranks_of_one_host_share_memory_by_default_and_options_reach_it(make
     outcomes = outcomes_of_ranks(take_too_much_memory, make_strategy)
     assert [outcome.value for outcome in outcomes] == [("shm", 6.0)] * 2
     assert "the process group talks over gloo, since rank 0 finds no room" in outcomes[0].output
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_hosts", "backend"), [(1, 1, "gloo"), (2, 2, "gloo"), (3, 2, "shm"), (4, 2, "shm")]
+)
+def test_cpu_ranks_that_share_hosts_share_memory_there_by_default(world_size: int, num_hosts: int, backend: str):
+    assert process_group.default_backend(torch.device("cpu"), world_size, num_hosts) == backend
+    assert process_group.default_backend(torch.device("cuda"), world_size, num_hosts) == "nccl"
 
 
 def test_process_group_backend_is_used():

@@ -15,12 +15,13 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
-from tests.support import elastic_runs
+from tests.support import elastic_runs, models
 from tests.support.hosts import ONE_THREAD, Host, NoHostsError, run, two_hosts
-from tests.support.models import assert_same_bits
 from tests.support.ranks import REPOSITORY, kill_tree, run_warm
 
 DIGITS = REPOSITORY / "examples" / "digits.py"
@@ -80,6 +81,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.support import models
+
 dist.init_process_group("shm")
 gloo = dist.new_group(backend="gloo")
 rank = dist.get_rank()
@@ -123,6 +126,10 @@ dist.all_reduce(torch.ones(2**20))
 dist.barrier()
 Path(sys.argv[1], f"sent{rank}").write_text(str(int(counter.read_text()) - before))
 dist.destroy_process_group()
+
+_, model = models.fit("ddp_ext", devices=2, num_nodes=2)
+assert dist.get_backend() == "shm"
+torch.save(models.state_of(model), Path(sys.argv[1], f"weights{rank}"))
 """
 
 
@@ -219,7 +226,7 @@ def test_two_hosts_train_what_two_processes_on_one_host_train(start_job: StartJo
     assert run_warm(DIGITS, *epochs, "--dir", tmp_path / "one", env=ONE_THREAD).returncode == 0
     two, one = (torch.load(tmp_path / name / "digits.ckpt", weights_only=True) for name in ("two", "one"))
     assert two["global_step"] == one["global_step"] > 0
-    assert_same_bits(two["state_dict"], one["state_dict"])
+    models.assert_same_bits(two["state_dict"], one["state_dict"])
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -295,13 +302,22 @@ def test_a_sigterm_on_one_host_ends_both_before_the_same_step(start_job: StartJo
     assert steps[0] == steps[1] > 5
 
 
-def test_the_shm_process_group_reduces_inside_each_host_before_it_sends(start_job: StartJob, tmp_path: Path):
+def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_job: StartJob, tmp_path: Path):
     script = tmp_path / "exchange.py"
     script.write_text(EXCHANGE)
     job = start_job(script, tmp_path, ranks=2)
     assert job.exit_codes(timeout_s=90) == [0, 0], job.output()
     # One rank of each host sends 4 MiB. Four ranks in a ring, as gloo has them, would send 6 MiB over the cable.
     assert all(2**22 < sent < 1.2 * 2**22 for sent in numbers_in([tmp_path / f"sent{rank}" for rank in range(4)], job))
+    # And they train what one process does, by default.
+    pl.seed_everything(11, verbose=False)
+    model = models.MLP()
+    order = DistributedSampler(models.dataset(), num_replicas=1, rank=0, seed=11)
+    models.make_trainer("auto", devices=1).fit(model, models.loader(batch_size=16, sampler=order))
+    ranks = [torch.load(tmp_path / f"weights{rank}", weights_only=True) for rank in range(4)]
+    for weights in ranks:
+        models.assert_same_bits(weights, ranks[0])
+        torch.testing.assert_close(weights, models.state_of(model))
 
 
 @pytest.mark.timeout(300)
