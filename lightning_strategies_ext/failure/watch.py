@@ -30,8 +30,8 @@ from lightning_strategies_ext.failure.deaths import Deaths
 from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit
 from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
 from lightning_strategies_ext.failure.hosts import Hosts
-from lightning_strategies_ext.failure.lines import LOST_S
-from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, Silence, State, first_failure
+from lightning_strategies_ext.failure.sight import Sight
+from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, State, first_failure
 from lightning_strategies_ext.failure.termination import TerminationAgreement
 from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer, host_identity, meet_peers
@@ -48,12 +48,8 @@ SHORT_GRACE_S = 1.0
 END_S = 4.0
 #: How much longer others wait before they kill one whose own watch would have ended it, in seconds.
 MARGIN_S = 1.5
-#: One that has said nothing for so long, in seconds, is stopped, or held where it cannot end by itself.
-SILENT_S = 2.5
 #: One that did not look for so long, in seconds, was stopped.
 STOPPED_S = 3.0
-#: How much longer the first rank waits before it takes ranks of other hosts for stuck, in seconds.
-ELSEWHERE_S = 2.0
 #: How often ranks look while they agree on where to stop, in seconds.
 AGREEING_S = 0.05
 #: How long the first rank waits for others that have said where they are to watch, too, in seconds.
@@ -102,7 +98,6 @@ class Watch:
         self._agreement: TerminationAgreement | None = None
         self._wake = wake
         self._patience_s: float | None = None
-        self._exit_code_of = exit_code_of
         self._number = next(_numbers)
         self._peers = meet_peers(
             dist.PrefixStore(f"lightning_strategies_ext/peers/{self._number}", store), rank, world_size
@@ -115,7 +110,6 @@ class Watch:
         self._waiting = Waiting()
         is_alone = len(self._here) == len(self._peers)
         self._hosts = None if is_alone else Hosts(store, self._peers, rank, self._number, self._waiting)
-        self._silence = Silence()
         self.directory = os.getcwd()
         self._noticed_at: float | None = None
         self._woke_at: float | None = None
@@ -124,6 +118,7 @@ class Watch:
         self._pid = os.getpid()
         others = {rank: peer for rank, peer in self._here.items() if peer.pid != os.getpid()}
         self._deaths = Deaths(others, self._waiting)
+        self._sight = Sight(rank, self._peers, self._here, self._own, self._hosts, self._deaths, exit_code_of)
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext watch", daemon=True)
         self._thread.start()
         atexit.register(self._end)
@@ -210,7 +205,7 @@ class Watch:
     def departures(self) -> Departures | None:
         """Which ranks are known to have left the stage that this one is in."""
         with self._lock:
-            return _departures(self._signs(), self._own.stage)
+            return _departures(self._sight.signs(), self._own.stage)
 
     def who_stays(self) -> tuple[set[int], set[int]]:
         """Of the other ranks that this one can hear of, those that have not left the stage that it has left.
@@ -218,27 +213,11 @@ class Watch:
         Returns:
             Those that may still do so, and those that have failed in it, or whose processes have ended.
         """
-        staying: set[int] = set()
-        failed: set[int] = set()
         if self._closed.is_set() or self._own.departed is None:
-            return staying, failed
-        died = self.died()  # asked first: a rank may say that it has ended the stage, and then end
+            return set(), set()
+        died = self._sight.died()  # asked first: a rank may say that it has ended the stage, and then end
         with self._lock:
-            stage, signs = self._own.departed.stage, self._signs()
-            known = {*signs, *self._here}
-            if self._hosts is not None:
-                died |= self._hosts.gone()
-                known |= self._hosts.unheard()  # a stage may take less time than two looks
-        for rank in known - {self._rank}:
-            sign = signs.get(rank, Sign(rank))
-            departed = sign.departed
-            if departed is not None and departed.stage >= stage:
-                failed |= {rank} if departed.has_failed and departed.stage == stage else set()
-            elif sign.state in ("failed", "ended") or rank in died:
-                failed.add(rank)
-            elif sign.stage <= stage:
-                staying.add(rank)
-        return staying, failed
+            return self._sight.who_stays(self._own.departed.stage, died)
 
     def leave_stage(self) -> None:
         """Says that this rank is done with its stage."""
@@ -261,7 +240,7 @@ class Watch:
         """Says that this rank's script ends: others may have gone on to the next stage. Whether it tells the user."""
         is_speaker = self._is_speaker(failure)
         with self._lock:
-            self._own.stage = max([self._own.stage + 1, *(sign.stage for sign in self._signs().values())])
+            self._own.stage = max([self._own.stage + 1, *(sign.stage for sign in self._sight.signs().values())])
             self._say("failed")
         return is_speaker
 
@@ -271,9 +250,8 @@ class Watch:
     def announce_end(self) -> None:
         """Says that this rank's script has come to its end, if others wait in a stage that it will not come to."""
         with self._lock:
-            waiting = [
-                rank for rank, sign in self._signs().items() if sign.state == "running" and sign.stage > self._own.stage
-            ]
+            signs = self._sight.signs().items()
+            waiting = [rank for rank, sign in signs if sign.state == "running" and sign.stage > self._own.stage]
         if waiting and self._skip_to_next_stage():
             report.show_block(self._fail(lambda: detection.end_of_script(self._rank, waiting)))
 
@@ -298,7 +276,7 @@ class Watch:
 
     def died(self) -> set[int]:
         """The other ranks of this host whose processes have ended."""
-        return {rank for rank, peer in self._here.items() if rank != self._rank and not peer.is_running()}
+        return self._sight.died()
 
     def wake_this_rank(self) -> None:
         """Lets the collective fail that this rank is in, if its backend can; returns at once."""
@@ -318,7 +296,7 @@ class Watch:
         self._fail(lambda: report.failure_from_trace(trace, self._rank, self._own.where_now()))
         if not self._wait_for_others(ANNOUNCE_S):
             self._wake(self._unreconciled())
-            self._kill([peer for peer in self._unreconciled() if self._silence.seconds.get(peer.rank, 0) >= SILENT_S])
+            self._kill(self._sight.silent_here([peer.rank for peer in self._unreconciled()]))
             self._wait_for_others(GRACE_S + MARGIN_S)
         self._kill(self._unreconciled())
 
@@ -388,12 +366,11 @@ class Watch:
         with self._lock:
             self._own.look(elapsed_s)
             self._say(self._own.state)
-            signs = self._signs()
-            self._silence.note(signs, elapsed_s)
+            signs = self._sight.look(elapsed_s)
             if self.failure is None:
                 # What failed in an earlier stage, and was caught on all ranks, is over.
                 now = {rank: sign for rank, sign in signs.items() if sign.stage >= self._own.stage}
-                failure = first_failure(now) or self._failure_seen(signs)
+                failure = first_failure(now) or self._sight.failure(signs, self._patience_s)
                 self.failure = failure and self._of_this_job(failure)
                 if self.failure is not None and self.failure.by == self._rank and self._own.state == "left":
                     report.show_block(self.failure)
@@ -426,37 +403,6 @@ class Watch:
         if own.departures is not None:
             self.on_departures(own.departures, elapsed_s)
 
-    def _failure_seen(self, signs: Mapping[int, Sign]) -> Failure | None:
-        """What this rank sees of others that cannot say it themselves."""
-        died = self._deaths.gone() | (set() if self._hosts is None else self._hosts.gone())
-        peers = [self._peers[rank] for rank in sorted(died)]
-        failure = detection.death(signs, peers, self._exit_code_of, self._rank)
-        if failure is None and self._hosts is not None:
-            failure = detection.loss(self._hosts.lost(), signs, self._peers, self._rank)
-        return failure or (None if self._patience_s is None else self._stuck(signs, self._patience_s))
-
-    def _stuck(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:
-        """Who does not come: of all, for the first rank of all; for others, who is silent of those they know of."""
-        if len(signs) < len(self._peers):
-            here = {rank: sign for rank, sign in signs.items() if rank in self._here}
-            return self._silent(here, patience_s) or self._silent(signs, max(patience_s, LOST_S) + ELSEWHERE_S)
-        failure = self._missing(signs, patience_s)
-        if failure is None or any(rank in self._here for rank in failure.ranks):
-            return failure
-        # Their own host knows more of them, and says so first if it can; and if it is lost, that will be known first.
-        elsewhere_s = patience_s + ELSEWHERE_S
-        failure = self._missing(signs, elsewhere_s)
-        silent_s = [self._silence.seconds[rank] for rank in failure.ranks] if failure is not None else []
-        return None if any(elsewhere_s <= seconds < LOST_S + ELSEWHERE_S for seconds in silent_s) else failure
-
-    def _missing(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:
-        return detection.stuck(signs, self._silence.seconds, patience_s, self._peers, self._rank)
-
-    def _silent(self, signs: Mapping[int, Sign], patience_s: float) -> Failure | None:
-        failure = self._missing(signs, patience_s)
-        are_silent = failure is not None and all(self._silence.seconds[rank] >= patience_s for rank in failure.ranks)
-        return failure if are_silent else None
-
     def _end_this_rank(self, failure: Failure) -> None:
         now = time.monotonic()
         if self._noticed_at is None:
@@ -479,7 +425,7 @@ class Watch:
         """Whether this rank tells the user what has failed: rank 0, or the first that can where that cannot."""
         mute = set() if failure.by in failure.ranks else set(failure.ranks)
         with self._lock:
-            signs, stage = self._signs(), self._own.stage
+            signs, stage = self._sight.signs(), self._own.stage
         mute |= {rank for rank, sign in signs.items() if sign.state in ("left", "ended")}
         mute |= {rank for rank, sign in signs.items() if sign.state == "running" and sign.stage > stage}
         return self._rank == min({self._rank, *self._peers} - mute)
@@ -493,16 +439,10 @@ class Watch:
                 self._own.ballot = self._agreement.ballot()
             self._own.say(self.failure)
 
-    def _signs(self) -> dict[int, Sign]:
-        return {**(self._hosts.signs if self._hosts is not None else {}), **self._own.read()}
-
     def _kill_silent(self, failure: Failure) -> None:
         """Ends the ranks of this host that others wait for in vain, and whose own watch cannot: stopped ones, say."""
-        for rank in failure.ranks:
-            peer = self._here.get(rank)
-            is_silent = self._silence.seconds.get(rank, 0) >= SILENT_S
-            if rank != self._rank and peer is not None and is_silent:
-                peer.kill(self._pids_here)
+        for peer in self._sight.silent_here(failure.ranks):
+            peer.kill(self._pids_here)
 
     def _kill(self, peers: Sequence[Peer]) -> None:
         for peer in peers:
@@ -519,7 +459,7 @@ class Watch:
 
     def _unreconciled(self) -> list[Peer]:
         with self._lock:
-            done = detection.have_ended(self._signs(), self._own.stage)
+            done = detection.have_ended(self._sight.signs(), self._own.stage)
         return [
             peer for rank, peer in self._here.items() if rank != self._rank and rank not in done and peer.is_running()
         ]
