@@ -10,8 +10,10 @@ from torch import Tensor
 
 from lightning_strategies_ext.shm import collectives
 from lightning_strategies_ext.shm.calls import Kind, number_of
+from lightning_strategies_ext.shm.native import CompiledAllReduce
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import SPIN_S, Rounds
+from lightning_strategies_ext.shm.work import Exchange
 
 #: What is exchanged between hosts at once, while what comes next is added up inside, and what came before is spread.
 _PIECE_NUM_BYTES: Final = 2**23
@@ -22,19 +24,23 @@ class AllReduceAcrossHosts:
 
     Args:
         rounds: Of the ranks of this host.
+        compiled: What adds up inside the host faster than rounds do, if there is a compiled library.
         leaders: A gloo group of the first rank of each host, if this rank is one of them.
-
-    Attributes:
-        spin_s: How long its caller shall look for others before it sleeps, in seconds.
     """
 
-    spin_s: Final = SPIN_S
-
-    def __init__(self, rounds: Rounds, leaders: Any) -> None:
+    def __init__(self, rounds: Rounds, compiled: CompiledAllReduce | None, leaders: Any) -> None:
         self._rounds = rounds
+        self._compiled = compiled
         self._leaders = leaders
         self._between: Any = None
+        #: What waits for others of this host.
+        self._inside: Exchange = rounds
         self._waits_between = False
+
+    @property
+    def spin_s(self) -> float:
+        """How long its caller shall look for others before it sleeps, in seconds."""
+        return SPIN_S if self._waits_between else self._inside.spin_s
 
     def go_through(
         self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float
@@ -74,7 +80,7 @@ class AllReduceAcrossHosts:
             TimeoutError: If nothing came before the deadline.
         """
         if not self._waits_between:
-            self._rounds.wait(deadline)
+            self._inside.wait(deadline)
             return
         try:
             self._between.wait(_left_until(deadline))
@@ -83,7 +89,11 @@ class AllReduceAcrossHosts:
                 raise TimeoutError("nothing has come from other hosts") from None
 
     def _reduce_inside(self, piece: Tensor, reduction: Reduction, deadline: float) -> Generator[None, None, None]:
-        if self._rounds.size > 1:
+        if self._compiled is not None and self._compiled.does(piece, reduction.op):
+            self._inside = self._compiled
+            yield from self._compiled.go_through([self._compiled.call_for(piece, reduction.op)])
+            self._inside = self._rounds
+        elif self._rounds.size > 1:
             steps, lookahead = collectives.reduce(self._rounds, piece, 0, reduction)
             number = number_of(Kind.REDUCE, [piece], reduction.op)
             yield from self._rounds.go_through(number, steps, lookahead, deadline)

@@ -75,7 +75,7 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     rounds = Rounds(place, peers, links, segments)
     compiled = None
     has_library = all(words["compiled"] for words in said)
-    if library is not None and has_library and len(local) == size and 1 < size <= MAX_RANKS:
+    if library is not None and has_library and 1 < len(local) <= MAX_RANKS:
         compiled = CompiledAllReduce(library, place, peers, links, segments)
     leaders = _leaders_of(said)
     between = None

@@ -44,7 +44,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         size: Number of ranks.
         execution: What carries operations out.
         rounds: Of the ranks of this host.
-        compiled: What all-reduces faster than rounds do, if there is a compiled library.
+        compiled: What all-reduces in this host faster than rounds do, if there is a compiled library.
         gloo: A backend of all ranks, for what is not done here.
         leaders: A gloo group of the first rank of each host, if there are several and this rank is one of them.
 
@@ -73,9 +73,9 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._backend = gloo
         self._execution = execution
         self._rounds = rounds
-        self._compiled = compiled
-        self._across_hosts = AllReduceAcrossHosts(rounds, leaders)
+        self._across_hosts = AllReduceAcrossHosts(rounds, compiled, leaders)
         self._spans_hosts = rounds.size < size
+        self._compiled = None if self._spans_hosts else compiled
         self._finalizer = weakref.finalize(self, execution.close)
 
     def getBackendName(self) -> str:  # noqa: N802 - as torch calls it
