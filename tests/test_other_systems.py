@@ -12,9 +12,11 @@ from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
 #: system that there really is, they have imported before the pretence begins.
 PRETENCE = """
 import os
+import shutil
 import socket
 import sys
 import tempfile
+import types
 
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import multiprocessing.resource_sharer, psutil, torch.distributed, torch.multiprocessing, torch.utils.data
@@ -30,6 +32,7 @@ if SYSTEM == "win32":
     for name in ("fcntl", "grp", "pwd", "resource", "termios"):
         sys.modules[name] = None
     torch.multiprocessing.get_all_start_methods = lambda: ["spawn"]
+    shutil._winapi = types.SimpleNamespace(NeedCurrentDirectoryForExePath=lambda path: False)  # Python 3.12 asks it
 for module, names in LACKING.items():
     for name in names:
         delattr(module, name)
