@@ -10,8 +10,8 @@ The model is that of :mod:`benchmarks.scaling_model`: alpha + n * beta seconds p
 messages, and buckets of gradients that are exchanged beside the backward pass or after it. Efficiency is that of weak
 scaling: the step of one rank alone over the step of all.
 
-How it is held against measurements: ranks train with ``ddp_ext``, 2, 4 and 8 on this host over ``shm``, and on 2 and 4
-hosts over gloo. Hosts are network namespaces whose cables are held to a rate, which takes root (see
+How it is held against measurements: ranks train with ``ddp_ext``, 2, 4 and 8 on this host over ``shm``, on 2 and 4
+hosts over gloo, and two on each of 2 hosts by two levels. Hosts are network namespaces whose cables are held to a rate, which takes root (see
 :mod:`benchmarks.namespaces`); without, they are left out. In the same processes alpha and beta are fitted to
 all-reduces of several sizes, never to steps; those between two hosts are used for four as well. Ranks here share two
 cores, so the computation is measured with as many ranks computing at once: the same training with a hook that exchanges
@@ -58,6 +58,7 @@ CASES = (
     (1, 8, (PLAIN,)),
     (2, 1, (PLAIN, BF16, POWERSGD, LOCALSGD)),
     (4, 1, (PLAIN, BF16, POWERSGD, LOCALSGD)),
+    (2, 2, (PLAIN, BF16)),
 )
 QUICK_CASES = ((1, 1, ()), (1, 2, (PLAIN,)), (2, 1, (PLAIN, BF16)))
 #: Columns of PowerSGD's thin matrices, by default.
@@ -165,7 +166,9 @@ def measure_and_predict(arguments: argparse.Namespace) -> None:
     cases = measure_all(arguments, job)
     alone_s, num_cores = median(cases[0].steps[COMPUTE]), environment()["cores"]
     by_shape = {(case.num_hosts, case.num_ranks): case for case in cases[1:]}
-    links = {case.label: (case.link(), case.misfit(case.link())) for case in by_shape.values()}
+    links = {
+        case.label: (case.link(), case.misfit(case.link())) for case in by_shape.values() if not case.has_two_levels
+    }
     inside = by_shape[1, 2].link()
     # Where no hosts can be had, they are as good as ranks are to each other.
     between = by_shape[2, 1].link() if (2, 1) in by_shape else inside

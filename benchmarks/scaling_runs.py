@@ -51,6 +51,11 @@ class Case:
         """Ranks on all hosts."""
         return self.num_hosts * self.num_ranks
 
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether ranks add up inside hosts first."""
+        return self.num_hosts > 1 and self.num_ranks > 1
+
     def link(self) -> Link:
         """What its ranks are joined by, from all-reduces in a ring."""
         return fit([self._sample(size, median(times)) for size, times in self.messages.items()])

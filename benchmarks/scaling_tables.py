@@ -53,7 +53,8 @@ def held_against(case: Case, training: Training) -> list[dict[str, Any]]:
     for exchange, times in case.steps.items():
         if exchange == COMPUTE:
             continue
-        name = RING if exchange == PLAIN else exchange
+        plain = TWO_LEVELS if case.has_two_levels else RING
+        name = plain if exchange == PLAIN else exchange
         predicted = {overlaps: training.step_s(name, case.world_size, overlaps=overlaps) for overlaps in (False, True)}
         counts, measured = predicted[case.num_hosts > 1], median(times)
         rows.append(
