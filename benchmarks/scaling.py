@@ -11,12 +11,12 @@ messages, and buckets of gradients that are exchanged beside the backward pass o
 scaling: the step of one rank alone over the step of all.
 
 How it is held against measurements: ranks train with ``ddp_ext``, 2, 4 and 8 on this host over ``shm``, on 2 and 4
-hosts over gloo, and two on each of 2 hosts by two levels. Hosts are network namespaces whose cables are held to a rate, which takes root (see
-:mod:`benchmarks.namespaces`); without, they are left out. In the same processes alpha and beta are fitted to
-all-reduces of several sizes, never to steps; those between two hosts are used for four as well. Ranks here share two
-cores, so the computation is measured with as many ranks computing at once: the same training with a hook that exchanges
-nothing, in turn with the others, round by round. What compressing takes is measured by itself. An error is a part of
-the measured median; 15 % are allowed.
+hosts over gloo, and two on each of 2 hosts by two levels. Hosts are network namespaces whose cables are held to a rate,
+which takes root (see :mod:`benchmarks.namespaces`); without, they are left out. In the same processes alpha and beta
+are fitted to all-reduces of several sizes, never to steps; those between two hosts are used for four as well. Ranks
+here share two cores, so the computation is measured with as many ranks computing at once: the same training with a hook
+that exchanges nothing, in turn with the others, round by round. What compressing takes is measured by itself. An error
+is a part of the measured median; 15 % are allowed.
 
 Ranks of one host exchange with the cores that compute, so there alpha and beta are those of as many ranks at once, and
 nothing overlaps; that is this machine, not the model.
