@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_strategies_ext import _lightning
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import Seat
+from lightning_strategies_ext.launch.ray.cluster import is_of_client
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy
@@ -53,7 +54,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self._address is not None and self._address.startswith("ray://"):
+        if is_of_client(self._address):
             raise ValueError(
                 f"`address={self._address!r}` with `elastic=True`: workers meet in the main process, which they cannot"
                 " reach through Ray Client. Run the script in the cluster, or leave `elastic` out."

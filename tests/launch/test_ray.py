@@ -7,7 +7,7 @@ import pytest
 from lightning_strategies_ext import DDPRayStrategy
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import Arrived, Members, Notice, Place, Ready
-from lightning_strategies_ext.launch.ray import words
+from lightning_strategies_ext.launch.ray import cluster, words
 from lightning_strategies_ext.launch.ray.demand import Demand
 from lightning_strategies_ext.peers import Peer
 from tests.support.models import MLP, loader, make_trainer
@@ -75,6 +75,17 @@ def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
     assert result.returncode == 0, result.stdout
     assert "UnavailableHereError `strategy='ddp_ray_ext'` needs Ray" in result.stdout
     assert "pip install 'lightning-strategies-ext[ray]'" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("address", "mode", "is_said"),
+    [("ray://head:10001", "", True), ("ray://head:10001", "token", False), ("head:6379", "", False)],
+)
+def test_where_nobody_answers_ray_client_the_token_is_thought_of(monkeypatch, address: str, mode: str, is_said: bool):
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    message = cluster.unreachable(address, ConnectionError("ray client connection timeout"))
+    assert message.startswith(f"`address={address!r}`: no Ray cluster is there (ray client connection timeout). ")
+    assert ("`RAY_AUTH_MODE=token` before Ray is imported" in message) is is_said
 
 
 @needs_ray

@@ -57,6 +57,11 @@ def check_has_ray() -> None:
         )
 
 
+def is_of_client(address: str | None) -> bool:
+    """Whether an address is that of a server of Ray Client."""
+    return address is not None and address.startswith("ray://")
+
+
 def check_address(address: Any) -> None:
     """Refuses an address that no cluster is reached by from here.
 
@@ -66,11 +71,24 @@ def check_address(address: Any) -> None:
     """
     if address is not None and not isinstance(address, str):
         raise TypeError(f"`address` must be None, 'auto', 'local', 'host:port' or 'ray://host:port', got {address!r}.")
-    if address is not None and address.startswith("ray://") and importlib.util.find_spec("grpc") is None:
+    if is_of_client(address) and importlib.util.find_spec("grpc") is None:
         raise UnavailableHereError(
             f"`address={address!r}` needs Ray Client. Install it: `pip install 'ray[client]'`, here and on the head of"
             " the cluster."
         )
+
+
+def unreachable(address: str, error: Exception) -> str:
+    """What to say where nobody answers."""
+    wants_token = (
+        " If one is there, it may want a token, as Ray 2.60 does by default: set `RAY_AUTH_MODE=token` before Ray is"
+        " imported, and its token in `~/.ray/auth_token`."
+    )
+    return (
+        f"`address={address!r}`: no Ray cluster is there ({error}). Start one with `ray start --head`, or leave the"
+        " argument out to have one on this machine for as long as it is needed."
+        + (wants_token if is_of_client(address) and not os.environ.get("RAY_AUTH_MODE") else "")
+    )
 
 
 def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dict[str, Any] | None) -> bool:
@@ -118,10 +136,7 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
                         address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING
                     )
             except (ConnectionError, TimeoutError) as error:
-                raise RuntimeError(
-                    f"`address={address!r}`: no Ray cluster is there ({error}). Start one with `ray start --head`, or"
-                    " leave the argument out to have one on this machine for as long as it is needed."
-                ) from error
+                raise RuntimeError(unreachable(address, error)) from error
         _users, _session, _address = 1, _this_session(), asked
         try:
             demand.check_fits(num_workers, hosts(), "the Ray cluster")
