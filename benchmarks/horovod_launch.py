@@ -69,9 +69,10 @@ from horovod.runner.http.http_server import RendezvousServer
 
 num_hosts, num_local_ranks = map(int, sys.argv[1:])
 server = RendezvousServer()
-print(server.start(), flush=True)
+port = server.start()
 hosts = ",".join(f"host{host}:{num_local_ranks}" for host in range(num_hosts))
 server.init(get_host_assignments(parse_hosts(hosts), num_hosts * num_local_ranks))
+print(port, flush=True)
 sys.stdin.read()
 """
 

@@ -38,6 +38,7 @@ from benchmarks.report import (
     rotated,
     write_json,
 )
+from lightning_strategies_ext.horovod.runtime import check_installed
 
 STOCK = "ddp"
 _FIRST_PORT = 29600
@@ -108,6 +109,7 @@ def rendezvous_of_horovod(job: Job, host: namespaces.Host) -> Iterator[int]:
     if HOROVOD not in job.contenders:
         yield 0
         return
+    check_installed()
     command = [*host.enter(), sys.executable, "-c", RENDEZVOUS, str(job.num_hosts), str(job.num_ranks)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

@@ -4,11 +4,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
@@ -179,13 +180,13 @@ class Clock:
             else:
                 self._end = now
 
-    def seen(self, bits_of_steps: Sequence[Tensor], mean_over_ranks: Callable[[Tensor], Tensor]) -> Seen:
+    def seen(self, bits_of_steps: list[Tensor], mean_over_ranks: Callable[[Tensor], Tensor]) -> Seen:
         """What was seen, when all is done."""
         (began, sent_before), (ended, sent) = self._begin, self._end
         return Seen(
             1000 * (ended - began) / self._job.num_steps,
             (sent - sent_before) / 1e6 / self._job.num_steps,
-            mean_over_ranks(torch.stack([*bits_of_steps]).to(torch.float64)).tolist(),
+            mean_over_ranks(torch.stack(bits_of_steps).to(torch.float64)).tolist(),
         )
 
 
@@ -285,14 +286,10 @@ def train_by_horovod(job: Job) -> Seen:
 
     place = int(os.environ["NODE_RANK"]), int(os.environ["LOCAL_RANK"])
     variables = variables_of_rank(*place, job.num_hosts, job.num_ranks, os.environ["MASTER_ADDR"], job.horovod_port)
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        return train(job, HOROVOD)
-    finally:
+    with patch.dict(os.environ, variables):
+        one = train(job, HOROVOD)
         hvd.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
+    return one
 
 
 def main() -> None:

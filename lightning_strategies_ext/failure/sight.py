@@ -58,29 +58,26 @@ class Sight:
         self._silence.note(signs, elapsed_s)
         return signs
 
-    def died(self) -> set[int]:
-        """The other ranks of this host whose processes have ended."""
-        return {rank for rank, peer in self._here.items() if rank != self._rank and not peer.is_running()}
-
     def silent_here(self, ranks: Iterable[int]) -> list[Peer]:
         """Of some ranks, those of this host that cannot end by themselves: stopped ones, say."""
         here = [self._here[rank] for rank in ranks if rank in self._here and rank != self._rank]
         return [peer for peer in here if self._silence.seconds.get(peer.rank, 0) >= SILENT_S]
 
-    def who_stays(self, stage: int, died: set[int]) -> tuple[set[int], set[int]]:
+    def who_stays(self, stage: int) -> tuple[set[int], set[int]]:
         """Of the other ranks that this one can hear of, those that have not left a stage.
 
         Args:
             stage: That this rank has left.
-            died: The ranks of this host whose processes had ended before: one may say that it has left, and then end.
 
         Returns:
             Those that may still leave it, and those that have failed in it, or whose processes have ended.
         """
+        # Asked before what they say: a rank may say that it has left the stage, and then end.
+        died = {rank for rank, peer in self._here.items() if not peer.is_running()}
         signs = self.signs()
         known = {*signs, *self._here}
         if self._hosts is not None:
-            died = died | self._hosts.gone()
+            died |= self._hosts.gone()
             known |= self._hosts.unheard()  # a stage may take less time than two looks
         staying: set[int] = set()
         failed: set[int] = set()

@@ -215,9 +215,8 @@ class Watch:
         """
         if self._closed.is_set() or self._own.departed is None:
             return set(), set()
-        died = self._sight.died()  # asked first: a rank may say that it has ended the stage, and then end
         with self._lock:
-            return self._sight.who_stays(self._own.departed.stage, died)
+            return self._sight.who_stays(self._own.departed.stage)
 
     def leave_stage(self) -> None:
         """Says that this rank is done with its stage."""
@@ -273,10 +272,6 @@ class Watch:
         """Whether another rank's failure, or its own silence, is why this rank's collectives fail."""
         failure = self.failure
         return failure is not None and not (failure.by == self._rank and self._rank in failure.ranks)
-
-    def died(self) -> set[int]:
-        """The other ranks of this host whose processes have ended."""
-        return self._sight.died()
 
     def wake_this_rank(self) -> None:
         """Lets the collective fail that this rank is in, if its backend can; returns at once."""

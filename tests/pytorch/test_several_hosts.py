@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
@@ -310,7 +309,7 @@ def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_j
     # One rank of each host sends 4 MiB. Four ranks in a ring, as gloo has them, would send 6 MiB over the cable.
     assert all(2**22 < sent < 1.2 * 2**22 for sent in numbers_in([tmp_path / f"sent{rank}" for rank in range(4)], job))
     # And they train what one process does, by default.
-    pl.seed_everything(11, verbose=False)
+    torch.manual_seed(11)
     model = models.MLP()
     order = DistributedSampler(models.dataset(), num_replicas=1, rank=0, seed=11)
     models.make_trainer("auto", devices=1).fit(model, models.loader(batch_size=16, sampler=order))

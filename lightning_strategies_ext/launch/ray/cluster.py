@@ -82,7 +82,7 @@ def unreachable(address: str, error: Exception) -> str:
     """What to say where nobody answers."""
     wants_token = (
         " If one is there, it may want a token, as Ray 2.60 does by default: set `RAY_AUTH_MODE=token` before Ray is"
-        " imported, and its token in `~/.ray/auth_token`."
+        " imported, and put its token into `~/.ray/auth_token`."
     )
     return (
         f"`address={address!r}`: no Ray cluster is there ({error}). Start one with `ray start --head`, or leave the"
