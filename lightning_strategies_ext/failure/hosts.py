@@ -9,9 +9,6 @@ A host is lost when its kernel does not answer any more. Where the system cannot
 long is.
 """
 
-import json
-import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -19,13 +16,11 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.connections import address_of
-from lightning_strategies_ext.failure.lines import LOST_S, ROOM_NUM_BYTES, Lines, own_address
+from lightning_strategies_ext.failure.center import Center
+from lightning_strategies_ext.failure.lines import LOST_S, ROOM_NUM_BYTES, Lines
 from lightning_strategies_ext.failure.signs import Failure, Sign
 from lightning_strategies_ext.failure.waiting import Waiting
-from lightning_strategies_ext.peers import Peer, is_loopback
-
-log = logging.getLogger(__name__)
+from lightning_strategies_ext.peers import Peer
 
 #: How often a host says what it knows, in seconds, if there are not so many ranks that it takes longer.
 INTERVAL_S = 1.0
@@ -73,12 +68,10 @@ class Hosts:
         self._signs_here: Mapping[int, Sign] = {}
         self._waiting = waiting
         self._lines = Lines(waiting, self._on_words)
-        key = f"lightning_strategies_ext/hosts/{number}"
-        if rank == self._first:
-            store.set(key, json.dumps(self._listen(store)))
+        callers = peers.keys() - set(self._here)
+        self._center = Center(store, f"lightning_strategies_ext/hosts/{number}", peers, rank, callers, self._lines)
         self._began_at = time.monotonic()
         self._has_called = False
-        self._token, self._addresses, self._port = json.loads(store.get(key))
         if self._is_to_call(0.0):
             self._call()
             self._note_new_lines()
@@ -160,30 +153,9 @@ class Hosts:
         sign = self._signs_here.get(speaker)
         return speaker == self._rank or (failed_s >= NOTICE_S and (sign is None or sign.failure is None))
 
-    def _listen(self, store: dist.Store) -> tuple[str, list[str], int | None]:
-        """Lets others call where they reach the store, if that is on this host, or else anywhere.
-
-        Returns:
-            What they have to know, and where they may call.
-        """
-        token = secrets.token_hex(16)
-        address, all_addresses = None, self._peers[self._rank].addresses
-        if (of_store := address_of(store)) is not None:
-            address = own_address(*of_store)
-            is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
-            if address is not None and is_loopback(address) and not is_one_machine:
-                address = None
-        self._lines.listen([rank for rank in self._peers if rank not in self._here], token, address or "")
-        return token, list(all_addresses) if address is None else [address], self._lines.port
-
     def _call(self) -> None:
         self._has_called = True
-        if not self._lines.call(self._addresses, self._port, self._first, self._token, self._rank):
-            log.warning(
-                "rank %d cannot reach rank 0 (%s) at %s, port %s: what fails on one of their hosts is not known on the"
-                " other until the backend notices. Let the hosts connect to each other at any port.",
-                *(self._rank, self._peers[self._first].host_name, " or ".join(self._addresses), self._port),
-            )
+        self._center.call()
 
     def _note_new_lines(self) -> None:
         for rank in self._lines.ranks - self._heard_at.keys():

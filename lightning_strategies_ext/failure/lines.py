@@ -80,7 +80,7 @@ class Lines:
         """Those with which there is a line."""
         return set(self._ends.values())
 
-    def listen(self, ranks: Sequence[int], token: str, host: str) -> None:
+    def listen(self, ranks: Collection[int], token: str, host: str) -> None:
         """Lets ranks call, if this process may listen.
 
         Args:

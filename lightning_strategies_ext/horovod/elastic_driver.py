@@ -14,8 +14,11 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
+from torch.distributed import PrefixStore, Store
+
 from lightning_strategies_ext.connections import noting_connections, shut_down_connections
 from lightning_strategies_ext.elastic.membership import Member, MembershipLostError
+from lightning_strategies_ext.failure.lookout import Lookout
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.runtime import shut_down
 from lightning_strategies_ext.peers import Peer
@@ -74,6 +77,7 @@ class DriverMembership:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.members: list[Member] = []
+        self._lookout: Lookout | None = None
         if not self.rendezvous(Member(Peer.this_process(launch.rank)), lambda waited_s: None):
             raise RuntimeError(
                 f"Rank {launch.rank}: not all {launch.size} ranks have come in {JOIN_TIMEOUT_S:.0f} s. Let the"
@@ -136,8 +140,25 @@ class DriverMembership:
         self.members = members
         return True
 
+    def look_out(self, store: Store) -> None:
+        """Lets this rank's collectives fail when another host does not answer any more. Called by all ranks together.
+
+        Args:
+            store: Shared by the ranks of this world.
+        """
+        self._end_lookout(agreed=True)
+        peers = {rank: member.peer for rank, member in enumerate(self.members)}
+        if len({peer.host for peer in peers.values()}) > 1:
+            self._lookout = Lookout(PrefixStore("lookout", store), peers, self.launch.rank, _disconnect)
+
+    def _end_lookout(self, *, agreed: bool) -> None:
+        if self._lookout is not None:
+            self._lookout.close(agreed=agreed)
+        self._lookout = None
+
     def leave(self, *, agreed: bool) -> None:
         """Shuts Horovod down; its connections too, if others may wait at their ends."""
+        self._end_lookout(agreed=agreed)
         if not agreed:
             _disconnect()
         shut_down()

@@ -132,6 +132,8 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
         self._world.alone = alone
         self._keep_vigil(trainer, store, Progress())
+        if store is not None:
+            self.membership.look_out(store)
         self._begin_exchange(trainer)
         # Only those leave that were asked to.
         must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)

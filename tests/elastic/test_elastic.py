@@ -3,11 +3,14 @@
 Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
 """
 
+import os
+
 import pytest
 
-from benchmarks.horovod_launch import FIRST, SECOND, THIRD
+from benchmarks.horovod_launch import BIN, FIRST, SECOND, THIRD
 from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_elastic
 from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED
+from tests.support.hosts import NoHostsError, put_ssh, two_hosts
 
 
 def test_an_undisturbed_run():
@@ -64,6 +67,25 @@ def test_a_rank_that_is_added_and_one_that_is_killed():
     sizes = {len(line["samples"]) for line in run.having("samples")}
     assert {16, 11} <= sizes  # of 32 samples, 16 for each of two and 11 for each of three
     assert max(sizes) <= 17  # the last of an epoch may have one more
+
+
+def test_a_host_that_goes_without_a_word_is_missed_and_the_other_goes_on(tmp_path):
+    try:
+        with two_hosts(tmp_path) as hosts:
+            put_ssh(hosts, tmp_path, hears_cable=True)
+            run = run_elastic(
+                hosts=tuple(host.name for host in hosts),
+                arguments=("--network-interfaces", "eth0", "--gloo-timeout-seconds", "600"),
+                enter=tuple(hosts[0].enter()),
+                variables={"PATH": os.pathsep.join([str(tmp_path), str(BIN), os.environ["PATH"]])},
+                strategy=STRATEGY,
+                events=[{"do": "unplug", "step": 70, "rank": 0}],
+            )
+    except NoHostsError as error:
+        pytest.skip(str(error))
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (1, 60)]
+    assert "does not answer any more" in run.output
 
 
 def test_a_rank_that_is_killed_during_a_commit():

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from benchmarks.horovod_launch import BIN
 from tests.faults.program import PATIENCE_S
 from tests.support import warm
-from tests.support.hosts import ADDRESSES, two_hosts
+from tests.support.hosts import ADDRESSES, put_ssh, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment
 
 #: Kinds of faults, by what the user should read of them as the first cause; None where nothing failed.
@@ -35,6 +36,8 @@ KINDS = {
 }
 #: What torch says of a worker of a loader that is gone, however it ended.
 OF_LOADER = r"DataLoader worker \(pid\S* \d+\) (is killed by signal|exited unexpectedly)"
+#: What ``horovodrun`` says of a rank by its exit code, where no other rank of its host is there to tell.
+OF_LAUNCHER = {"sigkill": "exit with status code 137", "sigsegv": "exit with status code 139"}
 #: After these, the others have to wait for a while before they know.
 STUCK = ("sigstop", "sleep", "hold_gil")
 MOMENTS = (
@@ -63,7 +66,7 @@ FABRIC_MOMENTS = (
 )
 OURS = ("ddp_ext", "ddp_spawn_ext", "horovod_ext", "fabric")
 #: Those that can have ranks on two hosts here.
-ON_HOSTS = ("ddp_ext", "fabric", "ddp")
+ON_HOSTS = ("ddp_ext", "horovod_ext", "fabric", "ddp")
 #: What a process may take to end after a fault, in seconds.
 LIMIT_S = 10.0
 #: What it takes longer to know that a host is lost, in seconds.
@@ -110,7 +113,7 @@ class Result:
     Attributes:
         case: The case.
         seconds: From the fault to the end of the last process; None if some had to be killed.
-        exit_codes: Of the process that the user started on each host.
+        exit_codes: Of the process that the user started on each host; over Horovod, of ``horovodrun`` on the first.
         output: What it wrote.
         left: What is left behind, or does not load.
         limit_s: What processes were allowed to take to end, in seconds; that of the case if None.
@@ -144,6 +147,7 @@ class Result:
         is_main = self.case.rank == 0 and (
             self.case.strategy != "ddp_spawn_ext" or self.case.moment in ("before the group", "between two stages")
         )
+        is_main &= self.case.strategy != "horovod_ext" or self.case.hosts == 1
         own = self.case.rank * self.case.hosts // self.case.world_size
         is_first = self.case.rank * self.case.hosts % self.case.world_size == 0
         for host, code in enumerate(self.exit_codes):
@@ -155,6 +159,8 @@ class Result:
         is_mute = is_main and self.case.kind in ("sigkill", "sigsegv", "sigstop", "os_exit", "sleep", "hold_gil")
         if self.case.moment == "data-loader worker":
             expected = f"{expected}|{OF_LOADER}"
+        if self.case.strategy == "horovod_ext" and self.case.kind in OF_LAUNCHER:
+            expected = f"{expected}|{OF_LAUNCHER[self.case.kind]}"
         if not is_mute and not re.search(expected, self.output):
             problems.append(f"nothing is said of {expected!r}")
         return problems
@@ -226,29 +232,31 @@ def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Resul
     Raises:
         NoHostsError: If it takes two hosts, and they cannot be had.
     """
-    if case.hosts == 1:
-        return _try_on([[]], case, directory, limit_s)
-    with two_hosts(directory) as hosts:
-        return _try_on([host.enter() for host in hosts], case, directory, limit_s)
-
-
-def _try_on(places: list[list[str]], case: Case, directory: Path, limit_s: float | None) -> Result:
-    before = _shared_memory()
-    script = str(Path(__file__).parent / "program.py")
-    outputs = [directory / f"output{index}" for index in range(len(places))]
+    program = [warm.python(), str(Path(__file__).parent / "program.py"), json.dumps(asdict(case)), str(directory)]
     env = {**clean_environment(), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", _NAME: str(directory)}
-    env |= warm.children() if case.strategy == "horovod_ext" else {}
-    if case.hosts > 1:
-        env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+    if case.hosts == 1:
+        env |= warm.children() if case.strategy == "horovod_ext" else {}
+        return _try([program], [env], case, directory, limit_s)
+    with two_hosts(directory) as hosts:
+        if case.strategy != "horovod_ext":
+            env |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
+            commands = [[*host.enter(), *program] for host in hosts]
+            return _try(commands, [env | {"NODE_RANK": str(index)} for index in range(2)], case, directory, limit_s)
+        put_ssh(hosts, directory)
+        slots = ",".join(f"{host.name}:{case.world_size // case.hosts}" for host in hosts)
+        start = ["horovodrun", "-np", str(case.world_size), "-H", slots, "--gloo", "--network-interfaces", "eth0"]
+        env |= {"PATH": f"{directory}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"}
+        return _try([[*hosts[0].enter(), *warm.launcher(start), *program]], [env], case, directory, limit_s)
+
+
+def _try(
+    commands: list[list[str]], environments: list[dict[str, str]], case: Case, directory: Path, limit_s: float | None
+) -> Result:
+    before = _shared_memory()
+    outputs = [directory / f"output{index}" for index in range(len(commands))]
     processes = [
-        subprocess.Popen(
-            [*place, warm.python(), script, json.dumps(asdict(case)), str(directory)],
-            env=env | ({"NODE_RANK": str(index)} if case.hosts > 1 else {}),
-            stdout=output.open("w"),
-            stderr=subprocess.STDOUT,
-            cwd=directory,
-        )
-        for index, (place, output) in enumerate(zip(places, outputs, strict=True))
+        subprocess.Popen(command, env=env, stdout=output.open("w"), stderr=subprocess.STDOUT, cwd=directory)
+        for command, env, output in zip(commands, environments, outputs, strict=True)
     ]
     happened = directory / "happened"
     deadline = time.monotonic() + START_S

@@ -87,6 +87,8 @@ def run_elastic(
     arguments: tuple[str, ...] = (),
     timeout_s: float = 150,
     keep: Path | None = None,
+    enter: tuple[str, ...] = (),
+    variables: dict[str, str] | None = None,
     **plan: Any,
 ) -> Run:
     """Runs the script.
@@ -97,14 +99,16 @@ def run_elastic(
         arguments: Further ones of ``horovodrun``.
         timeout_s: Seconds until the run is given up.
         keep: Its directory; a temporary one if None.
+        enter: What stands before a command to run it on a certain host.
+        variables: Of the environment.
         plan: Of the script. Its pauses end when the ranks change, if it does not say in how large worlds they are.
     """
     plan["num_ranks"] = count_ranks(hosts)
 
     def command(directory: Path) -> list[str]:
-        return warm.launcher(elastic_horovodrun(directory, hosts, min_ranks, *arguments))
+        return [*enter, *warm.launcher(elastic_horovodrun(directory, hosts, min_ranks, *arguments))]
 
-    return _run(command, plan, timeout_s, keep)
+    return _run(command, plan, timeout_s, keep, variables)
 
 
 def run_workers(workers: int, timeout_s: float = 150, keep: Path | None = None, **plan: Any) -> Run:

@@ -1,7 +1,8 @@
 """Two hosts on one Linux machine, see :mod:`benchmarks.namespaces`, with programs forked as in :mod:`.warm`."""
 
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +15,35 @@ from tests.support.ranks import REPOSITORY, clean_environment
 # One thread each: with more, sums of floats come in another order and the last bits differ.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ADDRESSES = namespaces.address_of(0), namespaces.address_of(1)
+
+# As behind a real one, the command has the environment of a login only, runs in the user's home, is nobody's child
+# here, and goes on when `ssh` is killed.
+_SSH = """\
+#!{python} -I
+import os, pwd, select, subprocess, sys
+
+words = sys.argv[1:]
+options = [index for index, word in enumerate(words[:-1]) if word in ("-o", "-p", "-i")]
+host, *command = [word for index, word in enumerate(words) if not {{index, index - 1}} & {{*options}}]
+user = pwd.getpwuid(os.getuid())
+environment = {{"HOME": user.pw_dir, "USER": user.pw_name, "SHELL": "/bin/sh", "PATH": os.defpath}}
+ended, end = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        place = {places!r}[host]
+        shell = [*place, "/bin/sh", "-c", " ".join(command)]
+        code = subprocess.run(shell, env=environment, cwd=user.pw_dir, stdin=subprocess.DEVNULL).returncode
+        os.write(end, bytes([code if code >= 0 else 128 - code]))
+    os._exit(0)
+os.close(end)
+while {hears_cable} and not select.select([ended], [], [], 1)[0]:
+    cable = subprocess.run(["ip", "-n", host, "link", "show", "eth0"], capture_output=True, text=True).stdout
+    if "state UP" not in cable:
+        sys.exit(255)
+code = os.read(ended, 1)
+sys.exit(code[0] if code else 255)
+"""
 
 
 class Host(namespaces.Host):
@@ -42,3 +72,17 @@ def two_hosts(directory: Path) -> Iterator[list[Host]]:
     """
     with namespaces.hosts(2, directory, Host) as hosts:
         yield hosts
+
+
+def put_ssh(hosts: Sequence[Host], directory: Path, *, hears_cable: bool = False) -> None:
+    """Writes a stand-in for ``ssh``, which reaches these hosts by their names, to a directory for the search path.
+
+    Args:
+        hosts: The hosts.
+        directory: The directory.
+        hears_cable: Whether it ends when the cable is pulled, as with ``ServerAliveInterval``; else it waits for ever.
+    """
+    program = directory / "ssh"
+    places = {host.name: host.enter() for host in hosts}
+    program.write_text(_SSH.format(python=sys.executable, places=places, hears_cable=hears_cable))
+    program.chmod(0o700)

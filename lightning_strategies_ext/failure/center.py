@@ -1,0 +1,69 @@
+"""The center of a star of lines: the first rank of all, whom others call."""
+
+import json
+import logging
+import secrets
+from collections.abc import Collection, Mapping
+
+import torch.distributed as dist
+
+from lightning_strategies_ext.connections import address_of
+from lightning_strategies_ext.failure.lines import Lines, own_address
+from lightning_strategies_ext.peers import Peer, is_loopback
+
+log = logging.getLogger(__name__)
+
+
+class Center:
+    """What a rank knows of it. All ranks create theirs together; then the first listens.
+
+    Args:
+        store: The store that all ranks share.
+        key: Of the store, for this alone.
+        peers: All ranks.
+        rank: Global rank of this process.
+        callers: Ranks that may call, once each.
+        lines: Of this rank.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        key: str,
+        peers: Mapping[int, Peer],
+        rank: int,
+        callers: Collection[int],
+        lines: Lines,
+    ) -> None:
+        self._lines = lines
+        self._peers = peers
+        self._rank = rank
+        self._first = min(peers)
+        if rank == self._first:
+            store.set(key, json.dumps(self._listen(store, callers)))
+        self._token, self._addresses, self._port = json.loads(store.get(key))
+
+    def call(self) -> None:
+        """Calls it; says so if it cannot be reached."""
+        if not self._lines.call(self._addresses, self._port, self._first, self._token, self._rank):
+            log.warning(
+                "rank %d cannot reach rank 0 (%s) at %s, port %s: what fails on one of their hosts is not known on the"
+                " other until the backend notices. Let the hosts connect to each other at any port.",
+                *(self._rank, self._peers[self._first].host_name, " or ".join(self._addresses), self._port),
+            )
+
+    def _listen(self, store: dist.Store, callers: Collection[int]) -> tuple[str, list[str], int | None]:
+        """Lets others call where they reach the store, if that is on this host, or else anywhere.
+
+        Returns:
+            What they have to know, and where they may call.
+        """
+        token = secrets.token_hex(16)
+        address, all_addresses = None, self._peers[self._rank].addresses
+        if (of_store := address_of(store)) is not None:
+            address = own_address(*of_store)
+            is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
+            if address is not None and is_loopback(address) and not is_one_machine:
+                address = None
+        self._lines.listen(callers, token, address or "")
+        return token, list(all_addresses) if address is None else [address], self._lines.port
