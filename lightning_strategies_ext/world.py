@@ -140,7 +140,7 @@ class World:
 
         Args:
             progress: Of this rank.
-            is_job: Whether the job ends with the process of rank 0.
+            is_job: Whether the job ends with the ranks' processes.
         """
         assert self.watch is not None
         if self._departure is not None:

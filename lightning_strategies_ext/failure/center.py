@@ -43,13 +43,18 @@ class Center:
             store.set(key, json.dumps(self._listen(store, callers)))
         self._token, self._addresses, self._port = json.loads(store.get(key))
 
-    def call(self) -> None:
-        """Calls it; says so if it cannot be reached."""
-        if not self._lines.call(self._addresses, self._port, self._first, self._token, self._rank):
+    def call(self, *, may_have_ended: bool = False) -> None:
+        """Calls it; says so if it cannot be reached.
+
+        Args:
+            may_have_ended: Whether its process need not be there any more, so that nobody may answer.
+        """
+        error = self._lines.call(self._addresses, self._port, self._first, self._token, self._rank)
+        if error is not None and not (may_have_ended and isinstance(error, ConnectionRefusedError)):
             log.warning(
-                "rank %d cannot reach rank 0 (%s) at %s, port %s: what fails on one of their hosts is not known on the"
-                " other until the backend notices. Let the hosts connect to each other at any port.",
-                *(self._rank, self._peers[self._first].host_name, " or ".join(self._addresses), self._port),
+                "rank %d cannot reach rank 0 (%s) at %s, port %s (%s): what fails on one of their hosts is not known on"
+                " the other until the backend notices. Let the hosts connect to each other at any port.",
+                *(self._rank, self._peers[self._first].host_name, " or ".join(self._addresses), self._port, error),
             )
 
     def _listen(self, store: dist.Store, callers: Collection[int]) -> tuple[str, list[str], int | None]:

@@ -3,8 +3,8 @@
 Ranks that get different numbers of batches end a stage at different times. Where processes end with it, the others find
 the connection closed. Workers stay, so each rank says by its watch (:mod:`.watch`) that it has ended its stage. Once
 another has, and this rank waits in a collective that the other did not begin, it is cut off from the others, so that
-the collective fails. A job has the exit code of the process that the user has started, rank 0's: at its end it waits
-for the others to end the stage, too, and does not end as if all had gone well if one fails.
+the collective fails. A job has the exit code of the processes that the user or a launcher has started: at its end each
+waits for the others that it hears of to end the stage, too, and does not end as if all had gone well if one fails.
 
 What it does not promise: waking a rank out of NCCL, whose watchdog does it at the timeout, or out of a collective
 between hosts.
@@ -34,7 +34,7 @@ class Departure:
         watch: Speaks with the others.
         rank: Global rank of this process.
         progress: Of this rank.
-        is_job: Whether the job ends with the process of rank 0, as with scripts; workers have a main process.
+        is_job: Whether the job ends with the ranks' processes, as with scripts; workers have a main process.
 
     Attributes:
         reason: Why this rank was cut off, for the user; None if it was not.
@@ -50,6 +50,7 @@ class Departure:
         self._waiting_for: Any = None
         self._waits_s = 0.0
         watch.on_departures = self._look
+        _linger_at_exit(None)  # the end of the stage before was not that of the job
 
     def depart(self) -> None:
         """Says that this rank has ended its stage. A second call, or one after :meth:`close`, does nothing."""
@@ -57,7 +58,7 @@ class Departure:
             return
         self.close()
         self.watch.depart(self._progress.num_begun())
-        if self._rank == 0 and self._is_job:
+        if self._is_job:
             _linger_at_exit(self)
 
     def fail(self) -> None:
@@ -115,19 +116,21 @@ class Departure:
 _last: Departure | None = None
 
 
-def _linger_at_exit(departure: Departure) -> None:
+def _linger_at_exit(departure: Departure | None) -> None:
     global _last
     _last = departure
     atexit.unregister(_linger)
-    atexit.register(_linger)  # so that it comes before the process group, which was made before, is left
+    if departure is not None:
+        atexit.register(_linger)  # so that it comes before the process group, which was made before, is left
 
 
 def _linger() -> None:
-    failed = [] if _last is None else _last.linger()
+    assert _last is not None
+    failed = _last.linger()
     if failed:
         ranks = ", ".join(map(str, failed))
-        failure = None if _last is None else _last.watch.reason(WHY_S)
-        if failure is not None:
+        failure = _last.watch.reason(WHY_S)
+        if failure is not None and _last.watch.is_first_besides(() if failure.by in failure.ranks else failure.ranks):
             report.show_block(failure)
         report.say(f"rank {ranks} failed after this one had ended its stage; the exit code is 1.")
         fail_at_exit()

@@ -73,7 +73,8 @@ class Hosts:
         self._began_at = time.monotonic()
         self._has_called = False
         if self._is_to_call(0.0):
-            self._call()
+            self._has_called = True
+            self._center.call()
             self._note_new_lines()
 
     def tell(self, signs: Mapping[int, Sign], failure: Failure | None) -> None:
@@ -89,7 +90,7 @@ class Hosts:
         if failure is None:
             self._failed_at = now
         if self._is_to_call(now - self._failed_at):
-            self._call()
+            self._call_late()
         if failure is not None and failure != self._told:
             self._lines.say(own.dump(ROOM_NUM_BYTES), to_all=True)
         self._told = failure
@@ -117,6 +118,10 @@ class Hosts:
         """The ranks of other hosts whose processes are known to have ended without a goodbye."""
         return self._lines.gone
 
+    def left(self) -> set[int]:
+        """The ranks of other hosts that have said goodbye, and say no more."""
+        return self._lines.left
+
     def unheard(self) -> set[int]:
         """The ranks of other hosts of which this rank, if it is the first, knows nothing yet, and may still hear."""
         if self._lines.port is None or time.monotonic() - self._began_at > LOST_S:
@@ -132,7 +137,7 @@ class Hosts:
         if self._told is not None:
             deadline, failed = time.monotonic() + HEARD_S, self._told.ranks
             if self._is_to_call(NOTICE_S):
-                self._call()
+                self._call_late()
                 self._lines.say(replace(self._signs_here[self._rank], failure=self._told).dump(ROOM_NUM_BYTES))
             while not self._lines.is_heard(without=failed) and not self.lost() and time.monotonic() < deadline:
                 self._waiting.wait(_POLL_S)
@@ -153,9 +158,9 @@ class Hosts:
         sign = self._signs_here.get(speaker)
         return speaker == self._rank or (failed_s >= NOTICE_S and (sign is None or sign.failure is None))
 
-    def _call(self) -> None:
+    def _call_late(self) -> None:
         self._has_called = True
-        self._center.call()
+        self._center.call(may_have_ended=True)
 
     def _note_new_lines(self) -> None:
         for rank in self._lines.ranks - self._heard_at.keys():

@@ -55,13 +55,15 @@ class Lines:
     Attributes:
         port: Where this rank listens; None if it does not.
         asked: Ranks at the other ends whose loss the kernel notices.
-        gone: Ranks at the other ends whose processes have ended without a goodbye.
+        left: Ranks at the other ends that have said goodbye.
+        gone: Ranks at the other ends whose processes have ended without one.
         lost: Ranks at the other ends whose hosts do not answer any more.
     """
 
     def __init__(self, waiting: Waiting, on_words: Callable[[int, bytes], bool]) -> None:
         self.port: int | None = None
         self.asked: set[int] = set()
+        self.left: set[int] = set()
         self.gone: set[int] = set()
         self.lost: set[int] = set()
         self._waiting = waiting
@@ -98,7 +100,7 @@ class Lines:
             self._waiting.add(self._listener, partial(self._accept, self._listener))
             self.port = self._listener.getsockname()[1]
 
-    def call(self, addresses: Sequence[str], port: int | None, rank: int, token: str, own_rank: int) -> bool:
+    def call(self, addresses: Sequence[str], port: int | None, rank: int, token: str, own_rank: int) -> OSError | None:
         """Calls a rank, which takes two seconds at most for each address.
 
         Args:
@@ -109,16 +111,20 @@ class Lines:
             own_rank: Which this is.
 
         Returns:
-            Whether it can be reached.
+            Why it cannot be reached; None if it is.
         """
+        failed = OSError("it does not listen")
         for address in addresses if port is not None else ():
-            with suppress(OSError):
+            try:
                 end = socket.create_connection((address, port), _CALL_S)
                 end.sendall(_call(token, own_rank))
                 end.setblocking(False)
                 self._keep(end, rank)
-                return True
-        return False
+            except OSError as error:
+                failed = error
+            else:
+                return None
+        return failed
 
     def say(self, words: bytes, *, to_all: bool = False) -> bool:
         """Says something to the other ends; returns at once.
@@ -230,6 +236,7 @@ class Lines:
             is_urgent |= self._on_words(rank, words)
         self._send(end, _HEARD * len(whole))
         if has_left:
+            self.left.add(rank)
             del self._ends[end]
             self._drop(end)
         return is_urgent or has_left

@@ -75,9 +75,10 @@ class Sight:
         # Asked before what they say: a rank may say that it has left the stage, and then end.
         died = {rank for rank, peer in self._here.items() if not peer.is_running()}
         signs = self.signs()
-        known = {*signs, *self._here}
+        known, left = {*signs, *self._here}, set[int]()
         if self._hosts is not None:
             died |= self._hosts.gone()
+            left = self._hosts.left()
             known |= self._hosts.unheard()  # a stage may take less time than two looks
         staying: set[int] = set()
         failed: set[int] = set()
@@ -88,7 +89,7 @@ class Sight:
                 failed |= {rank} if departed.has_failed and departed.stage == stage else set()
             elif sign.state in ("failed", "ended") or rank in died:
                 failed.add(rank)
-            elif sign.stage <= stage:
+            elif sign.stage <= stage and rank not in left:
                 staying.add(rank)
         return staying, failed
 

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -217,6 +217,10 @@ class Watch:
             return set(), set()
         with self._lock:
             return self._sight.who_stays(self._own.departed.stage)
+
+    def is_first_besides(self, ranks: Collection[int]) -> bool:
+        """Whether this is the first rank of all but some."""
+        return self._rank == min(self._peers.keys() - set(ranks), default=None)
 
     def leave_stage(self) -> None:
         """Says that this rank is done with its stage."""

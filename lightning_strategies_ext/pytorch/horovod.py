@@ -288,6 +288,8 @@ class HorovodStrategy(ParallelStrategy):
         self._begin_exchange(trainer)
         must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
+        if self._world.watch is not None:
+            self._world.watch_departures(Progress(), is_job=True)
 
     @override
     def model_to_device(self) -> None:

@@ -145,7 +145,9 @@ def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: P
     assert re.search(r"rank 1 on .* failed first.*\n.*is gone", result.stdout), result.stdout
 
 
-def linger_for(does: Callable[[Departure], None] | None, num_hosts: int) -> tuple[list[int], float] | None:
+def linger_for(
+    does: Callable[[Departure], None] | None, num_hosts: int, lingering: int
+) -> tuple[list[int], float] | None:
     rank = int(os.environ["LOCAL_RANK"])
     for module in (peers, watch_module) if num_hosts == 2 else ():
         module.host_identity = lambda: f"host {rank}"  # each is alone on one
@@ -153,21 +155,21 @@ def linger_for(does: Callable[[Departure], None] | None, num_hosts: int) -> tupl
     watch = Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
     watch.begin_stage(None)
     departure = Departure(watch, rank, Progress(), is_job=False)
-    if rank == 0:
+    if rank == lingering:
         departure.depart()
         begin = time.monotonic()
-        store.set("0 lingers", "")
+        store.set("one lingers", "")
         result = departure.linger(), time.monotonic() - begin
-        store.set("0 has ended", "")
         if does is not None:
-            store.wait(["1 has read it"])  # from the store, which ends with this process
+            store.set("it has ended", "")
+            store.wait(["the other has read it"])  # from the store, which ends with the process of rank 0
         return result
-    store.wait(["0 lingers"])
+    store.wait(["one lingers"])
     time.sleep(1.0)  # for which it is to do so
     if does is not None:
         does(departure)
-        store.wait(["0 has ended"])
-        store.set("1 has read it", "")
+        store.wait(["it has ended"])
+        store.set("the other has read it", "")
     watch.close()
     return None
 
@@ -177,14 +179,20 @@ def raise_an_error(departure: Departure) -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "failed", "num_hosts"),
+    ("does", "is_failure", "num_hosts", "lingering"),
     [
-        *((Departure.depart, [], 1), (Departure.fail, [1], 1), (raise_an_error, [1], 1), (None, [1], 1)),
-        *((Departure.depart, [], 2), (raise_an_error, [1], 2)),
+        *(
+            (Departure.depart, False, 1, 0),
+            (Departure.fail, True, 1, 0),
+            (raise_an_error, True, 1, 0),
+            (None, True, 1, 0),
+        ),
+        *((Departure.depart, False, 2, 0), (raise_an_error, True, 2, 0), (Departure.depart, False, 2, 1)),
+        *((Departure.fail, True, 2, 1), (None, False, 2, 1)),  # who says goodbye is not waited for
     ],
 )
-def test_the_first_rank_waits_at_its_end_for_the_others_to_leave_fail_or_end(does, failed, num_hosts):
+def test_a_rank_waits_at_its_end_for_the_others_to_leave_fail_or_end(does, is_failure, num_hosts, lingering):
     """Also if it comes there before it has heard anything of another host."""
-    (lingered_for, seconds), _ = run_ranks(linger_for, does, num_hosts)
-    assert lingered_for == failed
+    lingered_for, seconds = run_ranks(linger_for, does, num_hosts, lingering)[lingering]
+    assert lingered_for == ([1 - lingering] if is_failure else [])
     assert seconds >= 1.0

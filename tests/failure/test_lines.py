@@ -27,7 +27,7 @@ class Ends(Lines):
         return True
 
     def call_hub(self, hub: Lines, own_rank: int) -> None:
-        assert self.call(["127.0.0.1"], hub.port, 0, TOKEN, own_rank)
+        assert self.call(["127.0.0.1"], hub.port, 0, TOKEN, own_rank) is None
 
 
 def wait(lines: Lines, seconds: float) -> None:
@@ -175,8 +175,8 @@ def test_who_cannot_be_reached_is_not_gone():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     lines = Ends()
-    assert not lines.call(["127.0.0.1"], port, 1, TOKEN, 0)
-    assert not lines.call(["127.0.0.1"], None, 1, TOKEN, 0)
+    assert isinstance(lines.call(["127.0.0.1"], port, 1, TOKEN, 0), ConnectionRefusedError)
+    assert "does not listen" in str(lines.call(["127.0.0.1"], None, 1, TOKEN, 0))
     wait(lines, 0.0)
     assert lines.gone == lines.lost == set()
     lines.close()
@@ -184,10 +184,10 @@ def test_who_cannot_be_reached_is_not_gone():
 
 def test_one_address_of_several_is_enough_and_nobody_listens_at_more_than_it_has_to(hub):
     caller = Ends()
-    assert caller.call(["127.0.0.2", "127.0.0.1"], hub.port, 0, TOKEN, 2)  # the hub is not at the first
+    assert caller.call(["127.0.0.2", "127.0.0.1"], hub.port, 0, TOKEN, 2) is None  # the hub is not at the first
     everywhere = Ends()
     everywhere.listen([2], TOKEN, "")
-    assert caller.call(["127.0.0.2"], everywhere.port, 1, TOKEN, 2)
+    assert caller.call(["127.0.0.2"], everywhere.port, 1, TOKEN, 2) is None
     while not (hub.ranks and everywhere.ranks):
         wait(hub, 0.1)
         wait(everywhere, 0.1)

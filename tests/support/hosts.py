@@ -22,7 +22,7 @@ _SSH = """\
 #!{python} -I
 import os, pwd, select, subprocess, sys
 
-words = sys.argv[1:]
+words = [word for word in sys.argv[1:] if word != "-x"]
 options = [index for index, word in enumerate(words[:-1]) if word in ("-o", "-p", "-i")]
 host, *command = [word for index, word in enumerate(words) if not {{index, index - 1}} & {{*options}}]
 user = pwd.getpwuid(os.getuid())
