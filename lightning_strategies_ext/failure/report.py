@@ -129,12 +129,13 @@ def show_at_exit(
 
 
 def show_block(failure: Failure, *more: str) -> None:
-    """Shows what failed first, between two lines, and a few words more; once."""
-    if (failure.ranks, failure.time) in _shown:
-        return
-    _shown.add((failure.ranks, failure.time))
-    text = [_LINE, f"lightning-strategies-ext: {summary(failure)}", *(words for words in more if words), _LINE]
-    print("\n".join(text), file=sys.stderr, flush=True)  # noqa: T201
+    """Shows what failed first, once, and a few words more, between two lines."""
+    text = [words for words in more if words]
+    if (failure.ranks, failure.time) not in _shown:
+        _shown.add((failure.ranks, failure.time))
+        text.insert(0, f"lightning-strategies-ext: {summary(failure)}")
+    if text:
+        print("\n".join([_LINE, *text, _LINE]), file=sys.stderr, flush=True)  # noqa: T201
 
 
 _shown: set[tuple[tuple[int, ...], float]] = set()

@@ -444,8 +444,11 @@ class Watch:
             peer.kill(self._pids_here)
 
     def _kill(self, peers: Sequence[Peer]) -> None:
+        # A launcher that sees one of its ranks killed ends this one, too, before it would say what has failed.
+        if peers and self.failure is not None and self._is_speaker(self.failure):
+            report.show_block(self.failure)
         for peer in peers:
-            report.say(f"rank {self._rank} failed and rank {peer.rank} (pid {peer.pid}) does not end: it is killed.")
+            report.say(f"rank {peer.rank} (pid {peer.pid}) does not end by itself: rank {self._rank} kills it.")
             peer.kill(self._pids_here)
 
     def _wait_for_others(self, seconds: float) -> bool:

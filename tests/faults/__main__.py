@@ -20,6 +20,9 @@ from tests.support import warm
 from tests.support.hosts import NoHostsError, two_hosts
 from tests.support.ranks import WITHOUT_MPI
 
+#: How much of the output of a case is shown that is not as it should be, in lines.
+NUM_LINES = 40
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
@@ -70,12 +73,13 @@ def split(world: str) -> tuple[str, str, str]:
 
 
 def tried(case: Case) -> Result:
-    """Tries a case, and says what came of it."""
+    """Tries a case, and says what came of it; of one of ours that is not as it should be, how its output ended."""
     with tempfile.TemporaryDirectory() as directory:
         result = try_case(case, Path(directory))
     took = "none" if result.seconds is None else f"{result.seconds:5.1f} s"
     codes = ", ".join(map(str, result.exit_codes))
-    print("\n    ".join([f"{case}: {took}, exit code {codes}", *result.problems]), flush=True)
+    output = result.output.splitlines()[-NUM_LINES:] if result.problems and case.strategy != "ddp" else []
+    print("\n    ".join([f"{case}: {took}, exit code {codes}", *result.problems, *output]), flush=True)
     return result
 
 

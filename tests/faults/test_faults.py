@@ -16,6 +16,7 @@ CASES = [
     Case("sigsegv", "optimizer step", 1, "horovod_ext", 2),
     Case("os_exit", "forward", 1, "fabric", 2),
     Case("cable", "backward", 3, "ddp_ext", 4, hosts=2),
+    Case("os_exit", "predict", 1, "horovod_ext", 2, hosts=2),
 ]
 
 
