@@ -220,7 +220,12 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
         (
             BY_LINK,
             Job(num_buckets=1, num_hosts=2, is_stock=True),
-            "`bucket_cap_mb=...` of less lets it begin while the",
+            "4 MB per step. `strategy='ddp_ext_bf16'`, or another `compression` of its, exchanges less.",
+        ),
+        (
+            [*BY_LINK, times(2, **LINK), times(3, **LINK)],
+            Job(num_hosts=2, is_stock=True),
+            "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges with others, and `strategy='ddp_ext_bf",
         ),
         (BY_LINK, Job(num_buckets=3), "Exchange less often (`Trainer(accumulate_grad_batches=...)`)"),
         (BY_LINK, Job(is_stock=True), "`strategy='ddp_ext'` exchanges over shared memory"),
