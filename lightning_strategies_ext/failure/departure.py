@@ -79,12 +79,12 @@ class Departure:
         """Waits until all others have ended the stage or failed in it, or it is known why all end.
 
         Returns:
-            Those that have failed or are lost, or whose processes have ended before the stage.
+            Those that have failed or are lost, or whose processes have ended before the stage; none if this one has.
         """
         while True:
             staying, failed = self.watch.who_stays()
             if (failure := self.watch.reason(0.0)) is not None:  # all know of it and end
-                return sorted(failed | set(failure.ranks))
+                return [] if self._rank in failure.ranks else sorted(failed | set(failure.ranks))
             if not staying:
                 return sorted(failed)
             time.sleep(_LINGER_POLL_S)

@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -39,6 +40,7 @@ def end_within(seconds: float) -> None:
     A library may wait at its end for what never comes, and hold Python's lock: the clock is one of C's.
     """
     _end_loaders()
+    gc.freeze()  # or the interpreter goes twice through all that torch has made, to free it: a second or two
     faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
 
 

@@ -120,8 +120,8 @@ def show_at_exit(
                 each = f"What each rank says: {path.parent}{os.sep}rank-*.txt"
                 files = f"Their traces: {path}" if rank is None else each
             show_block(failure, ended, files)
-        elif rank not in failure.ranks:
-            say(f"rank {rank} ended because {cause(failure)}")
+        else:  # in any case: a launcher may end the one that would show more as soon as this one has ended
+            say(cause(failure) if rank in failure.ranks else f"rank {rank} ended because {cause(failure)}")
 
     _replaced.clear()
     _replaced[show] = usual

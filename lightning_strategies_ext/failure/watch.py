@@ -427,7 +427,9 @@ class Watch:
             signs, stage = self._sight.signs(), self._own.stage
         mute |= {rank for rank, sign in signs.items() if sign.state in ("left", "ended")}
         mute |= {rank for rank, sign in signs.items() if sign.state == "running" and sign.stage > stage}
-        return self._rank == min({self._rank, *self._peers} - mute)
+        # They come to their end, or a launcher ends them as soon as this one has ended.
+        mute |= {rank for rank, sign in signs.items() if sign.departed is not None and sign.departed.stage >= stage}
+        return self._rank == min({self._rank, *(self._peers.keys() - mute)})
 
     # --- board, processes ---
 
