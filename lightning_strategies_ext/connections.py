@@ -11,6 +11,9 @@ from weakref import WeakSet
 import psutil
 import torch.distributed as dist
 
+#: A host that has not answered for so long, in seconds, is lost; when nothing is said, its kernel is asked so often.
+LOST_S = 8
+_ASK_S = 2
 #: How long a store may take to answer on a connection that :func:`own_connection` has made.
 _STORE_TIMEOUT = timedelta(seconds=30)
 _spared: "WeakSet[socket.socket]" = WeakSet()
@@ -19,6 +22,31 @@ _spared: "WeakSet[socket.socket]" = WeakSet()
 def spare(connection: socket.socket) -> None:
     """Lets a connection be, whatever :func:`shut_down_connections` is to cut."""
     _spared.add(connection)
+
+
+def let_the_kernel_ask(connection: socket.socket) -> bool:
+    """Lets the kernel ask at the other end, and give up when there is no answer. Whether it can, whatever is unsent.
+
+    Args:
+        connection: One whose other end has room for what is sent, also when its process is stopped.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere than on Linux
+        return False
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_S)
+    return True
+
+
+def notice_loss_of(store: dist.Store) -> None:
+    """Lets this process's requests at a store fail when its host does not answer any more: else they take minutes."""
+    if (address := address_of(store)) is None:
+        return
+    for connection in _connections_now() or []:
+        if connection.raddr.port == address[1]:
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as twin:
+                let_the_kernel_ask(twin)
 
 
 def own_connection(store: dist.Store) -> dist.Store:
@@ -58,15 +86,19 @@ def noting_connections(noted: set[tuple[Any, Any]]) -> Iterator[None]:
     finally:
         now = _connections_now()
         if before is not None and now is not None:
-            noted |= now - before
+            noted |= {_ends_of(connection) for connection in now} - {_ends_of(connection) for connection in before}
 
 
-def _connections_now() -> set[tuple[Any, Any]] | None:
+def _connections_now() -> list[Any] | None:
     try:
         found = psutil.Process().net_connections("tcp")
     except psutil.Error:  # nobody is to fail for that: it matters once another one does
         return None
-    return {(connection.laddr, connection.raddr) for connection in found if connection.raddr}
+    return [connection for connection in found if connection.raddr]
+
+
+def _ends_of(connection: Any) -> tuple[Any, Any]:
+    return connection.laddr, connection.raddr
 
 
 def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:

@@ -16,8 +16,9 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from lightning_strategies_ext.connections import LOST_S
 from lightning_strategies_ext.failure.center import Center
-from lightning_strategies_ext.failure.lines import LOST_S, ROOM_NUM_BYTES, Lines
+from lightning_strategies_ext.failure.lines import ROOM_NUM_BYTES, Lines
 from lightning_strategies_ext.failure.signs import Failure, Sign
 from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from weakref import WeakSet
 
-from lightning_strategies_ext.connections import spare
+from lightning_strategies_ext.connections import let_the_kernel_ask, spare
 from lightning_strategies_ext.failure.waiting import Waiting
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,6 @@ _GOODBYE = b"\0"
 _HEARD = b"\1"
 _END_OF_WORDS = b"\n"
 _CALL_S = 2.0
-#: A host that has not answered for so long, in seconds, is lost; when nothing is said, it is asked so often.
-LOST_S = 8
-_ASK_S = 2
 #: What a caller says, at once, is one line: the token and its rank.
 _CALL_NUM_BYTES = 128
 #: How much an end may be told before it has heard it, in bytes: what a kernel has room for, and half of it.
@@ -182,7 +179,7 @@ class Lines:
         spare(end)  # who cuts its collectives off is still there
         self._waiting.add(end, partial(self._hear, end))
         self._ends[end] = rank
-        if _lets_the_kernel_ask(end):
+        if let_the_kernel_ask(end):
             self.asked.add(rank)
 
     def _accept(self, listener: socket.socket) -> bool:
@@ -244,17 +241,6 @@ class Lines:
     def _drop(self, end: socket.socket) -> None:
         self._waiting.remove(end)
         end.close()
-
-
-def _lets_the_kernel_ask(end: socket.socket) -> bool:
-    """Lets the kernel ask at the other end, and give up when there is no answer. Whether it can, whatever is unsent."""
-    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere than on Linux
-        return False
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _ASK_S)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _ASK_S)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_S)
-    return True
 
 
 def _call(token: str, rank: int) -> bytes:

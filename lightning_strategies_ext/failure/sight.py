@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
+from lightning_strategies_ext.connections import LOST_S
 from lightning_strategies_ext.failure import detection
 from lightning_strategies_ext.failure.deaths import Deaths
 from lightning_strategies_ext.failure.host_signs import HostSigns
 from lightning_strategies_ext.failure.hosts import Hosts
-from lightning_strategies_ext.failure.lines import LOST_S
 from lightning_strategies_ext.failure.signs import Failure, Sign, Silence
 from lightning_strategies_ext.peers import Peer
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_strategies_ext.connections import notice_loss_of
+from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure import detection, report
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.ballots import Departed, Departures, add_departures, decide
@@ -52,9 +54,11 @@ MARGIN_S = 1.5
 STOPPED_S = 3.0
 #: How often ranks look while they agree on where to stop, in seconds.
 AGREEING_S = 0.05
-#: How long the first rank waits for others that have said where they are to watch, too, in seconds.
-MEETING_S = 5.0
+#: How long ranks wait for others that have said where they are to watch, too, in seconds.
+MEETING_S = 60.0
 _MEETING_POLL_S = 0.002
+#: How many requests all ranks together may then send to the store.
+REQUESTS_PER_S = 2000
 _POLL_S = 0.05
 _numbers = count()
 
@@ -99,6 +103,7 @@ class Watch:
         self._wake = wake
         self._patience_s: float | None = None
         self._number = next(_numbers)
+        notice_loss_of(store)
         self._peers = meet_peers(
             dist.PrefixStore(f"lightning_strategies_ext/peers/{self._number}", store), rank, world_size
         )
@@ -140,12 +145,30 @@ class Watch:
         return _of_process
 
     def _wait_until_all_watch(self) -> None:
-        """Lets the rank whose process may have the store go on when nobody needs that any more to meet the others."""
-        key = f"lightning_strategies_ext/watching/{self._number}"
-        num_watching, deadline = self.store.add(key, 1), time.monotonic() + MEETING_S
-        while self._rank == min(self._peers) and num_watching < len(self._peers) and time.monotonic() < deadline:
-            time.sleep(_MEETING_POLL_S)
-            num_watching = self.store.add(key, 0)
+        """Lets no rank go on before all watch, and the first not before no other needs the store for that.
+
+        Its process may have the store.
+
+        Raises:
+            RankFailedError: If some do not come to it, or one has failed.
+        """
+        key, deadline = f"lightning_strategies_ext/watching/{self._number}", time.monotonic() + MEETING_S
+        self._count(f"{key}/begun", 1, len(self._peers), deadline)
+        is_first = self._rank == min(self._peers)
+        self._count(f"{key}/gone on", 1, len(self._peers) if is_first else 0, deadline)
+
+    def _count(self, key: str, add: int, until: int, deadline: float) -> None:
+        found, interval_s = self.store.add(key, add), max(_MEETING_POLL_S, len(self._peers) / REQUESTS_PER_S)
+        while found < until:
+            if self.failure is not None:
+                raise RankFailedError(report.message(self.failure))
+            if time.monotonic() > deadline:
+                raise RankFailedError(
+                    f"Only {found} of {until} ranks have come as far as this one in {MEETING_S:g} s, after all had met:"
+                    " look at what the others say, or whether their hosts are there."
+                )
+            time.sleep(interval_s)
+            found = self.store.add(key, 0)
 
     # --- what the rank says ---
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from lightning_strategies_ext.connections import LOST_S
 from lightning_strategies_ext.failure import hosts
 from lightning_strategies_ext.failure.ballots import Ballot, Decision
 from lightning_strategies_ext.failure.hosts import Hosts
-from lightning_strategies_ext.failure.lines import LOST_S, ROOM_NUM_BYTES, Lines
+from lightning_strategies_ext.failure.lines import ROOM_NUM_BYTES, Lines
 from lightning_strategies_ext.failure.signs import Failure, Sign
 from lightning_strategies_ext.failure.waiting import Waiting
 from lightning_strategies_ext.peers import Peer

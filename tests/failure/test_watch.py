@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from lightning_strategies_ext import peers
+from lightning_strategies_ext import RankFailedError, peers
 from lightning_strategies_ext.failure import ending, watch
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.watch import Watch
@@ -32,7 +32,7 @@ def fail_and_end_at_once() -> list[str]:
     return [] if failure is None else [failure.headline]
 
 
-def begin_to_watch(meeting_s: float) -> bool:
+def begin_to_watch(meeting_s: float) -> bool | str:
     rank = int(os.environ["LOCAL_RANK"])
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
 
@@ -45,18 +45,25 @@ def begin_to_watch(meeting_s: float) -> bool:
     if rank == 1:
         watch.Deaths = Slow
     watch.MEETING_S = meeting_s
-    Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
-    is_there = store.check(["nearly"])
+    try:
+        Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
+        found: bool | str = store.check(["nearly"])
+    except RankFailedError as error:
+        found = str(error)
     if rank == 1:
         store.set("1 is done", "")
     else:
         store.wait(["1 is done"])  # the store ends with this process
-    return is_there
+    return found
 
 
-@pytest.mark.parametrize(("meeting_s", "is_there"), [(60.0, True), (0.1, False)])
-def test_the_first_rank_goes_on_when_the_others_need_its_store_no_more_to_meet_or_after_a_while(meeting_s, is_there):
-    assert run_ranks(begin_to_watch, meeting_s) == [is_there, True]
+def test_no_rank_goes_on_before_all_watch():
+    assert run_ranks(begin_to_watch, 60.0) == [True, True]
+
+
+def test_a_rank_that_others_do_not_come_to_watch_with_fails():
+    first, _ = run_ranks(begin_to_watch, 0.1)
+    assert "Only 1 of 2 ranks have come as far as this one in 0.1 s" in first
 
 
 def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -> bool | None:
