@@ -24,7 +24,6 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_strategies_ext.connections import notice_loss_of
-from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure import detection, report
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.ballots import Departed, Departures, add_departures, decide
@@ -32,6 +31,7 @@ from lightning_strategies_ext.failure.deaths import Deaths
 from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit
 from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
 from lightning_strategies_ext.failure.hosts import Hosts
+from lightning_strategies_ext.failure.meeting import wait_until_all_watch
 from lightning_strategies_ext.failure.sight import Sight
 from lightning_strategies_ext.failure.signs import Failure, Progress, Sign, State, first_failure
 from lightning_strategies_ext.failure.termination import TerminationAgreement
@@ -54,11 +54,6 @@ MARGIN_S = 1.5
 STOPPED_S = 3.0
 #: How often ranks look while they agree on where to stop, in seconds.
 AGREEING_S = 0.05
-#: How long ranks wait for others that have said where they are to watch, too, in seconds.
-MEETING_S = 60.0
-_MEETING_POLL_S = 0.002
-#: How many requests all ranks together may then send to the store.
-REQUESTS_PER_S = 2000
 _POLL_S = 0.05
 _numbers = count()
 
@@ -73,6 +68,9 @@ class Watch:
         progress: Of this rank.
         wake: Lets collectives fail that this rank is in with some peers, if it can.
         exit_code_of: Tells the exit code of a process that this one has started, by its pid; None if it does not know.
+
+    Raises:
+        RankFailedError: If another fails, or does not come, before all ranks watch.
 
     Attributes:
         store: See above.
@@ -127,7 +125,8 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext watch", daemon=True)
         self._thread.start()
         atexit.register(self._end)
-        self._wait_until_all_watch()
+        meeting = dist.PrefixStore(f"lightning_strategies_ext/meeting/{self._number}", store)
+        wait_until_all_watch(meeting, world_size, rank == min(self._peers), lambda: self.failure)
 
     @classmethod
     def of_process(cls, store: dist.Store, *args: Any) -> "Watch":
@@ -143,32 +142,6 @@ class Watch:
                 _of_process.close()
             _of_process = cls(store, *args)
         return _of_process
-
-    def _wait_until_all_watch(self) -> None:
-        """Lets no rank go on before all watch, and the first not before no other needs the store for that.
-
-        Its process may have the store.
-
-        Raises:
-            RankFailedError: If some do not come to it, or one has failed.
-        """
-        key, deadline = f"lightning_strategies_ext/watching/{self._number}", time.monotonic() + MEETING_S
-        self._count(f"{key}/begun", 1, len(self._peers), deadline)
-        is_first = self._rank == min(self._peers)
-        self._count(f"{key}/gone on", 1, len(self._peers) if is_first else 0, deadline)
-
-    def _count(self, key: str, add: int, until: int, deadline: float) -> None:
-        found, interval_s = self.store.add(key, add), max(_MEETING_POLL_S, len(self._peers) / REQUESTS_PER_S)
-        while found < until:
-            if self.failure is not None:
-                raise RankFailedError(report.message(self.failure))
-            if time.monotonic() > deadline:
-                raise RankFailedError(
-                    f"Only {found} of {until} ranks have come as far as this one in {MEETING_S:g} s, after all had met:"
-                    " look at what the others say, or whether their hosts are there."
-                )
-            time.sleep(interval_s)
-            found = self.store.add(key, 0)
 
     # --- what the rank says ---
 

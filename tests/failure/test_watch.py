@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext import RankFailedError, peers
-from lightning_strategies_ext.failure import ending, watch
+from lightning_strategies_ext.failure import ending, meeting, watch
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.watch import Watch
 from tests.support.ranks import outcomes_of_ranks, run_ranks
@@ -44,7 +44,7 @@ def begin_to_watch(meeting_s: float) -> bool | str:
 
     if rank == 1:
         watch.Deaths = Slow
-    watch.MEETING_S = meeting_s
+    meeting.MEETING_S = meeting_s
     try:
         Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
         found: bool | str = store.check(["nearly"])
