@@ -77,12 +77,22 @@ sys.stdin.read()
 """
 
 
-def elastic_horovodrun(directory: Path, hosts: tuple[str, ...], min_ranks: int, *arguments: str) -> list[str]:
-    """The command, up to the script, that starts a rank on each host which the file ``hosts`` in a directory names."""
+def elastic_horovodrun(
+    directory: Path, hosts: tuple[str, ...], min_ranks: int, *arguments: str, interface: str = "lo"
+) -> list[str]:
+    """The command, up to the script, that starts a rank on each host which the file ``hosts`` in a directory names.
+
+    Args:
+        directory: The directory; the file is written.
+        hosts: At the start, with one rank each, or as many as stand after a colon.
+        min_ranks: ``--min-np``.
+        arguments: Further ones of ``horovodrun``.
+        interface: Of the network, by which ranks reach each other and the driver.
+    """
     discovery = directory / "discover.sh"
     discovery.write_text(f"#!/bin/sh\ncat {directory}/hosts\n")
     discovery.chmod(0o755)
     (directory / "hosts").write_text("".join(f"{host}\n" if ":" in host else f"{host}:1\n" for host in hosts))
     numbers = ["-np", str(count_ranks(hosts)), "--min-np", str(min_ranks), "--max-np", "4"]
-    discover = ["--host-discovery-script", str(discovery), "--network-interfaces", "lo", "--gloo"]
+    discover = ["--host-discovery-script", str(discovery), "--network-interfaces", interface, "--gloo"]
     return [str(BIN / "horovodrun"), *numbers, *discover, *arguments]

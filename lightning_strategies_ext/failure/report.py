@@ -92,6 +92,8 @@ def show_at_exit(
     rank: int | None,
     directory: str,
     is_speaker: Callable[[], bool] = lambda: True,
+    *,
+    says_why: bool = False,
 ) -> None:
     """Shows a short account of a failure in place of the exception's long trace, if nobody catches it.
 
@@ -101,6 +103,7 @@ def show_at_exit(
         rank: This one; None in the process that has started the ranks.
         directory: See :func:`write`.
         is_speaker: Asked in the end whether it shows the whole account; the others say a line.
+        says_why: Whether it says one, too, if it is this one that has failed.
     """
     # Of exceptions that were caught, only the last is kept.
     usual: ExceptHook = _replaced.get(sys.excepthook, sys.excepthook)
@@ -120,8 +123,10 @@ def show_at_exit(
                 each = f"What each rank says: {path.parent}{os.sep}rank-*.txt"
                 files = f"Their traces: {path}" if rank is None else each
             show_block(failure, ended, files)
-        else:  # in any case: a launcher may end the one that would show more as soon as this one has ended
-            say(cause(failure) if rank in failure.ranks else f"rank {rank} ended because {cause(failure)}")
+        elif rank not in failure.ranks:
+            say(f"rank {rank} ended because {cause(failure)}")
+        elif says_why:
+            say(cause(failure))
 
     _replaced.clear()
     _replaced[show] = usual

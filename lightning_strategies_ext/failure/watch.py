@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -228,7 +229,10 @@ class Watch:
     def announce(self, exception: BaseException) -> None:
         """Says that this rank has failed and will end by itself; returns at once."""
         failure = self._described(exception)
-        report.show_at_exit(exception, failure, self._rank, self.directory, lambda: self._ends_with(failure))
+        is_speaker = partial(self._ends_with, failure)
+        # A launcher may end the one that shows more as soon as this one has ended.
+        has_launcher = self._peers[min(self._peers)].pid != os.getppid()
+        report.show_at_exit(exception, failure, self._rank, self.directory, is_speaker, says_why=has_launcher)
 
     def announce_uncaught(self, exception: BaseException) -> None:
         """Says that this rank's script ends with an exception between two stages: others may wait in the next one."""

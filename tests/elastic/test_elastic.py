@@ -75,7 +75,7 @@ def test_a_host_that_goes_without_a_word_is_missed_and_the_other_goes_on(tmp_pat
             put_ssh(hosts, tmp_path, hears_cable=True)
             run = run_elastic(
                 hosts=tuple(host.name for host in hosts),
-                arguments=("--network-interfaces", "eth0", "--gloo-timeout-seconds", "600"),
+                arguments=("--gloo-timeout-seconds", "600"),
                 enter=tuple(hosts[0].enter()),
                 variables={"PATH": os.pathsep.join([str(tmp_path), str(BIN), os.environ["PATH"]])},
                 strategy=STRATEGY,

@@ -106,7 +106,9 @@ def run_elastic(
     plan["num_ranks"] = count_ranks(hosts)
 
     def command(directory: Path) -> list[str]:
-        return [*enter, *warm.launcher(elastic_horovodrun(directory, hosts, min_ranks, *arguments))]
+        interface = "eth0" if enter else "lo"
+        start = elastic_horovodrun(directory, hosts, min_ranks, *arguments, interface=interface)
+        return [*enter, *warm.launcher(start)]
 
     return _run(command, plan, timeout_s, keep, variables)
 
