@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -140,7 +141,7 @@ def show_block(failure: Failure, *more: str) -> None:
         _shown.add((failure.ranks, failure.time))
         text.insert(0, f"lightning-strategies-ext: {summary(failure)}")
     if text:
-        print("\n".join([_LINE, *text, _LINE]), file=sys.stderr, flush=True)  # noqa: T201
+        _print("\n".join([_LINE, *text, _LINE]))
 
 
 _shown: set[tuple[tuple[int, ...], float]] = set()
@@ -150,4 +151,9 @@ _replaced: dict[ExceptHook, ExceptHook] = {}
 
 def say(message: str) -> None:
     """Says a line to the user."""
-    print(f"lightning-strategies-ext: {message}", file=sys.stderr, flush=True)  # noqa: T201
+    _print(f"lightning-strategies-ext: {message}")
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more, when a launcher has ended first, say
+        print(text, file=sys.stderr, flush=True)  # noqa: T201

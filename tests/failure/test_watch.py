@@ -4,6 +4,7 @@ import faulthandler
 import os
 import time
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -64,6 +65,29 @@ def test_no_rank_goes_on_before_all_watch():
 def test_a_rank_that_others_do_not_come_to_watch_with_fails():
     first, _ = run_ranks(begin_to_watch, 0.1)
     assert "Only 1 of 2 ranks have come as far as this one in 0.1 s" in first
+
+
+def fail_where_the_other_sleeps_and_nobody_reads_what_it_says() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    own = Watch(store, rank, 2, Progress(), lambda peers: None, lambda pid: None)
+    own.begin_stage(None)
+    if rank == 0:
+        pid = int(store.get("1"))
+        own.announce(ValueError("no"))
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.1)
+        return
+    reads, writes = os.pipe()
+    os.close(reads)
+    os.dup2(writes, 2)
+    store.set("1", str(os.getpid()))
+    time.sleep(1000)
+
+
+def test_a_rank_whose_output_nobody_reads_any_more_is_ended_by_its_watch():
+    _, second = outcomes_of_ranks(fail_where_the_other_sleeps_and_nobody_reads_what_it_says)
+    assert second.exit_code == ending.ENDED
 
 
 def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -> bool | None:
