@@ -55,6 +55,8 @@ MARGIN_S = 1.5
 STOPPED_S = 3.0
 #: How often ranks look while they agree on where to stop, in seconds.
 AGREEING_S = 0.05
+#: Variables of launchers that end all ranks as soon as one has failed: the one that would show why, too.
+OF_LAUNCHERS = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"}
 _POLL_S = 0.05
 _numbers = count()
 
@@ -230,9 +232,8 @@ class Watch:
         """Says that this rank has failed and will end by itself; returns at once."""
         failure = self._described(exception)
         is_speaker = partial(self._ends_with, failure)
-        # A launcher may end the one that shows more as soon as this one has ended.
-        has_launcher = self._peers[min(self._peers)].pid != os.getppid()
-        report.show_at_exit(exception, failure, self._rank, self.directory, is_speaker, says_why=has_launcher)
+        says_why = not OF_LAUNCHERS.isdisjoint(os.environ)
+        report.show_at_exit(exception, failure, self._rank, self.directory, is_speaker, says_why=says_why)
 
     def announce_uncaught(self, exception: BaseException) -> None:
         """Says that this rank's script ends with an exception between two stages: others may wait in the next one."""
