@@ -43,10 +43,13 @@ def notice_loss_of(store: dist.Store) -> None:
     """Lets this process's requests at a store fail when its host does not answer any more: else they take minutes."""
     if (address := address_of(store)) is None:
         return
-    for connection in _connections_now() or []:
-        if connection.raddr.port == address[1]:
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as twin:
-                let_the_kernel_ask(twin)
+    with suppress(OSError):
+        places = {found[4][:2] for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)}
+        for connection in _connections_now() or []:
+            # An address of IPv4 has such a beginning on a socket for both.
+            if (connection.raddr.ip.removeprefix("::ffff:"), connection.raddr.port) in places:
+                with _twin_of(connection) as twin:
+                    let_the_kernel_ask(twin)
 
 
 def own_connection(store: dist.Store) -> dist.Store:
@@ -110,5 +113,10 @@ def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:
     spared = {connection.fileno() for connection in _spared}
     for connection in psutil.Process().net_connections("tcp"):
         if connection.fd not in spared and is_meant(connection):
-            with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as twin:
+            with suppress(OSError), _twin_of(connection) as twin:
                 twin.shutdown(socket.SHUT_RDWR)
+
+
+def _twin_of(connection: Any) -> socket.socket:
+    """Another socket of a connection, as psutil describes it, to be closed by who has it."""
+    return socket.socket(fileno=os.dup(connection.fd))

@@ -3,12 +3,14 @@
 import json
 import logging
 import secrets
+import socket
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 import torch.distributed as dist
 
 from lightning_strategies_ext.connections import address_of
-from lightning_strategies_ext.failure.lines import Lines, own_address
+from lightning_strategies_ext.failure.lines import Lines
 from lightning_strategies_ext.peers import Peer, is_loopback
 
 log = logging.getLogger(__name__)
@@ -66,9 +68,24 @@ class Center:
         token = secrets.token_hex(16)
         address, all_addresses = None, self._peers[self._rank].addresses
         if (of_store := address_of(store)) is not None:
-            address = own_address(*of_store)
+            address = _own_address(*of_store)
             is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
             if address is not None and is_loopback(address) and not is_one_machine:
                 address = None
         self._lines.listen(callers, token, address or "")
         return token, list(all_addresses) if address is None else [address], self._lines.port
+
+
+def _own_address(towards: str, port: int) -> str | None:
+    """The address of this host on the way to another one, or to itself; None if there is none.
+
+    Args:
+        towards: Name or address of the other.
+        port: There; nothing is sent to it.
+    """
+    with suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+                probe.connect(place)
+                return str(probe.getsockname()[0])
+    return None

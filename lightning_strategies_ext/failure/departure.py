@@ -50,7 +50,7 @@ class Departure:
         self._waiting_for: Any = None
         self._waits_s = 0.0
         watch.on_departures = self._look
-        _linger_at_exit(None)  # the end of the stage before was not that of the job
+        atexit.unregister(_linger)  # the end of the stage before was not that of the job
 
     def depart(self) -> None:
         """Says that this rank has ended its stage. A second call, or one after :meth:`close`, does nothing."""
@@ -59,7 +59,7 @@ class Departure:
         self.close()
         self.watch.depart(self._progress.num_begun())
         if self._is_job:
-            _linger_at_exit(self)
+            atexit.register(_linger, self)  # which comes before the process group, which was made before, is left
 
     def fail(self) -> None:
         """Ends the part of a rank that has failed; nobody need wait for it to learn of anything."""
@@ -113,24 +113,12 @@ class Departure:
         self.watch.depart(self._progress.num_begun(), has_failed=True)
 
 
-_last: Departure | None = None
-
-
-def _linger_at_exit(departure: Departure | None) -> None:
-    global _last
-    _last = departure
-    atexit.unregister(_linger)
-    if departure is not None:
-        atexit.register(_linger)  # so that it comes before the process group, which was made before, is left
-
-
-def _linger() -> None:
-    assert _last is not None
-    failed = _last.linger()
+def _linger(departure: Departure) -> None:
+    failed = departure.linger()
     if failed:
         ranks = ", ".join(map(str, failed))
-        failure = _last.watch.reason(WHY_S)
-        if failure is not None and _last.watch.is_first_besides(() if failure.by in failure.ranks else failure.ranks):
+        failure = departure.watch.reason(WHY_S)
+        if failure is not None and departure.watch.is_first_that_can_tell(failure):
             report.show_block(failure)
         report.say(f"rank {ranks} failed after this one had ended its stage; the exit code is 1.")
         fail_at_exit()

@@ -74,8 +74,7 @@ class Hosts:
         self._began_at = time.monotonic()
         self._has_called = False
         if self._is_to_call(0.0):
-            self._has_called = True
-            self._center.call()
+            self._call(may_have_ended=False)
             self._note_new_lines()
 
     def tell(self, signs: Mapping[int, Sign], failure: Failure | None) -> None:
@@ -91,7 +90,7 @@ class Hosts:
         if failure is None:
             self._failed_at = now
         if self._is_to_call(now - self._failed_at):
-            self._call_late()
+            self._call(may_have_ended=True)
         if failure is not None and failure != self._told:
             self._lines.say(own.dump(ROOM_NUM_BYTES), to_all=True)
         self._told = failure
@@ -138,7 +137,7 @@ class Hosts:
         if self._told is not None:
             deadline, failed = time.monotonic() + HEARD_S, self._told.ranks
             if self._is_to_call(NOTICE_S):
-                self._call_late()
+                self._call(may_have_ended=True)
                 self._lines.say(replace(self._signs_here[self._rank], failure=self._told).dump(ROOM_NUM_BYTES))
             while not self._lines.is_heard(without=failed) and not self.lost() and time.monotonic() < deadline:
                 self._waiting.wait(_POLL_S)
@@ -159,9 +158,9 @@ class Hosts:
         sign = self._signs_here.get(speaker)
         return speaker == self._rank or (failed_s >= NOTICE_S and (sign is None or sign.failure is None))
 
-    def _call_late(self) -> None:
+    def _call(self, *, may_have_ended: bool) -> None:
         self._has_called = True
-        self._center.call(may_have_ended=True)
+        self._center.call(may_have_ended=may_have_ended)
 
     def _note_new_lines(self) -> None:
         for rank in self._lines.ranks - self._heard_at.keys():

@@ -247,21 +247,6 @@ def _call(token: str, rank: int) -> bytes:
     return f"{token} {rank}\n".encode()
 
 
-def own_address(towards: str, port: int) -> str | None:
-    """The address of this host on the way to another one, or to itself; None if there is none.
-
-    Args:
-        towards: Name or address of the other.
-        port: There; nothing is sent to it.
-    """
-    with suppress(OSError):
-        for family, kind, protocol, _, place in socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
-                probe.connect(place)
-                return str(probe.getsockname()[0])
-    return None
-
-
 def _close_inherited() -> None:
     # A forked worker of a loader would keep lines open that are this process's.
     for lines in _all:

@@ -63,9 +63,7 @@ class Lookout:
         self._closed.set()
         self._waiting.wake()
         self._thread.join()
-        if agreed:
-            self._lines.close()
-        self._lines.close_ends()
+        self._lines.close() if agreed else self._lines.close_ends()
         self._waiting.close()
 
     def _run(self) -> None:

@@ -18,6 +18,8 @@ DIRECTORY = "failures"
 _MAX_DETAILS = 12_000
 _MAX_FRAMES = 8
 _LINE = "-" * 80
+#: Variables of launchers that end all ranks as soon as one has failed.
+_OF_LAUNCHERS = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"}
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -93,8 +95,6 @@ def show_at_exit(
     rank: int | None,
     directory: str,
     is_speaker: Callable[[], bool] = lambda: True,
-    *,
-    says_why: bool = False,
 ) -> None:
     """Shows a short account of a failure in place of the exception's long trace, if nobody catches it.
 
@@ -103,8 +103,8 @@ def show_at_exit(
         failure: What failed first.
         rank: This one; None in the process that has started the ranks.
         directory: See :func:`write`.
-        is_speaker: Asked in the end whether it shows the whole account; the others say a line.
-        says_why: Whether it says one, too, if it is this one that has failed.
+        is_speaker: Asked in the end whether it shows the whole account; the others say a line, the one that has failed
+            only where a launcher may end the speaker as soon as it has ended.
     """
     # Of exceptions that were caught, only the last is kept.
     usual: ExceptHook = _replaced.get(sys.excepthook, sys.excepthook)
@@ -126,7 +126,7 @@ def show_at_exit(
             show_block(failure, ended, files)
         elif rank not in failure.ranks:
             say(f"rank {rank} ended because {cause(failure)}")
-        elif says_why:
+        elif not _OF_LAUNCHERS.isdisjoint(os.environ):
             say(cause(failure))
 
     _replaced.clear()

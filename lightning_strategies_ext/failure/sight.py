@@ -75,10 +75,9 @@ class Sight:
         # Asked before what they say: a rank may say that it has left the stage, and then end.
         died = {rank for rank, peer in self._here.items() if not peer.is_running()}
         signs = self.signs()
-        known, left = {*signs, *self._here}, set[int]()
+        known = {*signs, *self._here}
         if self._hosts is not None:
             died |= self._hosts.gone()
-            left = self._hosts.left()
             known |= self._hosts.unheard()  # a stage may take less time than two looks
         staying: set[int] = set()
         failed: set[int] = set()
@@ -89,9 +88,9 @@ class Sight:
                 failed |= {rank} if departed.has_failed and departed.stage == stage else set()
             elif sign.state in ("failed", "ended") or rank in died:
                 failed.add(rank)
-            elif sign.stage <= stage and rank not in left:
+            elif sign.stage <= stage:
                 staying.add(rank)
-        return staying, failed
+        return staying - (set() if self._hosts is None else self._hosts.left()), failed
 
     def failure(self, signs: Mapping[int, Sign], patience_s: float | None) -> Failure | None:
         """The failure of others that cannot say it themselves, if there is one.

@@ -16,9 +16,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -55,8 +54,6 @@ MARGIN_S = 1.5
 STOPPED_S = 3.0
 #: How often ranks look while they agree on where to stop, in seconds.
 AGREEING_S = 0.05
-#: Variables of launchers that end all ranks as soon as one has failed: the one that would show why, too.
-OF_LAUNCHERS = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"}
 _POLL_S = 0.05
 _numbers = count()
 
@@ -217,9 +214,9 @@ class Watch:
         with self._lock:
             return self._sight.who_stays(self._own.departed.stage)
 
-    def is_first_besides(self, ranks: Collection[int]) -> bool:
-        """Whether this is the first rank of all but some."""
-        return self._rank == min(self._peers.keys() - set(ranks), default=None)
+    def is_first_that_can_tell(self, failure: Failure) -> bool:
+        """Whether this is rank 0, or the first that has not failed where those that have cannot tell."""
+        return self._rank == min(self._peers.keys() - _mute(failure), default=None)
 
     def leave_stage(self) -> None:
         """Says that this rank is done with its stage."""
@@ -231,9 +228,7 @@ class Watch:
     def announce(self, exception: BaseException) -> None:
         """Says that this rank has failed and will end by itself; returns at once."""
         failure = self._described(exception)
-        is_speaker = partial(self._ends_with, failure)
-        says_why = not OF_LAUNCHERS.isdisjoint(os.environ)
-        report.show_at_exit(exception, failure, self._rank, self.directory, is_speaker, says_why=says_why)
+        report.show_at_exit(exception, failure, self._rank, self.directory, lambda: self._ends_with(failure))
 
     def announce_uncaught(self, exception: BaseException) -> None:
         """Says that this rank's script ends with an exception between two stages: others may wait in the next one."""
@@ -423,13 +418,14 @@ class Watch:
 
     def _is_speaker(self, failure: Failure) -> bool:
         """Whether this rank tells the user what has failed: rank 0, or the first that can where that cannot."""
-        mute = set() if failure.by in failure.ranks else set(failure.ranks)
+        mute = _mute(failure)
         with self._lock:
             signs, stage = self._sight.signs(), self._own.stage
         mute |= {rank for rank, sign in signs.items() if sign.state in ("left", "ended")}
         mute |= {rank for rank, sign in signs.items() if sign.state == "running" and sign.stage > stage}
-        # They come to their end, or a launcher ends them as soon as this one has ended.
-        mute |= {rank for rank, sign in signs.items() if sign.departed is not None and sign.departed.stage >= stage}
+        # Those at their end of the stage in good order: a launcher may end them as soon as this one has ended.
+        departures = _departures(signs, stage)
+        mute |= set() if departures is None else set(departures.ranks)
         return self._rank == min({self._rank, *(self._peers.keys() - mute)})
 
     # --- board, processes ---
@@ -481,6 +477,11 @@ def of_process() -> Watch | None:
 def failure_known() -> Failure | None:
     """What has failed first, as far as this process knows."""
     return None if _of_process is None else _of_process.failure
+
+
+def _mute(failure: Failure) -> set[int]:
+    """The ranks that have failed, if they did not say so themselves."""
+    return set() if failure.by in failure.ranks else set(failure.ranks)
 
 
 def _departures(signs: Mapping[int, Sign], stage: int) -> Departures | None:

@@ -123,18 +123,14 @@ def _about_link(times: Sequence[RankTimes], job: Job) -> str:
             " or make the step longer by a larger batch."
         )
     if job.is_stock and job.num_hosts > 1:
-        levels = "on CPUs `strategy='ddp_ext'` sums on each host before it exchanges with others, and "
+        levels = "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges with others, and "
         less = "`strategy='ddp_ext_bf16'`, or another `compression` of its, exchanges less."
-        return _sentence((levels if len(times) > job.num_hosts else "") + less)
+        return levels + less if len(times) > job.num_hosts else less
     if job.compressions and job.num_hosts > 1:
         return f"`compression=...` exchanges less: {', '.join(map(repr, job.compressions))}."
     if job.num_buckets == 1 and hidden < _MOSTLY:
         return "`bucket_cap_mb=...` of less lets it begin while the backward pass still computes; 'auto' finds a size."
     return "Exchange less often (`Trainer(accumulate_grad_batches=...)`), or make the step longer by a larger batch."
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _percent(part: float) -> str:

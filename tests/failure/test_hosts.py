@@ -189,8 +189,17 @@ def test_where_the_kernel_does_not_tell_one_that_says_nothing_is_lost(ranks, mon
     assert ranks[0].lost() == []
 
 
+def test_a_successor_that_finds_nobody_is_no_reason_to_warn(ranks, caplog):
+    ranks.look_until(lambda: ranks[0].signs.keys() == {2, 3, 4})
+    ranks[0].close()  # its process has ended
+    ranks.signs[2] = Sign(2, state="ended")
+    with caplog.at_level(logging.WARNING):
+        ranks.look_until(lambda: ranks[3]._has_called, {}, 0)
+    assert caplog.records == []
+
+
 def test_who_cannot_be_reached_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(Lines, "call", lambda *arguments: False)
+    monkeypatch.setattr(Lines, "call", lambda *arguments: OSError("no route"))
     with caplog.at_level(logging.WARNING):
         ranks = Ranks([0], [1])
         for _ in range(3):
@@ -198,6 +207,7 @@ def test_who_cannot_be_reached_is_said_once(monkeypatch, caplog):
     (record,) = caplog.records
     assert "rank 1 cannot reach rank 0" in record.getMessage()
     assert "127.0.0.1" in record.getMessage()
+    assert "(no route)" in record.getMessage()
     assert ranks[0].signs == ranks[1].signs == {}
     for one in ranks.by_rank.values():
         one.close()
