@@ -4,12 +4,14 @@ Each says why it is needed and in which Lightning versions it was read. ``tests/
 one of them is gone, so that a new Lightning release shows here first and nowhere else.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import partial
 from inspect import getclosurevars
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as FabricMultiProcessingLauncher,
 )
@@ -63,7 +65,9 @@ __all__ = [
     "end_restart",
     "forget_data",
     "forget_training_data",
+    "intercept_requeueing",
     "intercept_sigterm",
+    "is_accumulating",
     "is_bound_to_stage",
     "layer_sync",
     "leave_evaluation",
@@ -259,9 +263,67 @@ def note_sigterm(trainer: Any) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def intercept_requeueing(trainer: Any, on_signal: Callable[[], None]) -> Callable[[], None] | None:
+    """Puts our agreement in the place of what Lightning does when SLURM says that a job's time is nearly over.
+
+    ``_signal_connector._slurm_sigusr_handler_fn`` (2.5 to 2.6) saves a checkpoint inside the signal handler, where its
+    barrier meets whatever collective the other ranks are in, and asks SLURM to queue the job again. To be called after
+    :func:`intercept_sigterm`.
+
+    Args:
+        trainer: The Trainer.
+        on_signal: Called in the signal handler, in the main thread.
+
+    Returns:
+        What saves and asks, where all ranks are before the same step; None where Lightning would do neither.
+    """
+    environment, connector = trainer.strategy.cluster_environment, trainer._signal_connector
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
+        return None
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: on_signal()
+
+    def requeue() -> None:
+        with _as_before_validation(trainer):
+            type(connector)._slurm_sigusr_handler_fn(connector, environment.requeue_signal, None)
+
+    return requeue
+
+
+@contextmanager
+def _as_before_validation(trainer: Any) -> Generator[None, None, None]:
+    """A checkpoint that is saved inside it, within a validation of ``fit``, is one of the validation's first step.
+
+    From one of a later step Lightning validates on as many batches as were left then, and logs the mean over these
+    (2.5 to 2.6: ``fit_loop.epoch_loop.val_loop.batch_progress``).
+    """
+    progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    if not trainer.validating or progress.current.ready == 0:
+        yield
+        return
+    before = progress.state_dict()
+    num_done = progress.total.completed - progress.current.completed
+    first = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    total = {name: num_done + number for name, number in first.items()}
+    progress.load_state_dict({**before, "total": total, "current": first, "is_last_batch": False})
+    try:
+        yield
+    finally:
+        progress.load_state_dict(before)
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the batch before this one was not the last of its window of accumulation.
+
+    ``fit_loop.epoch_loop.batch_progress`` has no public name (2.5 to 2.6).
+    """
+    num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return bool(trainer.lightning_module.automatic_optimization and num_batches % trainer.accumulate_grad_batches)
+
+
 def release_sigterm(trainer: Any) -> None:
-    """Undoes :func:`intercept_sigterm`; harmless when there is nothing to undo."""
-    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+    """Undoes :func:`intercept_sigterm` and :func:`intercept_requeueing`; harmless when there is nothing to undo."""
+    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
+        vars(trainer._signal_connector).pop(name, None)
     for name in ("advance", "_broadcast_sigterm_tensor"):
         vars(trainer.fit_loop.epoch_loop).pop(name, None)
 

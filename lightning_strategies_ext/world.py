@@ -15,6 +15,7 @@ from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsErr
 from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.failure.departure import Departure
 from lightning_strategies_ext.failure.errors import has_lost_a_peer, is_of_collective
+from lightning_strategies_ext.failure.requeueing import Requeueing
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.store_agreement import StoreAgreement
 from lightning_strategies_ext.failure.termination import TerminationAgreement
@@ -76,7 +77,8 @@ class World:
         self._termination: TerminationAgreement | None = None
         self._confirm_sigterm: Callable[[], None] | None = None
         self._release_sigterm: Callable[[], None] | None = None if before is None else before._release_sigterm
-        self._is_interrupted = False
+        self._requeueing: Requeueing | None = None if before is None else before._requeueing
+        self._is_interrupted = self._is_to_stop = False
         if before is not None:
             before._close()
 
@@ -115,18 +117,27 @@ class World:
         self,
         confirm: Callable[[], None] | None = None,
         release: Callable[[], None] | None = None,
+        requeue: Callable[[], None] | None = None,
         *,
         is_requested: bool = False,
     ) -> None:
         """Lets a SIGTERM on any rank stop all before the same step. Called by all ranks together.
 
         Args:
-            confirm: Says to the Trainer that a SIGTERM was agreed on; None without one: nobody calls :meth:`stop`.
+            confirm: Says to the Trainer that a SIGTERM was agreed on; None without one: nobody calls
+                :meth:`do_as_agreed`.
             release: Gives the Trainer its own handling of it back.
+            requeue: What all ranks do together after :meth:`request_requeue`; None if nobody calls it.
             is_requested: Whether the ranks know already that they have to stop.
         """
-        self._end_agreement()
         self._confirm_sigterm, self._release_sigterm = confirm, release
+        was_told = self._requeueing is not None and (self._requeueing.is_told or self._requeueing.is_due)
+        self._requeueing = None if requeue is None else Requeueing(requeue, is_told=was_told)
+        self._is_to_stop = is_requested
+        self._begin_agreement(is_requested=is_requested)
+
+    def _begin_agreement(self, *, is_requested: bool) -> None:
+        self._end_agreement()
         if self.store is None:
             self._termination = TerminationAgreement(is_requested=is_requested)
         elif self.watch is not None and self._name is None:
@@ -134,6 +145,8 @@ class World:
         else:
             self._termination = TerminationAgreement(is_requested=is_requested, wake=_do_nothing)
             self._store_agreement = StoreAgreement(self._termination, self.store, self.rank, self.size)
+        if self._requeueing is not None and (self._requeueing.is_told or self._is_to_stop):
+            self._termination.request()
 
     def watch_departures(self, progress: Progress, *, is_job: bool) -> None:
         """Lets this rank fail where it waits for one that has ended the stage. Called by all ranks together.
@@ -151,7 +164,14 @@ class World:
 
     def request_stop(self) -> None:
         """Asks all ranks to stop; for a signal handler."""
+        self._is_to_stop = True
         if self._termination is not None:
+            self._termination.request()
+
+    def request_requeue(self) -> None:
+        """Asks all ranks to save and have the job queued again, and then to go on; for a signal handler."""
+        if self._requeueing is not None and self._termination is not None:
+            self._requeueing.is_told = True
             self._termination.request()
 
     def interrupt(self) -> None:
@@ -162,29 +182,50 @@ class World:
         """
         if self._termination is None:
             raise KeyboardInterrupt
-        self._is_interrupted = True
+        self._is_interrupted = self._is_to_stop = True
         self._termination.request()
 
     def has_agreed_before_train_step(self) -> bool:
-        """Notes that this rank is about to start a training step; True if all stop before it."""
+        """Notes that this rank is about to start a training step; True if :meth:`do_as_agreed` is next."""
         return self._termination is not None and self._termination.must_stop_before_train_step()
 
     def has_agreed_before_evaluation_step(self) -> bool:
-        """Notes that this rank is about to start a validation, test or predict step; True if all stop before it."""
+        """Notes that this rank is about to start a validation, test or predict step; True likewise."""
         return self._termination is not None and self._termination.must_stop_before_evaluation_step()
 
-    def stop(self) -> None:
-        """Ends the stage, as agreed.
+    def do_as_agreed(self, decide_any: Callable[[bool], bool]) -> None:
+        """Ends the stage, unless ranks were asked for no more than to requeue: they :attr:`must_requeue` then.
+
+        Args:
+            decide_any: Whether any rank says yes; a collective.
 
         Raises:
             KeyboardInterrupt: If Ctrl-C was what they agreed on.
-            SIGTERMException: Otherwise.
+            SIGTERMException: If it was a SIGTERM.
         """
+        assert self._termination is not None
+        if self._requeueing is not None and self._termination.is_common:
+            self._requeueing.agree(decide_any)
+            if not decide_any(self._is_to_stop):
+                self._begin_agreement(is_requested=False)
+                return
+            if self.must_requeue:
+                self._requeueing.carry_out()
         if self._is_interrupted:
             raise KeyboardInterrupt
         assert self._confirm_sigterm is not None
         self._confirm_sigterm()
         raise SIGTERMException
+
+    @property
+    def must_requeue(self) -> bool:
+        """Whether all ranks know that any was asked to, by :meth:`request_requeue`, and have not done it."""
+        return self._requeueing is not None and self._requeueing.is_due
+
+    def requeue(self) -> None:
+        """Does it. Called by all ranks together."""
+        assert self._requeueing is not None
+        self._requeueing.carry_out()
 
     # --- the store ---
 
@@ -247,7 +288,8 @@ class World:
         if self._termination is not None:
             self._end_agreement()
             # A request that came after the last step, while a checkpoint was saved, say, is for the next stage.
-            self.was_asked_to_stop = self._termination.is_unanswered
+            is_stop = self._requeueing is None or self._is_to_stop
+            self.was_asked_to_stop = self._termination.is_unanswered and is_stop
             self._termination = None
 
     def release_sigterm(self) -> None:

@@ -1,6 +1,8 @@
 """What :mod:`lightning_strategies_ext._lightning` needs of Lightning's modules and stages, by behaviour."""
 
+import os
 import signal
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -165,3 +167,64 @@ def test_a_sigterm_that_is_noted_is_one_that_the_trainer_has_received() -> None:
     assert not trainer.received_sigterm
     _lightning.note_sigterm(trainer)
     assert trainer.received_sigterm
+
+
+def receive_sigusr1() -> tuple[list[int], list[int], list[bool]]:
+    here = {"JOB_NAME": "train", "NTASKS": 1, "NTASKS_PER_NODE": 1, "NODELIST": "127.0.0.1", "PROCID": 0, "LOCALID": 0}
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in {**here, "JOB_ID": 4711, "NODEID": 0}.items()})
+    os.environ["PATH"] = ""  # where there is no SLURM
+    received, progress = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = make_trainer("ddp", devices=1, default_root_dir=directory, max_epochs=1, accumulate_grad_batches=2)
+
+        def before_train_step() -> None:
+            progress.append(_lightning.is_accumulating(trainer))
+            if len(progress) == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            if len(progress) == 5:
+                requeue()
+
+        _lightning.intercept_sigterm(trainer, lambda: None, before_train_step)
+        requeue = _lightning.intercept_requeueing(trainer, lambda: received.append(trainer.global_step))
+        trainer.fit(MLP(), loader(num_samples=24))
+        saved = [torch.load(path, weights_only=False)["global_step"] for path in Path(directory).glob("hpc_ckpt_*")]
+    assert "_slurm_sigusr_handler_fn" in vars(trainer._signal_connector)
+    _lightning.release_sigterm(trainer)
+    assert "_slurm_sigusr_handler_fn" not in vars(trainer._signal_connector)
+    return received, saved, progress
+
+
+def test_the_handler_for_a_requeue_is_replaced_and_what_it_does_can_be_done_later() -> None:
+    assert in_own_process(receive_sigusr1) == ([1], [2], [False, True, False, True, False, True])
+
+
+def test_where_lightning_has_no_job_queued_again_nothing_is_replaced() -> None:
+    trainer = make_trainer("ddp", devices=1)
+    assert _lightning.intercept_requeueing(trainer, lambda: None) is None
+    assert "_slurm_sigusr_handler_fn" not in vars(trainer._signal_connector)
+
+
+class SavesInValidation(MLP):
+    """Saves in the middle of a validation, as if it were the start; or goes on from there."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+        self.validated: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(batch_idx)
+        if batch_idx == 2 and not self.file.exists():
+            with _lightning._as_before_validation(self.trainer):
+                self.trainer.save_checkpoint(self.file)
+        self.log("val_loss", float(batch_idx))
+
+
+def test_from_a_checkpoint_of_a_validation_the_whole_of_it_is_run_again(tmp_path: Path) -> None:
+    for num_times in (1, 2):
+        trainer = single_process_trainer(num_sanity_val_steps=0, enable_checkpointing=False)
+        model = SavesInValidation(tmp_path / "in_validation.ckpt")
+        ckpt_path = model.file if model.file.exists() else None
+        trainer.fit(model, loader(), loader(num_samples=20), ckpt_path=ckpt_path)
+        assert model.validated == list(range(5)), num_times
+        assert trainer.callback_metrics["val_loss"] == 2

@@ -274,9 +274,7 @@ class ElasticFit:
             self._commit.restore_random()
             self._is_first_step = False
         self._commit.note(trainer.global_step)
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        accumulates = trainer.lightning_module.automatic_optimization
-        if accumulates and progress.current.ready % trainer.accumulate_grad_batches:
+        if _lightning.is_accumulating(trainer):
             return  # gradients of a part of a window are in no commit
         must_change = self._is_leaving or self._notices.have_come
         if must_change:

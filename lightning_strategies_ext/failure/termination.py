@@ -57,6 +57,11 @@ class TerminationAgreement:
         """Whether this rank knows of a request and has not been told to stop: it came after the stage's last step."""
         return self._requested and not self._has_stopped
 
+    @property
+    def is_common(self) -> bool:
+        """Whether all ranks were told the same step, and this one does not stop for want of an answer."""
+        return self._wake is None or self._last_step is not None
+
     def request(self) -> None:
         """Asks all ranks to stop. Safe in a signal handler: takes no lock and waits for nobody."""
         self._requested = True

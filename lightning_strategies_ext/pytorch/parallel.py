@@ -371,8 +371,9 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         if self._world.watch is not None:
             self._world.watch.describe(partial(where_in, trainer), trainer.default_root_dir)
         confirm = _lightning.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
+        requeue = _lightning.intercept_requeueing(trainer, lambda: self._world.request_requeue())
         release = partial(_lightning.release_sigterm, trainer)
-        self._world.agree_on_sigterm(confirm, release, is_requested=is_requested)
+        self._world.agree_on_sigterm(confirm, release, requeue, is_requested=is_requested)
 
     def _keep_in_step(self, trainer: "pl.Trainer", way: UnevenInputs, device: torch.device) -> None:
         """Begins to look after ranks that run out of batches; called by all ranks together, in ``fit``.
@@ -392,11 +393,20 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     def _before_train_step(self) -> None:
         if self._world.has_agreed_before_train_step():
-            self._world.stop()
+            self._world.do_as_agreed(self._decide_any)
+        if self._world.must_requeue:
+            assert self.lightning_module is not None
+            if not _lightning.is_accumulating(self.lightning_module.trainer):
+                self._world.requeue()
 
     def _before_evaluation_step(self) -> None:
         if self._world.has_agreed_before_evaluation_step():
-            self._world.stop()
+            self._world.do_as_agreed(self._decide_any)
+        if self._world.must_requeue:  # a window of accumulation may end after the time that is left
+            self._world.requeue()
+
+    def _decide_any(self, decision: bool) -> bool:
+        return self.reduce_boolean_decision(decision, all=False)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -35,6 +35,9 @@ class StatefulLoader(DataLoader):
 
     def __iter__(self):
         start, self.start = self.start, 0
+        return self.batches_from(start)
+
+    def batches_from(self, start: int):
         for index, batch in enumerate(super().__iter__()):
             self.position = index + 1
             if index >= start:

@@ -1,9 +1,13 @@
-"""What a SLURM cluster does with a batch script, on this machine: a process per task, and variables that say which."""
+"""What a SLURM cluster does with a batch script, on this machine: a process per task, and variables that say which.
+
+A job that asks to be queued again is told to end, and begins from the start of its script when it has.
+"""
 
 import os
 import re
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 
 from tests.support import warm
@@ -14,6 +18,7 @@ _SRUN = """\
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 num_tasks, per_node = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_NTASKS_PER_NODE"])
 tasks = []
@@ -21,8 +26,23 @@ for task in range(num_tasks):
     which = {{"SLURM_PROCID": task, "SLURM_NODEID": task // per_node, "SLURM_LOCALID": task % per_node}}
     environment = {{**os.environ, **{{name: str(value) for name, value in which.items()}}}}
     tasks.append(subprocess.Popen(sys.argv[1:], env=environment))
+Path(__file__).with_name("tasks").write_text(" ".join(str(task.pid) for task in tasks))
 sys.exit(max(abs(task.wait()) for task in tasks))
 """
+_SCONTROL = """\
+#!/bin/sh
+cd "$(dirname "$0")"
+echo "$@" >> requests
+if [ -e tasks ]; then kill -TERM $(cat tasks); fi
+"""
+
+
+def put_scontrol(programs: Path) -> Path:
+    """Puts what asks SLURM for something into a directory; returns the file with what was asked for, a line each."""
+    scontrol = programs / "scontrol"
+    scontrol.write_text(_SCONTROL)
+    scontrol.chmod(0o755)
+    return programs / "requests"
 
 
 def sbatch(
@@ -34,7 +54,7 @@ def sbatch(
         script: With lines ``#SBATCH --name=value``.
         *arguments: What follows the script's name.
         submitted_from: The directory that it runs in.
-        programs: An empty directory; ``srun`` goes there.
+        programs: An empty directory; ``srun`` and ``scontrol`` go there.
         timeout_s: Seconds until the run is given up.
     """
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), flags=re.MULTILINE))
@@ -56,6 +76,17 @@ def sbatch(
     # Two of these may run at once, so the port is not that of the job's number.
     here = {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "160"}
     path = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-    return run_command(
-        "bash", script, *arguments, env={**variables, **here, **path}, cwd=submitted_from, timeout_s=timeout_s
-    )
+    requests = put_scontrol(programs)
+    for num_restarts in count():
+        num_requests = num_lines(requests)
+        restarted = {"SLURM_RESTART_COUNT": str(num_restarts)} if num_restarts else {}
+        env = {**variables, **here, **path, **restarted}
+        result = run_command("bash", script, *arguments, env=env, cwd=submitted_from, timeout_s=timeout_s)
+        if num_lines(requests) == num_requests:
+            return result
+    raise AssertionError
+
+
+def num_lines(file: Path) -> int:
+    """Of a file that need not be there."""
+    return len(file.read_text().splitlines()) if file.exists() else 0
