@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -267,6 +268,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             super().request_interrupt()
         else:
             self._fit.leave(KeyboardInterrupt())
+
+    @override
+    def _leave_fit(self) -> None:
+        assert self._fit is not None
+        self._fit.leave(SIGTERMException())  # nobody asks for a worker's exit code; the main process has this one's
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Elastic(_Base):
         options = self._commit_every_n_steps, self._scale_learning_rate
         self._fit = ElasticFit(self, trainer, self.membership, *options, number, commit, has_begun)
         if self._world.was_asked_to_stop:
-            self._fit.leave()
+            self._leave_fit()
         self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop
 
     # --- one world after another ---
@@ -138,7 +138,11 @@ class Elastic(_Base):
 
     @override
     def _on_sigterm(self) -> None:
-        super()._on_sigterm() if self._fit is None else self._fit.leave()
+        super()._on_sigterm() if self._fit is None else self._leave_fit()
+
+    def _leave_fit(self) -> None:
+        assert self._fit is not None
+        self._fit.leave()
 
     @override
     def _before_train_step(self) -> None:

@@ -187,6 +187,7 @@ def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, num
     script.write_text(ASKED_TO_STOP)
     result = run_warm(script, str(int(number)), tmp_path)
     assert "is lost" not in result.stdout, result.stdout
+    assert result.returncode == {signal.SIGINT: 1, signal.SIGTERM: 0}[number], result.stdout  # as without elastic
     (path,) = tmp_path.glob("*.ckpt")
     assert torch.load(path, weights_only=False)["global_step"] >= 6
 
