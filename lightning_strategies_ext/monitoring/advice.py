@@ -28,12 +28,14 @@ class Job:
         num_buckets: Of the gradients; 0 if that is not known.
         num_hosts: On which the ranks are.
         is_stock: Whether the strategy is Lightning's.
+        is_compressed: Whether what is exchanged is not the gradients: to make it takes time, too.
     """
 
     compressions: tuple[str, ...] = ()
     num_buckets: int = 0
     num_hosts: int = 1
     is_stock: bool = False
+    is_compressed: bool = False
 
 
 class Limit(NamedTuple):
@@ -118,9 +120,10 @@ def _about_link(times: Sequence[RankTimes], job: Job) -> str:
     if job.is_stock and job.num_hosts == 1:
         return "`strategy='ddp_ext'` exchanges over shared memory on CPUs, and waits less for single collectives."
     if num_bytes < _FEW_BYTES:
+        made = ", and the time to make them" if job.is_compressed else ""
         return (
-            "So few bytes take round trips, not bandwidth: exchange less often (`Trainer(accumulate_grad_batches=...)`)"
-            " or make the step longer by a larger batch."
+            f"So few bytes take round trips{made}, not bandwidth: exchange less often"
+            " (`Trainer(accumulate_grad_batches=...)`) or make the step longer by a larger batch."
         )
     if job.is_stock and job.num_hosts > 1:
         levels = "On CPUs `strategy='ddp_ext'` sums on each host before it exchanges with others, and "

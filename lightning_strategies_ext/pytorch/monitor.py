@@ -375,5 +375,6 @@ def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> Job:
         if isinstance(model, DistributedDataParallel)
         else 0,
         num_hosts=len({window.host for window in windows}),
+        is_compressed=isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None,
         is_stock=not is_ours and isinstance(model, DistributedDataParallel),
     )

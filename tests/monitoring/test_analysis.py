@@ -229,7 +229,16 @@ BY_LINK = [times(0, **LINK), times(1, **LINK)]
         ),
         (BY_LINK, Job(num_buckets=3), "Exchange less often (`Trainer(accumulate_grad_batches=...)`)"),
         (BY_LINK, Job(is_stock=True), "`strategy='ddp_ext'` exchanges over shared memory"),
-        ([times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)], Job(), "So few bytes take round trips"),
+        (
+            [times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)],
+            Job(),
+            "So few bytes take round trips, not",
+        ),
+        (
+            [times(0, **LINK, num_bytes=4e3), times(1, **LINK, num_bytes=4e3)],
+            Job(is_compressed=True),
+            "So few bytes take round trips, and the time to make them, not bandwidth",
+        ),
     ],
 )
 def test_advice_names_the_limit_and_an_argument(ranks: list[RankTimes], job: Job, said: str) -> None:
