@@ -38,13 +38,14 @@ class Activity:
 
     Attributes:
         still_s: For how long it has been at the same place, in seconds, as counted by :meth:`sample`.
-        idle_s: For how long it has been at the same place and has computed next to nothing, in seconds.
+        idle_s: For how long it has been at the same place and has computed next to nothing, in seconds; a thread that
+            gets no core is not idle.
         module: The one that it is in, or was when it was looked at.
     """
 
     def __init__(self, thread: threading.Thread) -> None:
         self._ident = thread.ident or 0
-        self._status = Path(f"/proc/self/task/{thread.native_id}/status")
+        self._status_file = Path(f"/proc/self/task/{thread.native_id}/status")
         self._place: tuple[tuple[int, int], ...] = ()
         self._cpu_s = 0.0
         self._num_wakes = 0
@@ -66,10 +67,11 @@ class Activity:
         place = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         cpu_s = _cpu_seconds(self._ident)
         is_still = place == self._place
-        num_wakes = self._count_wakes()
+        is_running, num_wakes = self._status()
         num_bytes = self._count_bytes()
         is_busy = (
-            cpu_s - self._cpu_s > _BUSY * elapsed_s
+            is_running
+            or cpu_s - self._cpu_s > _BUSY * elapsed_s
             or num_wakes - self._num_wakes > _WAKES_PER_S * elapsed_s
             or num_bytes - self._num_bytes > _BYTES_PER_S * elapsed_s
         )
@@ -92,12 +94,12 @@ class Activity:
         frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
         return described(frames[::-1])
 
-    def _count_wakes(self) -> int:
+    def _status(self) -> tuple[bool, int]:
+        """Whether the thread runs, or would if a core were free, and how often it has woken up so far."""
+        status: dict[str, str] = {}
         with suppress(OSError):  # where there is no /proc
-            for line in self._status.read_text().splitlines():
-                if line.startswith("voluntary_ctxt_switches"):
-                    return int(line.split()[1])
-        return 0
+            status = dict(line.split(":\t", 1) for line in self._status_file.read_text().splitlines() if ":\t" in line)
+        return status.get("State", "").startswith("R"), int(status.get("voluntary_ctxt_switches", 0))
 
     def _count_bytes(self) -> int:
         if hasattr(psutil.Process, "io_counters"):  # not on macOS

@@ -1,6 +1,9 @@
 """Whether a thread moves, seen from another, and what is written on the board of a host."""
 
+import hashlib
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -11,6 +14,8 @@ import pytest
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
 from tests.support.ranks import run_script
+
+on_linux = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no threads that others displace")
 
 
 def sleep(ended: threading.Event) -> None:
@@ -28,6 +33,21 @@ def compute_in_one_call(ended: threading.Event) -> None:
     matrix = np.random.default_rng(0).random((400, 400))
     while not ended.is_set():
         np.linalg.svd(matrix)
+
+
+def get_no_core(ended: threading.Event) -> None:
+    # Another process keeps the only core that this thread may use, and does not give way to it.
+    core = min(os.sched_getaffinity(0))
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"],
+        stdout=subprocess.PIPE,
+    )
+    other.stdout.readline()
+    threading.Thread(target=lambda: [ended.wait(), other.kill(), other.wait(), other.stdout.close()]).start()
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while not ended.is_set():
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 30_000)
 
 
 def read(ended: threading.Event) -> None:
@@ -65,6 +85,7 @@ def pdb_prompt(ended: threading.Event) -> None:
         (sleep, True, True, False),
         (compute, None, False, False),
         (compute_in_one_call, None, False, False),
+        pytest.param(get_no_core, None, False, False, marks=on_linux),
         (read, None, False, False),
         (pdb_prompt, True, True, True),
     ],
