@@ -1,9 +1,11 @@
 """Whether the thread that trains moves, and where it is, as seen from another thread of its process.
 
-It costs that thread nothing: it is looked at, some times per second.
+It costs that thread nothing: it is looked at, some times per second. While it waits for the workers of a loader, they
+move for it.
 """
 
 import gc
+import multiprocessing
 import sys
 import sysconfig
 import threading
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import psutil
 
@@ -22,12 +25,50 @@ _BUSY = 0.02
 _WAKES_PER_S = 20
 #: And one whose process reads or writes so many bytes per second: one call may write a whole checkpoint to a slow disk.
 _BYTES_PER_S = 100_000
+#: Who is at one place for so long may wait for workers, in seconds.
+_STILL_S = 0.5
 _MAX_FRAMES = 60
 _PACKAGE = str(Path(__file__).parents[1])
 #: Where somebody debugs, the thread waits in one of these modules.
 _DEBUGGERS = frozenset({"bdb", "pdb", "cmd", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy", "remote_pdb"})
 #: Files that are no code of the user's: of Python, of installed packages, of this one.
 _NOT_THE_USERS = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
+
+
+class Counts(NamedTuple):
+    """What a thread or a process has done so far.
+
+    Attributes:
+        cpu_s: Seconds for which it has computed.
+        num_wakes: How often it has woken up.
+        num_bytes: That its process has read and written.
+        is_running: Whether it computes now, or would if a core were free.
+    """
+
+    cpu_s: float = 0.0
+    num_wakes: int = 0
+    num_bytes: int = 0
+    is_running: bool = False
+
+    def is_more_than(self, before: "Counts", elapsed_s: float) -> bool:
+        """Whether it has done something since, so many seconds ago."""
+        return (
+            self.is_running
+            or self.cpu_s - before.cpu_s > _BUSY * elapsed_s
+            or self.num_wakes - before.num_wakes > _WAKES_PER_S * elapsed_s
+            or self.num_bytes - before.num_bytes > _BYTES_PER_S * elapsed_s
+        )
+
+    @classmethod
+    def of_process(cls, process: psutil.Process) -> "Counts":
+        """Those of a process.
+
+        Raises:
+            psutil.Error: If it has ended.
+        """
+        with process.oneshot():
+            cpu, is_running = process.cpu_times(), process.status() == psutil.STATUS_RUNNING
+            return cls(cpu.user + cpu.system, process.num_ctx_switches().voluntary, _num_bytes_of(process), is_running)
 
 
 class Activity:
@@ -39,7 +80,7 @@ class Activity:
     Attributes:
         still_s: For how long it has been at the same place, in seconds, as counted by :meth:`sample`.
         idle_s: For how long it has been at the same place and has computed next to nothing, in seconds; a thread that
-            gets no core is not idle.
+            gets no core is not idle, nor one that waits for workers of a loader which are not.
         module: The one that it is in, or was when it was looked at.
     """
 
@@ -47,9 +88,8 @@ class Activity:
         self._ident = thread.ident or 0
         self._status_file = Path(f"/proc/self/task/{thread.native_id}/status")
         self._place: tuple[tuple[int, int], ...] = ()
-        self._cpu_s = 0.0
-        self._num_wakes = 0
-        self._num_bytes = 0
+        self._counts = Counts()
+        self._of_workers: dict[int, Counts] = {}
         self._process = psutil.Process()
         self.still_s = 0.0
         self.idle_s = 0.0
@@ -65,19 +105,14 @@ class Activity:
         frames = self._frames()
         self.module = str(frames[0].f_globals.get("__name__", "")) if frames else ""
         place = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
-        cpu_s = _cpu_seconds(self._ident)
+        counts = self._count()
         is_still = place == self._place
-        is_running, num_wakes = self._status()
-        num_bytes = self._count_bytes()
-        is_busy = (
-            is_running
-            or cpu_s - self._cpu_s > _BUSY * elapsed_s
-            or num_wakes - self._num_wakes > _WAKES_PER_S * elapsed_s
-            or num_bytes - self._num_bytes > _BYTES_PER_S * elapsed_s
-        )
+        is_busy = counts.is_more_than(self._counts, elapsed_s)
+        if is_still and not is_busy and self.still_s >= _STILL_S and _is_loading(frames):
+            is_busy = self._are_workers_busy(elapsed_s)
         self.still_s = self.still_s + elapsed_s if is_still else 0.0
         self.idle_s = self.idle_s + elapsed_s if is_still and not is_busy else 0.0
-        self._place, self._cpu_s, self._num_wakes, self._num_bytes = place, cpu_s, num_wakes, num_bytes
+        self._place, self._counts = place, counts
 
     @property
     def is_debugged(self) -> bool:
@@ -94,19 +129,22 @@ class Activity:
         frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
         return described(frames[::-1])
 
-    def _status(self) -> tuple[bool, int]:
-        """Whether the thread runs, or would if a core were free, and how often it has woken up so far."""
+    def _count(self) -> Counts:
         status: dict[str, str] = {}
         with suppress(OSError):  # where there is no /proc
             status = dict(line.split(":\t", 1) for line in self._status_file.read_text().splitlines() if ":\t" in line)
-        return status.get("State", "").startswith("R"), int(status.get("voluntary_ctxt_switches", 0))
+        num_wakes, is_running = int(status.get("voluntary_ctxt_switches", 0)), status.get("State", "").startswith("R")
+        return Counts(_cpu_seconds(self._ident), num_wakes, _num_bytes_of(self._process), is_running)
 
-    def _count_bytes(self) -> int:
-        if hasattr(psutil.Process, "io_counters"):  # not on macOS
-            with suppress(psutil.Error, OSError):
-                counters = self._process.io_counters()
-                return int(counters.read_bytes + counters.write_bytes)
-        return 0
+    def _are_workers_busy(self, elapsed_s: float) -> bool:
+        before, self._of_workers = self._of_workers, {}
+        # `multiprocessing.active_children()` would take note of those that have ended, before torch asks how they did.
+        for worker in list(getattr(multiprocessing.process, "_children", ())):
+            with suppress(psutil.Error):
+                self._of_workers[worker.pid or 0] = Counts.of_process(psutil.Process(worker.pid))
+        return any(
+            pid not in before or counts.is_more_than(before[pid], elapsed_s) for pid, counts in self._of_workers.items()
+        )
 
     def _frames(self) -> list[FrameType]:
         frames: list[FrameType] = []
@@ -116,6 +154,22 @@ class Activity:
                 frames.append(frame)
                 frame = frame.f_back
         return frames
+
+
+def _num_bytes_of(process: psutil.Process) -> int:
+    if hasattr(psutil.Process, "io_counters"):  # not on macOS
+        with suppress(psutil.Error, OSError):
+            counters = process.io_counters()
+            return int(counters.read_bytes + counters.write_bytes)
+    return 0
+
+
+def _is_loading(frames: list[FrameType]) -> bool:
+    """Whether a thread waits for a batch: from torch's loaders, or whatever Lightning fetches it from."""
+    names = [str(frame.f_globals.get("__name__", "")) for frame in frames]
+    return any(
+        name.startswith(("torch.utils.data.", "torchdata.")) or name.endswith(".loops.fetchers") for name in names
+    )
 
 
 @contextmanager

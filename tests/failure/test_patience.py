@@ -11,12 +11,13 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, RankFailedError, WorkerRaisedError
 from lightning_strategies_ext import fabric as ours
 from tests.support.ddp_spawn_trainers import spawn_trainer
-from tests.support.models import MLP, loader, make_trainer
-from tests.support.ranks import run_ranks
+from tests.support.models import MLP, dataset, loader, make_trainer
+from tests.support.ranks import outcomes_of_ranks, run_ranks
 
 PATIENCE_S = 2.0
 LONGER_S = 5.0
@@ -99,6 +100,40 @@ def train(how: str, backend: str, patience: Any) -> int:
 )
 def test_one_that_takes_long_is_waited_for(how, backend, patience):
     assert run_ranks(train, how, backend, patience) == [10, 10]
+
+
+class SlowOnce(Dataset):
+    """On rank 1, the worker of its loader takes long for a sample of batch 3: by computing, or by doing nothing."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.data = dataset(80)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int):
+        if index == 2 * 4 * 3 + 1:  # of two ranks' batches of four
+            end = time.monotonic() + LONGER_S
+            while time.monotonic() < end:
+                sum(range(1000)) if self.how == "computes" else time.sleep(LONGER_S)
+        return self.data[index]
+
+
+def train_on(how: str) -> int:
+    trainer = make_trainer(DDPStrategy(patience=PATIENCE_S), max_epochs=1)
+    trainer.fit(MLP(), DataLoader(SlowOnce(how), batch_size=4, num_workers=1))
+    return trainer.global_step
+
+
+def test_one_whose_loader_takes_long_for_a_batch_is_waited_for():
+    assert run_ranks(train_on, "computes") == [10, 10]
+
+
+def test_one_whose_loader_does_nothing_is_not():
+    outcomes = outcomes_of_ranks(train_on, "sleeps")
+    assert all(outcome.exit_code for outcome in outcomes), outcomes
+    assert any("rank 1 is stuck" in outcome.output for outcome in outcomes), outcomes
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
