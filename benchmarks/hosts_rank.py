@@ -27,8 +27,9 @@ from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.bucket_search import BucketSearch
 
-#: Steps before the clock starts: those in which compressions send all, and buckets are made.
-NUM_WARMUP_STEPS = 12
+#: Steps before the clock starts: ten in which compressions send all and buckets are made, and the first that are
+#: compressed, of which a dozen take up to half as long again, with memory that is new to them.
+NUM_WARMUP_STEPS = 32
 SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
