@@ -36,6 +36,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.states import TrainerFn
 
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
@@ -297,7 +298,7 @@ def _as_before_validation(trainer: Any) -> Generator[None, None, None]:
     (2.5 to 2.6: ``fit_loop.epoch_loop.val_loop.batch_progress``).
     """
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    if not trainer.validating or progress.current.ready == 0:
+    if trainer.state.fn != TrainerFn.FITTING or not trainer.validating or progress.current.ready == 0:
         yield
         return
     before = progress.state_dict()
