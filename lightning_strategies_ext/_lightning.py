@@ -298,7 +298,7 @@ def _as_before_validation(trainer: Any) -> Generator[None, None, None]:
     (2.5 to 2.6: ``fit_loop.epoch_loop.val_loop.batch_progress``).
     """
     progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-    if trainer.state.fn != TrainerFn.FITTING or not trainer.validating or progress.current.ready == 0:
+    if trainer.state.fn != TrainerFn.FITTING or not trainer.validating:
         yield
         return
     before = progress.state_dict()

@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_strategies_ext import _lightning
 from tests.support.models import MLP, StatefulLoader, dataset, fit, loader, make_trainer
 from tests.support.ranks import run_ranks
+from tests.support.slurm import variables_of_job, variables_of_task
 
 
 def single_process_trainer(**kwargs: Any) -> pl.Trainer:
@@ -170,8 +171,7 @@ def test_a_sigterm_that_is_noted_is_one_that_the_trainer_has_received() -> None:
 
 
 def receive_sigusr1() -> tuple[list[int], list[int], list[bool]]:
-    here = {"JOB_NAME": "train", "NTASKS": 1, "NTASKS_PER_NODE": 1, "NODELIST": "127.0.0.1", "PROCID": 0, "LOCALID": 0}
-    os.environ.update({f"SLURM_{name}": str(value) for name, value in {**here, "JOB_ID": 4711, "NODEID": 0}.items()})
+    os.environ.update({**variables_of_job(1, 1), **variables_of_task(0, 1)})
     os.environ["PATH"] = ""  # where there is no SLURM
     received, progress = [], []
     with tempfile.TemporaryDirectory() as directory:

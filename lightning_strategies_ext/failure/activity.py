@@ -26,7 +26,7 @@ _WAKES_PER_S = 20
 #: And one whose process reads or writes so many bytes per second: one call may write a whole checkpoint to a slow disk.
 _BYTES_PER_S = 100_000
 #: Who is at one place for so long may wait for workers, in seconds.
-_STILL_S = 0.5
+_WAITS_S = 0.5
 _MAX_FRAMES = 60
 _PACKAGE = str(Path(__file__).parents[1])
 #: Where somebody debugs, the thread waits in one of these modules.
@@ -108,7 +108,7 @@ class Activity:
         counts = self._count()
         is_still = place == self._place
         is_busy = counts.is_more_than(self._counts, elapsed_s)
-        if is_still and not is_busy and self.still_s >= _STILL_S and _is_loading(frames):
+        if is_still and not is_busy and self.still_s >= _WAITS_S and _is_loading(frames):
             is_busy = self._are_workers_busy(elapsed_s)
         self.still_s = self.still_s + elapsed_s if is_still else 0.0
         self.idle_s = self.idle_s + elapsed_s if is_still and not is_busy else 0.0
@@ -137,14 +137,13 @@ class Activity:
         return Counts(_cpu_seconds(self._ident), num_wakes, _num_bytes_of(self._process), is_running)
 
     def _are_workers_busy(self, elapsed_s: float) -> bool:
-        before, self._of_workers = self._of_workers, {}
+        before, now = self._of_workers, dict[int, Counts]()
         # `multiprocessing.active_children()` would take note of those that have ended, before torch asks how they did.
-        for worker in list(getattr(multiprocessing.process, "_children", ())):
+        for pid in [worker.pid for worker in list(getattr(multiprocessing.process, "_children", ())) if worker.pid]:
             with suppress(psutil.Error):
-                self._of_workers[worker.pid or 0] = Counts.of_process(psutil.Process(worker.pid))
-        return any(
-            pid not in before or counts.is_more_than(before[pid], elapsed_s) for pid, counts in self._of_workers.items()
-        )
+                now[pid] = Counts.of_process(psutil.Process(pid))
+        self._of_workers = now
+        return any(pid not in before or counts.is_more_than(before[pid], elapsed_s) for pid, counts in now.items())
 
     def _frames(self) -> list[FrameType]:
         frames: list[FrameType] = []

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import KubeflowEnvironment
 
 from tests.support import models, warm
 from tests.support.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, run_warm, start_warm
+from tests.support.slurm import variables_of_job, variables_of_task
 
 Place = dict[str, Any]
 # As the ranks have that the weights are compared with.
@@ -61,11 +62,7 @@ def torchrun_variables(rank: int, directory: Path) -> dict[str, Any]:
 
 
 def slurm_variables(rank: int, directory: Path) -> dict[str, Any]:
-    return {
-        "SLURM_JOB_ID": 51234, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": 4, "SLURM_NTASKS_PER_NODE": 2,
-        "SLURM_NNODES": 2, "SLURM_PROCID": rank, "SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2,
-        "SLURM_NODELIST": "host[7-8]",
-    }  # fmt: skip
+    return {**variables_of_job(2, 2, "host[7-8]", 51234), **variables_of_task(rank, 2)}
 
 
 def lsf_variables(rank: int, directory: Path) -> dict[str, Any]:
@@ -177,12 +174,9 @@ def test_ranks_started_by_torchrun_train_together(script: Path):
 
 
 def test_ranks_started_by_srun_train_together(script: Path):
-    job = slurm_variables(0, script.parent)
-    job |= {"SLURM_NTASKS": 2, "SLURM_NNODES": 1, "SLURM_NODELIST": "localhost", "MASTER_PORT": free_port()}
-    variables = [{**ONE_THREAD, **job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(2)]
+    job = {**ONE_THREAD, **variables_of_job(1, 2, "localhost", 51234), "MASTER_PORT": str(free_port())}
     ranks = [
-        start_warm(script, script.parent, "2", "1", env={name: str(value) for name, value in each.items()})
-        for each in variables
+        start_warm(script, script.parent, "2", "1", env={**job, **variables_of_task(rank, 2)}) for rank in range(2)
     ]
     try:
         outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
@@ -191,7 +185,7 @@ def test_ranks_started_by_srun_train_together(script: Path):
             kill_tree(rank.pid)
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     addresses = check_ranks(script.parent, "SLURMEnvironment", ranks_per_host=2, world_size=2)
-    assert addresses == [("localhost", str(job["MASTER_PORT"]))] * 2
+    assert addresses == [("localhost", job["MASTER_PORT"])] * 2
 
 
 def test_ranks_started_by_mpiexec_on_two_hosts_train_together(script: Path):

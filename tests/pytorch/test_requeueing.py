@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.support.models import MLP, StatefulLoader, assert_same_bits, dataset, loader, make_trainer, state_of
 from tests.support.ranks import run_ranks
-from tests.support.slurm import num_lines, put_scontrol, sbatch
+from tests.support.slurm import num_lines, put_scontrol, sbatch, variables_of_job, variables_of_task
 
 #: Batches of a window; the signal comes in the middle of one, and of an epoch.
 WINDOW, BATCH = 3, 4
@@ -54,7 +54,7 @@ class Signalled(Callback):
             self.send(trainer, "train")
 
     def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        if batch_idx == BATCH or trainer.sanity_checking:
+        if batch_idx == (0 if trainer.sanity_checking else BATCH):
             self.send(trainer, "sanity check" if trainer.sanity_checking else "validation")
 
     def on_train_end(self, trainer, pl_module):
@@ -120,9 +120,7 @@ def test_a_job_goes_on_where_it_was_and_ends_with_the_weights_of_one_that_was_no
 
 def under_slurm(function: Callable[[Any], Any], directory: Path, signalled: Signalled) -> Any:
     """What a function returns that gets a Trainer, on a rank that SLURM has started."""
-    here = {"JOB_ID": 4711, "JOB_NAME": "train", "NTASKS": 2, "NTASKS_PER_NODE": 2, "NNODES": 1, "NODEID": 0}
-    here |= {"NODELIST": "127.0.0.1", "PROCID": os.environ["LOCAL_RANK"], "LOCALID": os.environ["LOCAL_RANK"]}
-    os.environ.update({f"SLURM_{name}": str(value) for name, value in here.items()})
+    os.environ.update({**variables_of_job(1, 2), **variables_of_task(int(os.environ["LOCAL_RANK"]), 2)})
     os.environ["PATH"] = f"{directory}{os.pathsep}{os.environ['PATH']}"
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
         del os.environ[name]

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import count
 from pathlib import Path
 
 from tests.support import warm
@@ -37,6 +36,27 @@ if [ -e tasks ]; then kill -TERM $(cat tasks); fi
 """
 
 
+def variables_of_job(
+    num_nodes: int, per_node: int, nodes: str = "127.0.0.1", job_id: int = 4711, name: str = "train"
+) -> dict[str, str]:
+    """What each task finds in its environment, of so many tasks per node."""
+    return {
+        "SLURM_JOB_ID": str(job_id),
+        "SLURM_JOB_NAME": name,
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_NODELIST": nodes,
+        "SLURM_NNODES": str(num_nodes),
+        "SLURM_NTASKS": str(num_nodes * per_node),
+        "SLURM_NTASKS_PER_NODE": str(per_node),
+    }
+
+
+def variables_of_task(task: int, per_node: int) -> dict[str, str]:
+    """What one finds there besides."""
+    places = {"PROCID": task, "NODEID": task // per_node, "LOCALID": task % per_node}
+    return {f"SLURM_{name}": str(place) for name, place in places.items()}
+
+
 def put_scontrol(programs: Path) -> Path:
     """Puts what asks SLURM for something into a directory; returns the file with what was asked for, a line each."""
     scontrol = programs / "scontrol"
@@ -63,28 +83,20 @@ def sbatch(
     srun.write_text(_SRUN.format(python=sys.executable))
     srun.chmod(0o755)
     (programs / "python").symlink_to(warm.python())
-    variables = {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NAME": asked["job-name"],
-        "SLURM_JOB_NODELIST": "127.0.0.1",
-        "SLURM_NODELIST": "127.0.0.1",
-        "SLURM_NNODES": str(num_nodes),
-        "SLURM_NTASKS": str(num_nodes * per_node),
-        "SLURM_NTASKS_PER_NODE": str(per_node),
-        "SLURM_CPUS_PER_TASK": "1",
-    }
+    variables = {**variables_of_job(num_nodes, per_node, name=asked["job-name"]), "SLURM_CPUS_PER_TASK": "1"}
     # Two of these may run at once, so the port is not that of the job's number.
     here = {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "160"}
     path = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     requests = put_scontrol(programs)
-    for num_restarts in count():
+    num_restarts, restarted = 0, dict[str, str]()
+    while True:
         num_requests = num_lines(requests)
-        restarted = {"SLURM_RESTART_COUNT": str(num_restarts)} if num_restarts else {}
         env = {**variables, **here, **path, **restarted}
         result = run_command("bash", script, *arguments, env=env, cwd=submitted_from, timeout_s=timeout_s)
         if num_lines(requests) == num_requests:
             return result
-    raise AssertionError
+        num_restarts += 1
+        restarted = {"SLURM_RESTART_COUNT": str(num_restarts)}
 
 
 def num_lines(file: Path) -> int:
