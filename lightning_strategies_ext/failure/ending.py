@@ -9,7 +9,9 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import NoReturn
 
 #: The exit code of a process that its watch has ended.
@@ -18,8 +20,29 @@ ENDED = 70
 #: How long the end of a process may be held up for a thread that waits for a store, in seconds.
 LEFT_S = 2.0
 
+#: Of what multiprocessing's processes call at their end, what is called before the rest, and after it.
+FIRST, _USUAL, _LAST = 1, 0, -100
+
 _must_fail = False
 _left: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+def at_end(function: Callable[[], None], priority: int = _USUAL) -> "Finalize[None]":
+    """Calls a function at this process's end, once, and not in processes that are forked from it.
+
+    A process that multiprocessing has started ends without what is registered with ``atexit`` before Python 3.14, but
+    with its own finalizers, which it calls while an exception that nobody catches passes through.
+
+    Args:
+        function: To call.
+        priority: Of several, in a process of multiprocessing's: a higher one is called first, of the same the last.
+
+    Returns:
+        What takes it back: its ``cancel``.
+    """
+    finalizer = Finalize(None, function, exitpriority=priority)
+    atexit.register(finalizer)
+    return finalizer
 
 
 def end_process(exit_code: int = ENDED) -> NoReturn:
@@ -59,11 +82,18 @@ def fail_at_exit() -> None:
     """Lets this process end with exit code 1, whatever the script ends with; called at its exit, or before."""
     global _must_fail
     _must_fail = True
+    Finalize(None, _fail_if_asked_to, exitpriority=_LAST)
+
+
+def uncaught() -> BaseException | None:
+    """What nobody has caught, while it ends a process of multiprocessing's; None for an exit with code 0."""
+    exception = sys.exc_info()[1]
+    return None if isinstance(exception, SystemExit) and not exception.code else exception
 
 
 @atexit.register  # early, and so it is called late
 def _fail_if_asked_to() -> None:
-    if _must_fail:
+    if _must_fail and uncaught() is None:
         _end_loaders()
         logging.shutdown()
         _flush()

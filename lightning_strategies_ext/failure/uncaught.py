@@ -6,8 +6,10 @@ from types import TracebackType
 from typing import Any
 
 from lightning_strategies_ext.failure import watch
+from lightning_strategies_ext.failure.ending import FIRST, at_end, uncaught
 
 _usual: Any = None
+_at_end: Any = None
 _handle: Callable[[BaseException], BaseException]
 
 
@@ -19,10 +21,13 @@ def on_uncaught(handle: Callable[[BaseException], BaseException]) -> None:
     Args:
         handle: Takes the exception and returns the one to show.
     """
-    global _usual, _handle
+    global _usual, _handle, _at_end
     _handle = handle
     if _usual is None:
         _usual, sys.excepthook = sys.excepthook, _pass_through
+    if _at_end is not None:
+        _at_end.cancel()
+    _at_end = at_end(_call_hook, FIRST)
 
 
 def announced(exception: BaseException) -> BaseException:
@@ -31,6 +36,15 @@ def announced(exception: BaseException) -> BaseException:
     if own is not None and not isinstance(exception, KeyboardInterrupt):  # it reaches all
         own.announce_uncaught(exception)
     return exception
+
+
+def _call_hook() -> None:
+    """Calls the hook where multiprocessing has started this process, which does not."""
+    exception = uncaught()
+    if isinstance(exception, SystemExit):  # of torch.multiprocessing's, say, which has caught the one that it is for
+        exception = exception.__context__ or exception
+    if exception is not None and not isinstance(exception, KeyboardInterrupt):  # it reaches all
+        sys.excepthook(type(exception), exception, exception.__traceback__)
 
 
 def _pass_through(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

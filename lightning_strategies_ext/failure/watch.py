@@ -11,7 +11,6 @@ thread gets an error and can end in good order. A rank that does not end within 
 computes, is ended by its own watch; one that is stopped, or whose interpreter is held, is killed by another's.
 """
 
-import atexit
 import logging
 import os
 import threading
@@ -28,7 +27,7 @@ from lightning_strategies_ext.failure import detection, report
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.ballots import Departed, Departures, add_departures, decide
 from lightning_strategies_ext.failure.deaths import Deaths
-from lightning_strategies_ext.failure.ending import end_process, end_within, fail_at_exit
+from lightning_strategies_ext.failure.ending import at_end, end_process, end_within, fail_at_exit
 from lightning_strategies_ext.failure.host_signs import INTERVAL_S, HostSigns
 from lightning_strategies_ext.failure.hosts import Hosts
 from lightning_strategies_ext.failure.meeting import wait_until_all_watch
@@ -124,7 +123,7 @@ class Watch:
         self._sight = Sight(rank, self._peers, self._here, self._own, self._hosts, self._deaths, exit_code_of)
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext watch", daemon=True)
         self._thread.start()
-        atexit.register(self._end)
+        self._at_end = at_end(self._end)
         meeting = dist.PrefixStore(f"lightning_strategies_ext/meeting/{self._number}", store)
         wait_until_all_watch(meeting, world_size, rank == min(self._peers), lambda: self.failure)
 
@@ -307,7 +306,7 @@ class Watch:
 
     def close(self) -> None:
         """Ends this rank's part without a word."""
-        atexit.unregister(self._end)
+        self._at_end.cancel()
         # A forked process has neither the thread nor a say.
         if os.getpid() != self._pid or self._closed.is_set():
             return
@@ -323,8 +322,6 @@ class Watch:
             self._own.close()
 
     def _end(self) -> None:
-        if os.getpid() != self._pid:
-            return
         if self._own.state != "failed":
             self._say("ended")
         if self.failure is not None:

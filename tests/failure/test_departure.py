@@ -163,6 +163,7 @@ def linger_for(
         if does is not None:
             store.set("it has ended", "")
             store.wait(["the other has read it"])  # from the store, which ends with the process of rank 0
+        watch.close()  # or this process would have failed, too
         return result
     store.wait(["one lingers"])
     time.sleep(1.0)  # for which it is to do so
