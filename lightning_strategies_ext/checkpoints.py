@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import strategy_parts
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -56,12 +56,12 @@ class SavesWholeCheckpoints:
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """How checkpoints are written and read."""
-        checkpoint_io: CheckpointIO = _lightning.checkpoint_io_of(self, WholeCheckpointIO)
+        checkpoint_io: CheckpointIO = strategy_parts.checkpoint_io_of(self, WholeCheckpointIO)
         return checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        _lightning.set_checkpoint_io(self, io)
+        strategy_parts.set_checkpoint_io(self, io)
 
 
 @contextmanager

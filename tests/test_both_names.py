@@ -17,7 +17,7 @@ from tests.support.ranks import REPOSITORY, run_script
 RUN_AGAIN = [
     *("tests/pytorch/test_ddp.py", "tests/pytorch/test_dp.py", "tests/pytorch/test_command_line.py"),
     *("tests/pytorch/test_ddp_spawn_checkpoints.py", "tests/pytorch/test_interactive.py"),
-    *("tests/fabric/test_front_ends.py", "tests/test_lightning_private.py"),
+    *("tests/fabric/test_front_ends.py", "tests/lightning_private"),
 ]
 
 

@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_stages, user_modules
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.totals import Totals
 from lightning_strategies_ext.memory import free_memory
@@ -109,7 +109,7 @@ class Commit:
             CommitTooLargeError: If this host has not the memory.
         """
         # Users' hooks are called here, which may wait for other ranks. After the totals nothing does.
-        checkpoint = _lightning.dump_checkpoint(trainer)
+        checkpoint = trainer_stages.dump_checkpoint(trainer)
         totals = Totals.of(trainer, collectives)
         found: list[Tensor] = []
         slots: list[Slot] = []
@@ -120,7 +120,7 @@ class Commit:
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         position = batches, trainer.global_step
         self._own = self._copy_own(trainer)
-        self._random = _lightning.random_states()
+        self._random = user_modules.random_states()
         self._write(Shared(*position, trainer.world_size, first_world_size, packed, modes, slots, totals), found)
 
     def note(self, step: int) -> None:
@@ -204,12 +204,12 @@ class Commit:
         """
         assert self.shared is not None
         module = trainer.lightning_module
-        _lightning.leave_evaluation(trainer)
+        trainer_stages.leave_evaluation(trainer)
         trainer.should_stop = False
         for name, submodule in module.named_modules():
             submodule.training = self.shared.modes.get(name, submodule.training)
         module.zero_grad(set_to_none=True)
-        _lightning.restore_checkpoint(trainer, self.checkpoint())
+        trainer_stages.restore_checkpoint(trainer, self.checkpoint())
         if self._own is not None:
             self._restore_own(trainer, self._own)
         if not are_the_same and self.shared.totals is not None:
@@ -219,7 +219,7 @@ class Commit:
     def restore_random(self) -> None:
         """Makes random numbers those of the commit; again before the first step, since loaders draw some."""
         if self._random is not None:
-            _lightning.set_random_states(self._random)
+            user_modules.set_random_states(self._random)
 
 
 def _packed(value: Any, tensors: list[Tensor], slots: list[Slot]) -> Any:

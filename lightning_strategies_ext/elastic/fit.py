@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_data, trainer_signals, trainer_stages
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit
 from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipLostError
@@ -150,7 +150,7 @@ class ElasticFit:
         self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
         self._saved: Path | None = None
         self._has_begun = has_begun
-        self._undo = _lightning.surround_fit(trainer, self._run, self._before_epoch)
+        self._undo = trainer_stages.surround_fit(trainer, self._run, self._before_epoch)
 
     def close(self) -> None:
         """Leaves the Trainer as it was."""
@@ -234,7 +234,7 @@ class ElasticFit:
     def _restore(self, newest: Member) -> None:
         trainer, shared = self._trainer, self._commit.shared
         assert shared is not None
-        _lightning.forget_data(trainer)
+        trainer_data.forget_data(trainer)
         has_parts = self._commit.has_parts_of(len(self._membership.members))
         are_the_same = self._strategy.collectives.reduce_boolean_decision(has_parts, all=True)
         self._commit.restore(trainer, self._strategy.global_rank, are_the_same=are_the_same)
@@ -255,7 +255,7 @@ class ElasticFit:
         # Loaders that began within an epoch have the length of what was left of it.
         epoch = self._trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         if self._epoch_of_loaders not in (None, epoch):
-            _lightning.forget_training_data(self._trainer)
+            trainer_data.forget_training_data(self._trainer)
             self._epoch_of_loaders = None
             with isolate_rng():  # which whoever has not been interrupted does not draw from here
                 self._trainer.fit_loop.setup_data()
@@ -270,11 +270,11 @@ class ElasticFit:
         """
         trainer = self._trainer
         if self._is_first_step:
-            _lightning.end_restart(trainer)
+            trainer_stages.end_restart(trainer)
             self._commit.restore_random()
             self._is_first_step = False
         self._commit.note(trainer.global_step)
-        if _lightning.is_accumulating(trainer):
+        if trainer_signals.is_accumulating(trainer):
             return  # gradients of a part of a window are in no commit
         must_change = self._is_leaving or self._notices.have_come
         if must_change:
@@ -313,7 +313,7 @@ class ElasticFit:
             lambda given: self._policy.per_rank_batch_size(given, self._first_world_size, world_size),
             lambda: progress.current.ready,
         )
-        states = _lightning.loader_states(self._trainer)
+        states = trainer_data.loader_states(self._trainer)
         if self._num_shared_out < len(states):  # now, since the Trainer asks for the length next
             sampler.load_state_dict(states[self._num_shared_out])
             self._epoch_of_loaders = states[self._num_shared_out]["epoch"]

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_logging
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, Shared, Slot
 from lightning_strategies_ext.elastic.keeper import Keeper
@@ -189,14 +189,14 @@ class KeptCommit(Commit):
     def _copy_own(self, trainer: "pl.Trainer") -> Any:
         modules = trainer.lightning_module.named_modules()
         metrics = {name: dict(module.metric_state) for name, module in modules if isinstance(module, Metric)}
-        return metrics, _lightning.sums_of_logging(trainer)
+        return metrics, trainer_logging.sums_of_logging(trainer)
 
     def _restore_own(self, trainer: "pl.Trainer", own: Any) -> None:
         metrics, sums = own
         for name, module in trainer.lightning_module.named_modules():
             for state, value in metrics.get(name, {}).items():
                 setattr(module, state, list(value) if isinstance(value, list) else value.clone())
-        _lightning.set_sums_of_logging(trainer, sums)
+        trainer_logging.set_sums_of_logging(trainer, sums)
 
     def note(self, step: int) -> None:
         """Tells a later process how far this one has come."""

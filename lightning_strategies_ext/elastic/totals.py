@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_logging, user_modules
 from lightning_strategies_ext.collectives import Collectives
 
 #: How what ranks have is made one; of a list of tensors, of a mean and of a function of the user's it is not known.
@@ -64,7 +64,7 @@ class Totals:
             return None
         sums = _reduced([part for part in parts if part.op == "sum"], "sum", device, collectives)
         extremes = _reduced([part for part in parts if part.op != "sum"], "max", device, collectives)
-        return cls([*sums, *extremes], _lightning.position_of_logging(trainer))
+        return cls([*sums, *extremes], trainer_logging.position_of_logging(trainer))
 
     def restore(self, trainer: "pl.Trainer", rank: int) -> None:
         """Gives the totals to rank 0, and to the others what changes nothing when all is taken together again."""
@@ -78,17 +78,17 @@ class Totals:
             else:
                 metric = modules[part.module]
                 setattr(metric, state, value.to(getattr(metric, state).device))
-        _lightning.add_sums_of_logging(trainer, (self.position, logged))
+        trainer_logging.add_sums_of_logging(trainer, (self.position, logged))
 
 
 def _parts_of(trainer: "pl.Trainer") -> Iterator[Part]:
-    _, logged = _lightning.sums_of_logging(trainer)
-    for key, op in sorted(_lightning.merging_of_logging(trainer).items()):
+    _, logged = trainer_logging.sums_of_logging(trainer)
+    for key, op in sorted(trainer_logging.merging_of_logging(trainer).items()):
         for state, value in sorted(logged.get(key, {}).items()):
             yield Part(None, (key, state), op, value)
     for name, module in trainer.lightning_module.named_modules():
         if isinstance(module, Metric):
-            for state, merged_by in _lightning.merging_of_metric(module).items():
+            for state, merged_by in user_modules.merging_of_metric(module).items():
                 value = getattr(module, state)
                 if merged_by in _MERGED_BY and isinstance(value, Tensor) and not value.is_complex():
                     yield Part(name, (state,), _MERGED_BY[merged_by], value)

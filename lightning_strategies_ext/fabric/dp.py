@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import DataParallel, Module
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import check_plugins
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.registry import Registered
@@ -168,7 +168,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
         _unwrapped(module).load_state_dict(state_dict, strict=strict)
 
 
-class _NothingToSync(_lightning.BackwardSyncControl):
+class _NothingToSync(strategy_parts.BackwardSyncControl):
     """Gradients of replicas add up on the root device in each backward pass: there is nothing to leave out."""
 
     @override

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_devices, check_not_interactive, check_plugins
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives.same_model import check_is_same
@@ -178,7 +178,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             exchange.finish()
 
 
-class _HoldBack(_lightning.BackwardSyncControl):
+class _HoldBack(strategy_parts.BackwardSyncControl):
     """Keeps the gradients of one module from being exchanged."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ import os
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us
 
 
@@ -113,7 +113,7 @@ def configure(devices: list[torch.device], environment: ClusterEnvironment) -> N
     if not isinstance(environment, HorovodEnvironment):
         environment.set_world_size(len(devices))
         environment.set_global_rank(environment.local_rank())
-    _lightning.say_rank(environment.global_rank())
+    launching.say_rank(environment.global_rank())
 
 
 def check_devices(devices: list[torch.device], environment: ClusterEnvironment) -> None:

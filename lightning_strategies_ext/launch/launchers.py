@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import launching, trainer_signals
 from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
 from lightning_strategies_ext.launch import scripts
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome
@@ -29,7 +29,7 @@ from lightning_strategies_ext.launch.worker_group import Workers, raise_shown_in
 log = logging.getLogger(__name__)
 
 
-class ScriptLauncher(_lightning.SubprocessScriptLauncher):
+class ScriptLauncher(launching.SubprocessScriptLauncher):
     """Runs the user's script once more for each further device of this host (``start_method="popen"``).
 
     Args:
@@ -48,7 +48,7 @@ class ScriptLauncher(_lightning.SubprocessScriptLauncher):
             return function(*args, **kwargs)
 
 
-class FabricScriptLauncher(_lightning.FabricSubprocessScriptLauncher):
+class FabricScriptLauncher(launching.FabricSubprocessScriptLauncher):
     """The same for Fabric.
 
     Args:
@@ -66,7 +66,7 @@ class FabricScriptLauncher(_lightning.FabricSubprocessScriptLauncher):
             return function(*args, **kwargs)
 
 
-class WorkerLauncher(_lightning.Launcher):
+class WorkerLauncher(launching.Launcher):
     """Runs the Trainer's stages in worker processes and brings everything back to this one.
 
     The workers stay for the next stage. They end with this object, with the interpreter, and after a failure.
@@ -137,7 +137,7 @@ class WorkerLauncher(_lightning.Launcher):
         if error is not None:
             self.close()
             if isinstance(error, SIGTERMException):
-                _lightning.note_sigterm(trainer)
+                trainer_signals.note_sigterm(trainer)
             raise_shown_in_short(error, trainer.default_root_dir)
         self.workers.keep_rng(outcome)
         return value
@@ -183,7 +183,7 @@ class WorkerLauncher(_lightning.Launcher):
         self.workers.close()
 
 
-class FabricWorkerLauncher(_lightning.FabricMultiProcessingLauncher):
+class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
     """Runs a function of Fabric's in worker processes and returns the first one's value.
 
     Args:

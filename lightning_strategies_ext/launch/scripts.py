@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.failure.detection import how_it_ended
 from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
 from lightning_strategies_ext.failure.report import say, show_block
@@ -44,11 +44,11 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
     environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
     try:
         if not environment.creates_processes_externally:
-            _lightning.call_children_scripts(launcher)
+            launching.call_children_scripts(launcher)
             _started.extend(launcher.procs)
             arguments = (list(launcher.procs), have_met)
             threading.Thread(target=_wait_until_they_have_met, args=arguments, daemon=True, name="script watch").start()
-        _lightning.set_num_threads_if_needed(num_processes=launcher.num_processes)
+        launching.set_num_threads_if_needed(num_processes=launcher.num_processes)
         yield
     except BaseException:
         if not have_met():

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
 from lightning_strategies_ext.launch.processes.conditions import RngState
@@ -208,7 +208,7 @@ class Workers:
             taken = self._taken_from_idle(must_be_new or self._starter.forks)
             if taken is None:
                 self._rendezvous = _rendezvous(self._strategy)
-                passed_through = (_lightning.TunerExitException, SIGTERMException, KeyboardInterrupt)
+                passed_through = (trainer_stages.TunerExitException, SIGTERMException, KeyboardInterrupt)
                 starter = copy(self._starter)  # each pool has its own, and may be another strategy's later
                 taken = WorkerPool(self._strategy.num_processes, starter, passed_through, inherited)
             self._pool = taken

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import (
     DEFAULT_PATIENCE,
     DEFAULT_TIMEOUT,
@@ -258,7 +258,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
             check_has_trainable_parameters(module)
 
     def _check_batch_norm(self, module: Module) -> None:
-        if isinstance(_lightning.layer_sync(self), TorchSyncBatchNorm):
+        if isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm):
             check_can_be_synchronized(module, self.root_device)
 
     def around_stage(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
@@ -316,7 +316,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         assert self.model is not None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        layer_sync = _lightning.layer_sync(self)
+        layer_sync = strategy_parts.layer_sync(self)
         if is_fitting and layer_sync is not None:
             self._check_batch_norm(self.model)
             self.model = layer_sync.apply(self.model)
@@ -331,12 +331,12 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
             self.collectives.broadcast_module(self.model)
         self.setup_precision_plugin()
         if is_fitting:
-            _lightning.move_optimizers(self.optimizers, self.root_device)
+            user_modules.move_optimizers(self.optimizers, self.root_device)
             inner = [opt.optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
             self._averaging = self._gradient_sync.create_averaging(inner, self.num_processes)
             if self._compressed is not None:
                 self._compressed.attach(inner)
-        _lightning.skip_needless_moves(trainer)
+        trainer_logging.skip_needless_moves(trainer)
         self._begin_stage(trainer)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
@@ -448,8 +448,8 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         if isinstance(self.model, DistributedDataParallel):
             advise_static_graph(self.model, type(self).__name__)
             self.model = module
-        trainer = None if module is None else _lightning.trainer_of(module)
-        layer_sync = _lightning.layer_sync(self)
+        trainer = None if module is None else user_modules.trainer_of(module)
+        layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.model = layer_sync.revert(self.model)
         self._averaging = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.ray.cluster import is_of_client
@@ -72,7 +72,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     @override
     def _be_one_of_many(self) -> None:
-        _lightning.say_rank(self.global_rank)  # that of its seat
+        launching.say_rank(self.global_rank)  # that of its seat
 
     @override
     def _be_rank(self, rank: int, world_size: int) -> None:
@@ -80,7 +80,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         assert self._worker.seat is not None
         members = self.membership.members
         self._sit(_seat_among(members, rank, self._worker.seat), self.root_device)
-        _lightning.say_rank(rank)
+        launching.say_rank(rank)
 
     @override
     def _disconnect(self) -> None:

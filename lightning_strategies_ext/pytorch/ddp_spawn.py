@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import Self, override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import strategy_parts, trainer_data, user_modules
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.launchers import WorkerLauncher
@@ -140,7 +140,7 @@ class DDPSpawnStrategy(DDPStrategy):
     @property
     def sync_batchnorm(self) -> bool:
         """Whether BatchNorm layers are converted to SyncBatchNorm for training."""
-        return self._wants_sync_batchnorm or isinstance(_lightning.layer_sync(self), TorchSyncBatchNorm)
+        return self._wants_sync_batchnorm or isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm)
 
     @sync_batchnorm.setter
     def sync_batchnorm(self, sync_batchnorm: bool) -> None:
@@ -149,15 +149,15 @@ class DDPSpawnStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._wants_sync_batchnorm and _lightning.layer_sync(self) is None:
-            _lightning.set_layer_sync(self, TorchSyncBatchNorm())
+        if self._wants_sync_batchnorm and strategy_parts.layer_sync(self) is None:
+            strategy_parts.set_layer_sync(self, TorchSyncBatchNorm())
 
     @override
     def teardown(self) -> None:
         # The Trainer takes the loaders' iterators away next, and with them where a loader such as torchdata's is.
-        trainer = None if self.lightning_module is None else _lightning.trainer_of(self.lightning_module)
-        if trainer is not None and _lightning.data_fetcher_of(trainer) is not None:
-            self.states_of_loaders = _lightning.states_of_loaders(trainer)
+        trainer = None if self.lightning_module is None else user_modules.trainer_of(self.lightning_module)
+        if trainer is not None and trainer_data.data_fetcher_of(trainer) is not None:
+            self.states_of_loaders = trainer_data.states_of_loaders(trainer)
         super().teardown()
 
     @override
@@ -286,6 +286,6 @@ class DDPSpawnPlugin(DDPSpawnStrategy):
         Without a stage there is nothing to set up, as in the main process: a call without a Trainer does nothing then.
         """
         if trainer is None and self._worker is not None and self.lightning_module is not None:
-            trainer = _lightning.trainer_of(self.lightning_module)
+            trainer = user_modules.trainer_of(self.lightning_module)
         if trainer is not None:
             super().setup(trainer)

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import launching, user_modules
 from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
@@ -141,7 +141,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     def setup_distributed(self) -> None:
         """Joins the others; in ``fit``, one that has been started anew does later."""
         context, module = self._worker, self.lightning_module
-        trainer = None if module is None else _lightning.trainer_of(module)
+        trainer = None if module is None else user_modules.trainer_of(module)
         if context is None or context.channel is None or trainer is None or not is_fitting(trainer):
             super().setup_distributed()
             return
@@ -173,7 +173,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(rank)
         self.cluster_environment.set_world_size(world_size)
-        _lightning.say_rank(rank)
+        launching.say_rank(rank)
 
     def _join(self, place: Place, members: Sequence[Member]) -> None:
         assert place.rank is not None

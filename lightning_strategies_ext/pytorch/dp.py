@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import check_plugins
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.registry import Registered
@@ -139,7 +139,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
             ValueError: If the module cannot be replicated, or something asks for several processes.
         """
         assert self.lightning_module is not None
-        layer_sync = _lightning.layer_sync(self)
+        layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
             raise ValueError(
                 f"`plugins=[{type(layer_sync).__name__}(...)]` syncs layers between processes, and"
@@ -152,7 +152,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
                     f"`{name}(self, dataloader_iter)` fetches its batches itself, and `strategy='dp_ext'` splits those"
                     f" that the Trainer fetches. Write `{name}(self, batch, batch_idx)`, or use `strategy='ddp_ext'`."
                 )
-        _lightning.skip_needless_moves(trainer)
+        trainer_logging.skip_needless_moves(trainer)
         super().setup(trainer)
 
     @override
@@ -169,7 +169,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
             self.parallel_devices,
             self._scatter,
             self._take_turns,
-            sync_batchnorm=_lightning.layer_sync(self) is not None,
+            sync_batchnorm=strategy_parts.layer_sync(self) is not None,
         )
 
     # --- steps ---
@@ -183,7 +183,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
         module = self.lightning_module
         assert module is not None
         hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
-        sources = [module, *filter(None, [getattr(_lightning.trainer_of(module), "datamodule", None)])]
+        sources = [module, *filter(None, [getattr(user_modules.trainer_of(module), "datamodule", None)])]
         is_whole = self.root_device.type == "cpu" or len(self.parallel_devices or ()) == 1
         if is_whole or any(_overrides(source, hook) for source in sources for hook in hooks):
             return super().batch_to_device(batch, device, dataloader_idx)

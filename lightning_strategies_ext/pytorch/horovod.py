@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_not_interactive
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
@@ -123,7 +123,7 @@ class HorovodStrategy(ParallelStrategy):
         cluster_environment: ClusterEnvironment | None = None
         if launch is not None:
             cluster_environment = environment.HorovodEnvironment(launch)
-            _lightning.say_rank(launch.rank)
+            launching.say_rank(launch.rank)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -212,7 +212,7 @@ class HorovodStrategy(ParallelStrategy):
         Raises:
             ValueError: If layers are to be synchronised other than batch normalisation, or this between CPUs.
         """
-        layer_sync = _lightning.layer_sync(self)
+        layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
             raise ValueError(
                 f"`plugins=[{type(layer_sync).__name__}(...)]` syncs layers over torch.distributed, which is not there"
@@ -243,7 +243,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         launch = environment.launch_of(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
-        _lightning.say_rank(self.global_rank)
+        launching.say_rank(self.global_rank)
         store = runtime.store() if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
         if store is not None:
@@ -265,7 +265,7 @@ class HorovodStrategy(ParallelStrategy):
         module = self.lightning_module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if is_fitting and _lightning.layer_sync(self) is not None:
+        if is_fitting and strategy_parts.layer_sync(self) is not None:
             check_can_be_synchronized(module, self.root_device)
             self._batch_norm = SynchronizedBatchNorm(module)
         self.model = self.precision_plugin.convert_module(module)
@@ -279,9 +279,9 @@ class HorovodStrategy(ParallelStrategy):
                 scale_learning_rates(trainer, self.world_size)
         self.setup_precision_plugin()
         if is_fitting:
-            _lightning.move_optimizers(self.optimizers, self.root_device)
+            user_modules.move_optimizers(self.optimizers, self.root_device)
         self._metrics = MetricSync(module, lambda: self.collectives)
-        _lightning.skip_needless_moves(trainer)
+        trainer_logging.skip_needless_moves(trainer)
         self._begin_stage(trainer)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.options import check_commit_interval
@@ -120,7 +120,7 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         """Makes this process the rank that its membership says."""
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         self.cluster_environment.launch = self.membership.launch
-        _lightning.say_rank(self.global_rank)
+        launching.say_rank(self.global_rank)
 
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:

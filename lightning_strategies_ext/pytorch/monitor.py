@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
 from lightning_strategies_ext.monitoring.advice import Job, advise
 from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, logged, times_of
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
@@ -154,8 +154,8 @@ class CommunicationMonitor(Callback):
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         session = Session(
             *(trainer.global_rank, host_identity(), every_n_steps, self.observed_steps),
-            _lightning.step_of_loggers(trainer),
-            lambda is_on: _lightning.call_hooks(self, _STEP_HOOKS, is_on),
+            trainer_logging.step_of_loggers(trainer),
+            lambda is_on: trainer_stages.call_hooks(self, _STEP_HOOKS, is_on),
             timekeeper,
             _counter_of(strategy, timekeeper),
             _mailbox_of(trainer),
@@ -163,7 +163,7 @@ class CommunicationMonitor(Callback):
             self._give_up,
         )
         self._session = session
-        self._undo = [_lightning.before_fetch(trainer, session.fetch_begins)]
+        self._undo = [trainer_stages.before_fetch(trainer, session.fetch_begins)]
         if isinstance(strategy, ParallelStrategy):
             strategy.observe_exchanges(session)
             self._undo.append(lambda: strategy.observe_exchanges(None))
@@ -224,7 +224,7 @@ class CommunicationMonitor(Callback):
         session = self._session
         if session is None:
             return
-        self._guarded(session.finish, _lightning.step_of_loggers(trainer), PATIENCE_S)
+        self._guarded(session.finish, trainer_logging.step_of_loggers(trainer), PATIENCE_S)
         self._leave()
         self._guarded(self._report, trainer, self._draws)
 
@@ -253,7 +253,7 @@ class CommunicationMonitor(Callback):
         if session is not None:
             with suppress(Exception):  # which was said before, if that is why it is left
                 session.abandon()
-        _lightning.call_hooks(self, _STEP_HOOKS, True)
+        trainer_stages.call_hooks(self, _STEP_HOOKS, True)
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         """A monitor ends no training."""
@@ -280,7 +280,7 @@ class CommunicationMonitor(Callback):
         values = logged(times)
         self._shown = f"{values[f'{_KEY}/exposed_share']:.0%}"
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=max(0, _lightning.step_of_loggers(trainer) - 1))
+            logger.log_metrics(values, step=max(0, trainer_logging.step_of_loggers(trainer) - 1))
 
     def _show_in(self, progress_bar: Any) -> Callable[[], None]:
         """Adds a value to what the progress bar shows; not by ``self.log``, which is for the metrics of users."""

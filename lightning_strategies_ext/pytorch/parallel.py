@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import Store
 from typing_extensions import Self, override
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_signals, trainer_stages, user_modules
 from lightning_strategies_ext.arguments import (
     DEFAULT_PATIENCE,
     check_devices,
@@ -48,7 +48,7 @@ from lightning_strategies_ext.world import World
 T = TypeVar("T")
 
 #: By these, all ranks end, and none of them has failed.
-_NO_FAILURES = (SIGTERMException, KeyboardInterrupt, _lightning.TunerExitException)
+_NO_FAILURES = (SIGTERMException, KeyboardInterrupt, trainer_stages.TunerExitException)
 
 
 class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy, ABC):
@@ -292,7 +292,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         callback that saves a checkpoint would wait in a barrier for ever. An agreed SIGTERM is no failure, and the
         Tuner's way out of a trial is none either.
         """
-        if not isinstance(exception, (SIGTERMException, _lightning.TunerExitException)):
+        if not isinstance(exception, (SIGTERMException, trainer_stages.TunerExitException)):
             self._fail(exception)
 
     def explained(self, exception: BaseException) -> BaseException:
@@ -324,7 +324,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         self._world.release_sigterm()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
-        _lightning.move_optimizers(self.optimizers, torch.device("cpu"))
+        user_modules.move_optimizers(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
             self.lightning_module.cpu()
         self.precision_plugin.teardown()
@@ -370,9 +370,9 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """Lets a SIGTERM on any rank stop all before the same step; called by all ranks together."""
         if self._world.watch is not None:
             self._world.watch.describe(partial(where_in, trainer), trainer.default_root_dir)
-        confirm = _lightning.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
-        requeue = _lightning.intercept_requeueing(trainer, lambda: self._world.request_requeue())
-        release = partial(_lightning.release_sigterm, trainer)
+        confirm = trainer_signals.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
+        requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._world.request_requeue())
+        release = partial(trainer_signals.release_sigterm, trainer)
         self._world.agree_on_sigterm(confirm, release, requeue, is_requested=is_requested)
 
     def _keep_in_step(self, trainer: "pl.Trainer", way: UnevenInputs, device: torch.device) -> None:
@@ -396,7 +396,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             self._world.do_as_agreed(self._decide_any)
         if self._world.must_requeue:
             assert self.lightning_module is not None
-            if not _lightning.is_accumulating(self.lightning_module.trainer):
+            if not trainer_signals.is_accumulating(self.lightning_module.trainer):
                 self._world.requeue()
 
     def _before_evaluation_step(self) -> None:

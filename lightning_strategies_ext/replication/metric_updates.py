@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of
 from lightning_strategies_ext.replication.context import Step
 from lightning_strategies_ext.replication.gathering import NUMBERS, gather, is_fraction, is_same, weighted_mean
@@ -233,7 +233,7 @@ def _joined(payloads: Sequence[Arguments], sizes: Sequence[int], device: torch.d
 
 def _is_merged_by(metric: Metric, functions: Sequence[Callable[..., Any]]) -> bool:
     """Whether each state of a metric is merged among processes by one of these functions."""
-    return all(function in functions for function in _lightning.merging_of_metric(metric).values())
+    return all(function in functions for function in user_modules.merging_of_metric(metric).values())
 
 
 def _refusal(metric: Any, why: str) -> ValueError:

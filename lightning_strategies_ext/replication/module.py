@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import DataParallel, Module
 from torch.nn.parameter import is_lazy
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.replication.context import ReplicaContext, Step
 from lightning_strategies_ext.replication.gathering import gather
 from lightning_strategies_ext.replication.given_numbers import GivenNumbers
@@ -70,7 +70,7 @@ class ReplicatedModule(DataParallel[Module]):
         Raises:
             ValueError: If the inputs cannot be split, or what is returned cannot be gathered.
         """
-        method = _lightning.take_redirection(self.module) or "__call__"
+        method = user_modules.take_redirection(self.module) or "__call__"
         if len(self._devices) == 1:
             return getattr(self.module, method)(*args, **kwargs)
         if self._scatter is not None and args:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, Module, Parameter
 from torch.nn.parallel import replicate as torch_replicate
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.replication.containers import (
     CONTAINERS,
     MISSING,
@@ -194,7 +194,7 @@ class Replicas:
             for name in self._containers.get(original, ()):
                 attributes[name] = copy_for_replica(original.__dict__[name], context)
             if context.device != self._devices[0]:
-                _lightning.set_device(module, context.device)
+                user_modules.set_device(module, context.device)
             if isinstance(original, LightningModule):
                 adapt(module, original, context)
             elif self._sync_batchnorm and isinstance(original, BATCH_NORMS) and original.training:

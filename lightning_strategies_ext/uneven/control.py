@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_data
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.exceptions import UnevenInputsError
 from lightning_strategies_ext.uneven.even_fetcher import ADVICE, Batch, EvenFetcher
@@ -103,7 +103,7 @@ class UnevenInputsControl:
         self._batch = Batch()
         self._hear_others: Callable[[], Tensor] | None = None
         self._is_in_step = False
-        self._undo = _lightning.after_setup_data(trainer, self._arrange)
+        self._undo = trainer_data.after_setup_data(trainer, self._arrange)
 
     def close(self) -> None:
         """Leaves the Trainer as it was."""
@@ -210,7 +210,7 @@ class UnevenInputsControl:
             self._exchange.contributors = [rank for rank, length in enumerate(self._lengths) if length > last]
 
     def _arrange(self) -> None:
-        fetcher = _lightning.data_fetcher_of(self._trainer)
+        fetcher = trainer_data.data_fetcher_of(self._trainer)
         if fetcher is None or fetcher is self._arranged:
             return  # it was made for an earlier epoch
         self._arranged, self._fetcher = fetcher, None
@@ -269,7 +269,7 @@ class UnevenInputsControl:
 
     def _use(self, fetcher: EvenFetcher, agreed: float) -> None:
         self._fetcher = self._arranged = fetcher
-        _lightning.set_data_fetcher(self._trainer, fetcher, agreed)
+        trainer_data.set_data_fetcher(self._trainer, fetcher, agreed)
 
     def _ends_before(self, num_batches: float) -> bool:
         """Whether ``max_steps`` ends the training before an epoch has had so many batches."""

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_logging
 
 
 class StepState:
@@ -21,7 +21,7 @@ class StepState:
         self._trainer = trainer
         # By identity: the hash of a metric is that of its state.
         self._metrics = {id(metric): (metric, _copied(metric.metric_state)) for metric in self._metrics_now()}
-        self._position = _lightning.position_of_logging(trainer)
+        self._position = trainer_logging.position_of_logging(trainer)
         self._buffers = [(buffer, buffer.clone()) for buffer in trainer.lightning_module.buffers()]
 
     def restore(self) -> None:
@@ -32,13 +32,13 @@ class StepState:
         for metric, states in self._metrics.values():
             for name, state in _copied(states).items():
                 setattr(metric, name, state)
-        _lightning.set_position_of_logging(self._trainer, self._position)
+        trainer_logging.set_position_of_logging(self._trainer, self._position)
         for buffer, value in self._buffers:
             # Past autograd, which may need what is overwritten: for the gradients of a step that counts for nothing.
             buffer.data.copy_(value)
 
     def _metrics_now(self) -> Iterator[Metric]:
-        yield from _lightning.logged_per_epoch(self._trainer)
+        yield from trainer_logging.logged_per_epoch(self._trainer)
         for module in self._trainer.lightning_module.modules():
             if isinstance(module, Metric):
                 yield module

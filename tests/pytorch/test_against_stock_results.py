@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import strategy_parts
 from tests.support.models import (
     MLP,
     WithBatchNorm,
@@ -231,7 +231,7 @@ def test_synchronised_layers_are_there_for_training_and_reverted_after():
 @pytest.mark.forked
 def test_sync_batchnorm_converts_and_reverts_every_layer():
     strategy = make_trainer("ddp_ext", devices=1, sync_batchnorm=True).strategy
-    layer_sync = _lightning.layer_sync(strategy)
+    layer_sync = strategy_parts.layer_sync(strategy)
     model = layer_sync.apply(WithBatchNorm())
     assert isinstance(model.net[1], torch.nn.SyncBatchNorm)
     model = layer_sync.revert(model)

@@ -13,7 +13,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_strategies_ext import DDPSpawnStrategy, WorkerRaisedError, _lightning
+from lightning_strategies_ext import DDPSpawnStrategy, WorkerRaisedError
+from lightning_strategies_ext._lightning import trainer_stages
 from tests.support.ddp_spawn_trainers import ALONE, Configurable, HasEverything, HasState, seeded, spawn_trainer
 from tests.support.models import (
     LOADS_EVERYTHING,
@@ -147,7 +148,7 @@ class SavesWhenStopped(DDPSpawnStrategy):
     def note_failure(self, exception: BaseException) -> None:
         super().note_failure(exception)
         if self.global_rank == 0:
-            torch.save(_lightning.dump_checkpoint(self.lightning_module.trainer), self.path)
+            torch.save(trainer_stages.dump_checkpoint(self.lightning_module.trainer), self.path)
 
 
 class AsksToStop(pl.Callback):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
 from lightning_strategies_ext.launch.processes.worker import JobFailedError, WorkerState
@@ -241,7 +241,7 @@ def tensors_of(module: Module) -> dict[str, Tensor]:
 
 def _save(trainer: Any, path: str) -> None:
     try:
-        checkpoint = _lightning.dump_checkpoint(trainer)
+        checkpoint = trainer_stages.dump_checkpoint(trainer)
     except Exception:  # a hook of the user's, perhaps the one that did not let the results go
         log.warning("The weights alone are saved, since the rest of the checkpoint failed:", exc_info=True)
         checkpoint = {"state_dict": trainer.lightning_module.state_dict()}
@@ -251,7 +251,7 @@ def _save(trainer: Any, path: str) -> None:
 def _end_failed_stage(trainer: Any) -> None:
     for logger in trainer.loggers:
         _try(logger.finalize, "failed")
-    _try(_lightning.tear_down, trainer)
+    _try(trainer_stages.tear_down, trainer)
 
 
 def _try(function: Callable[..., Any], *args: Any) -> None:

@@ -22,7 +22,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.nn import Module, Parameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lightning_strategies_ext import _lightning
+from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_stages
 from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, Told, attributes_of, place_of
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
@@ -46,11 +46,11 @@ def shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) ->
     if objects:
         return Shared(objects, _NEVER_SENT)
     module = trainer.lightning_module
-    metrics, connectors = _lightning.connectors_of(trainer)
-    found = [trainer, trainer.strategy, metrics, *connectors, *_lightning.loops_of(trainer), trainer.profiler]
+    metrics, connectors = trainer_stages.connectors_of(trainer)
+    found = [trainer, trainer.strategy, metrics, *connectors, *trainer_stages.loops_of(trainer), trainer.profiler]
     found += [*trainer.callbacks, *trainer.loggers, trainer.strategy.accelerator, trainer.precision_plugin]
     found += [*module.modules(), *module.parameters(), *module.buffers()]
-    found += [trainer.datamodule, *_data_in([arguments, _lightning.data_of(trainer)])]
+    found += [trainer.datamodule, *_data_in([arguments, trainer_data.data_of(trainer)])]
     return Shared([obj for obj in found if obj is not None], _NEVER_SENT)
 
 
@@ -254,14 +254,15 @@ def _classes(before: Before) -> Iterator[tuple[int, Pickled]]:
 
 
 def _attributes(trainer: Any, before: Before, teller: Teller) -> Iterator[tuple[int, str, Told | None]]:
-    metrics, _ = _lightning.connectors_of(trainer)
-    holders = [trainer, metrics, *_lightning.loops_of(trainer), trainer.profiler, *trainer.callbacks, *trainer.loggers]
+    metrics, _ = trainer_stages.connectors_of(trainer)
+    loops = trainer_stages.loops_of(trainer)
+    holders = [trainer, metrics, *loops, trainer.profiler, *trainer.callbacks, *trainer.loggers]
     attributes = [(holder, name) for holder in holders for name in attributes_of(holder)]
     for holder, name in (*attributes, *before.changed_attributes()):
         number, value = before.shared.number_of(holder), attributes_of(holder)[name]
         if number is None:  # a new callback, say: it comes with the list that holds it
             continue
-        if isinstance(value, FunctionType) or _lightning.is_bound_to_stage(value):
+        if isinstance(value, FunctionType) or trainer_logging.is_bound_to_stage(value):
             continue
         try:
             yield number, name, teller.tell(value)

@@ -1,0 +1,114 @@
+"""What :mod:`lightning_strategies_ext._lightning.launching` needs of Lightning."""
+
+import os
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_strategies_ext._lightning import launching
+from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
+from tests.lightning_private.trainers import Record, in_own_process
+from tests.support.models import MLP, loader, make_trainer
+
+
+def test_the_trainer_starts_scripts_with_the_launcher_class_that_ours_is_made_of() -> None:
+    assert type(make_trainer("ddp").strategy.launcher) is launching.SubprocessScriptLauncher
+    assert type(make_trainer("ddp_ext").strategy.launcher) is ScriptLauncher
+    assert issubclass(ScriptLauncher, launching.SubprocessScriptLauncher)
+
+
+def test_a_launcher_of_workers_is_one_that_the_trainer_lets_predict() -> None:
+    launcher = make_trainer("ddp_spawn_ext").strategy.launcher
+    assert type(launcher) is WorkerLauncher
+    assert isinstance(launcher, launching.Launcher)
+    assert isinstance(make_trainer("ddp_fork").strategy.launcher, launching.Launcher)
+    # The class whose instances may not return predictions.
+    assert not isinstance(launcher, type(make_trainer("ddp_fork").strategy.launcher))
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("ddp", launching.FabricSubprocessScriptLauncher),
+        ("ddp_fork", launching.FabricMultiProcessingLauncher),
+    ],
+)
+def test_fabric_starts_processes_with_the_launcher_classes_that_we_name(name: str, launcher: type) -> None:
+    for strategy in (name, f"{name}_ext"):
+        assert isinstance(Fabric(strategy=strategy, accelerator="cpu", devices=2).strategy.launcher, launcher)
+
+
+def start_scripts(kind: type) -> list[str]:
+    called = []
+
+    class Launcher(kind):
+        def _call_children_scripts(self) -> None:
+            called.append("called")
+
+    class StartsOthers(LightningEnvironment):
+        creates_processes_externally = False
+
+    launcher = Launcher(StartsOthers(), 1, 1)
+    launcher.launch(lambda: None)
+    launching.call_children_scripts(launcher)
+    return called
+
+
+@pytest.mark.parametrize("kind", [launching.SubprocessScriptLauncher, launching.FabricSubprocessScriptLauncher])
+def test_call_children_scripts_is_how_both_launchers_start_scripts(kind: type) -> None:
+    assert in_own_process(start_scripts, kind) == ["called"] * 2
+
+
+def threads_of_one_of_two() -> list[Any]:
+    os.environ.pop("OMP_NUM_THREADS", None)
+    launching.set_num_threads_if_needed(num_processes=2)
+    return [os.environ["OMP_NUM_THREADS"], torch.get_num_threads()]
+
+
+def test_say_rank_lets_only_rank_0_do_what_is_for_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    for decorator in (rank_zero_only, fabric_rank_zero_only):
+        monkeypatch.setattr(decorator, "rank", 0)
+    for rank in (1, 0):
+        launching.say_rank(rank)
+        rank_zero_only(done.append)(("pytorch", rank))
+        fabric_rank_zero_only(done.append)(("fabric", rank))
+    assert done == [("pytorch", 0), ("fabric", 0)]
+
+
+def test_set_num_threads_if_needed_shares_the_cores() -> None:
+    variable, num_threads = in_own_process(threads_of_one_of_two)
+    assert int(variable) == num_threads == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+class CtrlC(Callback):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        raise KeyboardInterrupt
+
+
+def fit_until_ctrl_c() -> list[tuple[Any, ...]]:
+    trainer = make_trainer("ddp_ext", devices=1, callbacks=[CtrlC()])
+    trainer.strategy.launcher.kill = kill = Record()
+    with pytest.raises(SystemExit):
+        trainer.fit(MLP(), loader())
+    return kill.calls
+
+
+def test_on_ctrl_c_the_trainer_tells_our_script_launcher_to_end_the_other_ranks() -> None:
+    assert in_own_process(fit_until_ctrl_c) == [(signal.SIGKILL,)]
+
+
+def test_the_prediction_loop_knows_that_lightnings_worker_processes_cannot_return_predictions() -> None:
+    with pytest.raises(MisconfigurationException, match="return_predictions"):
+        make_trainer("ddp_fork").predict_loop.return_predictions = True
+    for name in ("ddp_ext", "ddp_fork_ext"):
+        make_trainer(name).predict_loop.return_predictions = True

@@ -1,0 +1,60 @@
+"""What :mod:`lightning_strategies_ext._lightning.strategy_parts` needs of Lightning."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.strategies import DataParallelStrategy as FabricDataParallelStrategy
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+
+from lightning_strategies_ext._lightning import strategy_parts
+from tests.support.models import MLP, make_trainer
+
+
+def test_layer_sync_is_what_the_trainer_was_asked_for() -> None:
+    assert isinstance(strategy_parts.layer_sync(make_trainer("ddp_ext", sync_batchnorm=True).strategy), LayerSync)
+    assert strategy_parts.layer_sync(make_trainer("ddp_ext").strategy) is None
+
+
+def test_a_strategy_has_no_way_to_write_checkpoints_until_it_is_asked_for_one() -> None:
+    strategy = LightningDDPStrategy()
+    given = strategy_parts.checkpoint_io_of(strategy, TorchCheckpointIO)
+    assert strategy.checkpoint_io is given
+    assert strategy_parts.checkpoint_io_of(strategy, AsyncCheckpointIO) is given
+
+
+def test_who_hands_checkpoints_on_gets_one_to_hand_them_to_unless_the_user_gave_one() -> None:
+    strategy, around = LightningDDPStrategy(), AsyncCheckpointIO()
+    strategy_parts.set_checkpoint_io(strategy, around)
+    assert strategy_parts.checkpoint_io_of(strategy, TorchCheckpointIO) is strategy.checkpoint_io is around
+    given = around.checkpoint_io
+    assert isinstance(given, TorchCheckpointIO)
+    strategy_parts.checkpoint_io_of(strategy, TorchCheckpointIO)
+    assert around.checkpoint_io is given
+
+
+def test_fabric_asks_a_control_of_this_class_to_leave_out_the_exchange_of_gradients() -> None:
+    fabric = Fabric(strategy=FabricDataParallelStrategy(), accelerator="cpu", devices=1)
+    asked = []
+
+    class Control(strategy_parts.BackwardSyncControl):
+        def no_backward_sync(self, module: torch.nn.Module, enabled: bool = True) -> Any:
+            asked.append(enabled)
+            return nullcontext()
+
+    fabric.strategy._backward_sync_control = Control()
+    model = fabric.setup(MLP())
+    with fabric.no_backward_sync(model), fabric.no_backward_sync(model, enabled=False):
+        assert asked == [True, False]
+
+
+def test_a_layer_sync_that_is_set_is_the_one_that_the_strategy_has() -> None:
+    strategy = make_trainer("ddp_ext").strategy
+    plugin = TorchSyncBatchNorm()
+    strategy_parts.set_layer_sync(strategy, plugin)
+    assert strategy_parts.layer_sync(strategy) is plugin

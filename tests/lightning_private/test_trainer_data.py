@@ -1,0 +1,152 @@
+"""What :mod:`lightning_strategies_ext._lightning.trainer_data` needs of Lightning."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_strategies_ext._lightning import (
+    trainer_data,
+    trainer_stages,
+)
+from tests.support.models import MLP, StatefulLoader, dataset, loader, make_trainer
+
+
+def test_what_is_to_be_done_after_loaders_are_made_is_done_then_and_can_be_undone() -> None:
+    trainer = make_trainer("auto", devices=1, max_epochs=1)
+    seen: list[tuple[int, Any]] = []
+    undo = trainer_data.after_setup_data(
+        trainer, lambda: seen.append((len(trainer.train_dataloader), trainer_data.data_fetcher_of(trainer)))
+    )
+    assert trainer_data.data_fetcher_of(trainer) is None
+    trainer.fit(MLP(), loader(num_samples=64, batch_size=4))
+    assert [length for length, _ in seen] == [16] * len(seen)
+    assert seen
+    assert seen[0][1].combined_loader.flattened == [trainer.train_dataloader]
+    undo()
+    undo()
+    assert "setup_data" not in vars(trainer.fit_loop)
+
+
+class Halved:
+    """Gives every second batch of a fetcher."""
+
+    def __init__(self, inner: Any) -> None:
+        object.__setattr__(self, "inner", inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+    def __iter__(self) -> "Halved":
+        iter(self.inner)
+        return self
+
+    def __next__(self) -> Any:
+        next(self.inner)
+        return next(self.inner)
+
+
+class Batches(Callback):
+    def __init__(self) -> None:
+        self.first: list[torch.Tensor] = []
+        self.num_validations = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.first.append(batch[0][0])
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.num_validations += 1
+
+
+@pytest.mark.parametrize(("interval", "num_validations"), [(1.0, 2), (0.5, 4)])
+def test_fit_takes_its_batches_from_what_stands_in_for_its_fetcher(interval: float, num_validations: int) -> None:
+    batches = Batches()
+    trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[batches], val_check_interval=interval)
+    data = loader(num_samples=64, batch_size=4)
+
+    def halve() -> None:
+        fetcher = trainer_data.data_fetcher_of(trainer)
+        if not isinstance(fetcher, Halved):
+            trainer_data.set_data_fetcher(trainer, Halved(fetcher), 8)
+
+    trainer_data.after_setup_data(trainer, halve)
+    trainer.fit(MLP(), data, loader(num_samples=4))
+    expected = [features[0] for features, _ in list(data)[1::2]]
+    assert torch.equal(torch.stack(batches.first), torch.stack(expected * 2))
+    assert trainer.num_training_batches == 8
+    assert batches.num_validations == num_validations
+
+
+def test_training_data_that_are_forgotten_are_loaded_anew():
+    trainer = make_trainer("auto", devices=1, max_epochs=2)
+    seen = []
+
+    def before_epoch() -> None:
+        seen.append(trainer.train_dataloader)
+        trainer_data.forget_training_data(trainer)
+        assert trainer.train_dataloader is None
+
+    undo = trainer_stages.surround_fit(trainer, lambda train: train(), before_epoch)
+    made = []
+
+    class Model(MLP):
+        def train_dataloader(self) -> Any:
+            made.append(loader(num_samples=8))
+            return made[-1]
+
+    trainer.fit(Model())
+    undo()
+    assert len(made) == 3
+    assert len(seen) == 2
+
+
+def test_the_states_that_loaders_are_about_to_get_can_be_seen_before(tmp_path):
+    class Stateful(torch.utils.data.DataLoader):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": 3}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            loaded.append(state)
+
+    loaded: list[Any] = []
+    announced: list[Any] = []
+
+    class Model(MLP):
+        def train_dataloader(self) -> Any:
+            announced.append(trainer_data.loader_states(self.trainer))
+            return Stateful(loader(num_samples=32).dataset, batch_size=4)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and not path.exists():
+                self.trainer.save_checkpoint(path)
+
+    path = tmp_path / "middle.ckpt"
+    make_trainer("auto", devices=1, max_epochs=1).fit(Model())
+    assert announced == [[]]
+    make_trainer("auto", devices=1, max_epochs=1).fit(Model(), ckpt_path=path)
+    assert announced == [[], [{"at": 3}]]
+    assert loaded == [{"at": 3}]
+
+
+def test_the_data_of_a_stage_are_where_we_look() -> None:
+    trainer = make_trainer("auto", devices=1)
+    train, val = loader(), loader()
+    trainer.fit(MLP(), train, val)
+    data = trainer_data.data_of(trainer)
+    assert any(item is train for item in data)
+    assert any(item is val for item in data)
+
+
+def test_the_positions_of_loaders_are_those_of_a_checkpoint(tmp_path: Path) -> None:
+    trainer = make_trainer("auto", devices=1, max_epochs=1, limit_train_batches=3)
+    assert trainer_data.states_of_loaders(trainer) == []
+    trainer.fit(MLP(), StatefulLoader(dataset(), batch_size=4))
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=False)
+    states = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    assert trainer_data.states_of_loaders(trainer) == states == [{"position": 3}]

@@ -1,0 +1,137 @@
+"""What :mod:`lightning_strategies_ext._lightning.trainer_logging` needs of Lightning."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+
+from lightning_strategies_ext._lightning import trainer_logging
+from tests.lightning_private.trainers import in_own_process, single_process_trainer
+from tests.support.models import MLP, fit, loader, make_trainer
+
+
+class LogsTensorsAndMetrics(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.mean(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("mean", self.mean)
+        return loss
+
+
+def count_moves_of_logged_values(is_skipping: bool) -> tuple[int, dict[str, float], str]:
+    move, num_moves = _ResultMetric.to, 0
+
+    def move_and_count(metric: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_moves
+        num_moves += metric.is_tensor
+        return move(metric, *args, **kwargs)
+
+    _ResultMetric.to = move_and_count
+    pl.seed_everything(5, verbose=False)
+    trainer = single_process_trainer()
+    if is_skipping:
+        trainer_logging.skip_needless_moves(trainer)
+    trainer.fit(LogsTensorsAndMetrics(), loader(), loader())
+    logged = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    num_moves_in_fit = num_moves
+    loss = trainer.fit_loop.epoch_loop._results["training_step.loss"].to(torch.device("meta"))
+    return num_moves_in_fit, logged, loss.value.device.type
+
+
+def test_lightning_moves_each_logged_value_to_where_it_is_until_we_stop_it_and_nothing_else_changes() -> None:
+    (num_moves, logged, _), (num_left, same_logged, device) = (
+        in_own_process(count_moves_of_logged_values, is_skipping) for is_skipping in (False, True)
+    )
+    num_steps = 2 * len(loader())  # training and validation, with one logged tensor each
+    assert num_moves >= num_steps
+    assert num_left < 3  # not one in each step
+    assert device == "meta"
+    assert logged == same_logged
+    assert {"loss_step", "loss_epoch", "mean", "val_loss"} <= logged.keys()
+
+
+class LogsBothWays(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("per_step", 1.0, on_step=True, on_epoch=False)
+        self.log("per_epoch", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        (metric,) = trainer_logging.logged_per_epoch(self.trainer)
+        self.states = {name: state.clone() for name, state in metric.metric_state.items()}
+
+
+def test_what_is_logged_per_epoch_is_added_up_in_states_of_metrics() -> None:
+    model = LogsBothWays()
+    make_trainer("auto", devices=1, max_epochs=1).fit(model, loader(num_samples=16, batch_size=4))
+    assert model.states["value"].item() == 0 + 1 + 2 + 3
+
+
+class GoesOn(LogsBothWays):
+    def __init__(self, sums: Any) -> None:
+        super().__init__()
+        self.sums = sums
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            trainer_logging.set_sums_of_logging(self.trainer, self.sums)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.sums = trainer_logging.sums_of_logging(self.trainer)
+
+
+class AddsMore(MLP):
+    """Adds ten to what is there after the first batch, and what is not there yet."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            position, sums = trainer_logging.sums_of_logging(self.trainer)
+            states = {"value": sums["training_step.per_epoch"]["value"] + 10.0}
+            more = {"training_step.per_epoch": states, "training_step.late": {"value": torch.tensor(5.0)}}
+            trainer_logging.add_sums_of_logging(self.trainer, (position, more))
+            self.merging = trainer_logging.merging_of_logging(self.trainer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx > 1:
+            self.log("late", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        for op in ("max", "min", "mean", "sum"):
+            self.log(op, 1.0, on_epoch=True, sync_dist=True, reduce_fx=op)
+        self.log("per_epoch", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
+        return self.loss(batch)
+
+
+@pytest.mark.forked
+def test_sums_of_logging_can_be_set_in_the_middle_of_an_epoch_and_how_ranks_merge_them_is_known() -> None:
+    trainer = make_trainer("ddp_ext", devices=1, max_epochs=1)
+    model = AddsMore()
+    trainer.fit(model, loader(num_samples=16, batch_size=4))
+    assert trainer.callback_metrics["per_epoch"].item() == 6.0 + 10.0
+    assert trainer.callback_metrics["late"].item() == 5.0 + 2.0
+    ops = {"max": "max", "min": "min", "mean": "sum", "sum": "sum"}
+    assert model.merging == {f"training_step.{name}": op for name, op in ops.items()}
+
+
+def test_what_another_process_has_added_up_is_added_to() -> None:
+    sums: Any = ((False, None), {})
+    for expected in (6.0, 12.0):
+        trainer = make_trainer("auto", devices=1, max_epochs=1)
+        trainer_logging.skip_needless_moves(trainer)
+        model = GoesOn(sums)
+        trainer.fit(model, loader(num_samples=16, batch_size=4))
+        assert trainer.callback_metrics["per_epoch"].item() == expected
+        sums = model.sums
+    assert list(sums[1]) == ["training_step.per_epoch"]
+
+
+def test_results_of_a_stage_are_recognised() -> None:
+    trainer, _ = fit("auto", devices=1)
+    values = vars(trainer.fit_loop.epoch_loop).values()
+    assert sum(trainer_logging.is_bound_to_stage(value) for value in values) == 1

@@ -1,0 +1,223 @@
+"""What :mod:`lightning_strategies_ext._lightning.trainer_stages` needs of Lightning."""
+
+import copy
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import Tuner
+
+from lightning_strategies_ext import DDPStrategy
+from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_signals, trainer_stages
+from tests.support.models import MLP, fit, loader, make_trainer, state_of
+from tests.support.ranks import run_ranks
+
+
+class NotesFailures(DDPStrategy):
+    noted: type[BaseException] | None = None
+
+    def note_failure(self, exception: BaseException) -> None:
+        super().note_failure(exception)
+        self.noted = type(exception)
+
+
+def find_learning_rate(directory: Path) -> tuple[bool, bool]:
+    """Whether a finder leaves its trial by the exception we know, and whether the strategy takes it for a failure."""
+    strategy = NotesFailures()
+    trainer = make_trainer(strategy, devices=1, default_root_dir=directory)
+    Tuner(trainer).lr_find(TunableMLP(), loader(), num_training=5)
+    return strategy.noted is trainer_stages.TunerExitException, strategy._world.alone is not None
+
+
+class TunableMLP(MLP):
+    lr = 1e-3
+
+
+def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: Path) -> None:
+    assert run_ranks(find_learning_rate, tmp_path, world_size=1) == [(True, False)]
+
+
+class Fetches(Callback):
+    """Notes in which order batches are asked for, begin and end, and the step that loggers are told."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.steps: list[int] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.seen.append("batch")
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append("end")
+        self.steps.append(trainer_logging.step_of_loggers(trainer))
+
+
+def test_what_is_to_be_done_before_a_batch_is_asked_for_is_done_then_and_can_be_undone() -> None:
+    fetches = Fetches()
+    trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[fetches], accumulate_grad_batches=2)
+    undo = trainer_stages.before_fetch(trainer, lambda step: fetches.seen.append(f"fetch {step}"))
+    trainer.fit(MLP(), loader(num_samples=16, batch_size=4))
+    assert fetches.seen == [said for step in fetches.steps for said in (f"fetch {step}", "batch", "end")]
+    assert fetches.steps == [0, 0, 1, 1, 2, 2, 3, 3]
+    undo()
+    undo()
+    assert "_on_before_fetch" not in vars(trainer.fit_loop.epoch_loop)
+
+
+def test_hooks_of_a_callback_can_be_left_out_and_are_called_again() -> None:
+    fetches = Fetches()
+    trainer = make_trainer("auto", devices=1, max_epochs=1, callbacks=[fetches])
+    trainer_stages.call_hooks(fetches, ["on_train_batch_start"], False)
+    trainer.fit(MLP(), loader(num_samples=8, batch_size=4))
+    assert fetches.seen == ["end"] * 2
+    trainer_stages.call_hooks(fetches, ["on_train_batch_start"], True)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(MLP(), loader(num_samples=8, batch_size=4))
+    assert fetches.seen[2:] == ["batch", "end"] * 2
+
+
+class BadLuckError(Exception):
+    pass
+
+
+class Disturbed(MLP):
+    """Fails once, in training or in validation, and notes what it sees."""
+
+    def __init__(self, fail_at: int | None = None, where: str = "train") -> None:
+        super().__init__()
+        self.fail_at, self.where = fail_at, where
+        self.steps: list[int] = []
+        self.validations: list[int] = []
+
+    def fail(self, where: str, step: int) -> None:
+        if where == self.where and step == self.fail_at:
+            self.fail_at = None
+            raise BadLuckError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.fail("train", self.trainer.global_step)
+        self.steps.append(self.trainer.global_step)
+        loss = self.loss(batch)
+        self.log("mean_loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.fail("validation", self.trainer.global_step)
+        if batch_idx == 0:
+            self.validations.append(self.trainer.global_step)
+
+
+def fit_with_one_restart(model: Disturbed, commit_at: int, *, goes_right_on: bool = True) -> Any:
+    trainer = make_trainer(
+        "auto", devices=1, max_epochs=2, val_check_interval=4, num_sanity_val_steps=0, limit_val_batches=2
+    )
+    committed: list[Any] = []
+    num_epochs, has_restarted = [], []
+
+    def before_train_step() -> None:
+        if has_restarted and has_restarted.pop() and goes_right_on:
+            trainer_stages.end_restart(trainer)
+        if trainer.global_step == commit_at and not committed:
+            checkpoint = copy.deepcopy(trainer_stages.dump_checkpoint(trainer))
+            committed.append((checkpoint, trainer_logging.position_of_logging(trainer)))
+
+    def run(train: Callable[[], None]) -> None:
+        try:
+            train()
+        except BadLuckError:
+            checkpoint, position = committed[0]
+            del model.steps[commit_at:]
+            trainer_stages.leave_evaluation(trainer)
+            assert not any(metric.cumulated_batch_size for metric in val_results(trainer))
+            trainer_data.forget_data(trainer)
+            trainer_stages.restore_checkpoint(trainer, checkpoint)
+            trainer_logging.set_position_of_logging(trainer, position)
+            has_restarted.append(True)
+            train()
+
+    undo = trainer_stages.surround_fit(trainer, run, lambda: num_epochs.append(trainer.current_epoch))
+    trainer_signals.intercept_sigterm(trainer, lambda: None, before_train_step)
+    trainer.fit(model, loader(num_samples=32), loader(num_samples=8))
+    undo()
+    assert "run" not in vars(trainer.fit_loop)
+    assert "on_advance_start" not in vars(trainer.fit_loop)
+    return trainer, num_epochs
+
+
+def val_results(trainer: Any) -> list[Any]:
+    return [
+        metric for metric in trainer.fit_loop.epoch_loop.val_loop._results.values() if metric.meta.is_mean_reduction
+    ]
+
+
+@pytest.mark.parametrize(("fail_at", "where"), [(7, "train"), (8, "validation")])
+def test_a_fit_that_is_run_again_from_a_checkpoint_in_memory_goes_on_right_before_the_step(fail_at, where):
+    torch.manual_seed(1)
+    whole = Disturbed()
+    trainer, _ = fit_with_one_restart(whole, 4)
+    torch.manual_seed(1)
+    halves = Disturbed(fail_at, where)
+    again, epochs = fit_with_one_restart(halves, 0)  # since these loaders begin anew
+    assert halves.steps == whole.steps == list(range(16))
+    assert epochs == [0, 0, 1]
+    ours, theirs = state_of(halves), state_of(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert again.global_step == trainer.global_step == 16
+
+
+def test_a_step_right_after_a_validation_is_the_next_thing_after_a_restart():
+    model = Disturbed(6)
+    trainer, _ = fit_with_one_restart(model, 4)
+    assert model.validations == [4, 8, 12, 16]
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 16
+    model = Disturbed(6)
+    trainer, _ = fit_with_one_restart(model, 4, goes_right_on=False)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 17  # why `end_restart` is there
+
+
+def test_all_loops_are_found() -> None:
+    trainer = make_trainer("auto", devices=1)
+    loops = trainer_stages.loops_of(trainer)
+    for loop in (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        assert loop in loops
+    epoch_loop = trainer.fit_loop.epoch_loop
+    for loop in (epoch_loop, epoch_loop.val_loop, epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
+        assert loop in loops
+    assert len({id(loop) for loop in loops}) == len(loops)
+
+
+def test_the_metrics_are_in_the_connector_that_we_name() -> None:
+    trainer, _ = fit("auto", devices=1)
+    metrics, others = trainer_stages.connectors_of(trainer)
+    kept = [value for value in vars(metrics).values() if isinstance(value, dict)]
+    for logged in (trainer.callback_metrics, trainer.logged_metrics):
+        assert logged
+        assert any(logged is value for value in kept)
+    assert metrics not in others
+    assert all(hasattr(other, "trainer") for other in others if hasattr(other, "trainer"))
+    assert len(others) >= 5
+
+
+class Fails(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise ValueError("bad luck")
+
+
+def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_loaders() -> None:
+    trainer = make_trainer("auto", devices=1)
+    handler = signal.getsignal(signal.SIGTERM)
+    trainer.state.fn, trainer.training, model = TrainerFn.FITTING, True, Fails()
+    trainer.strategy.connect(model)
+    with pytest.raises(ValueError, match="bad luck"):
+        trainer._fit_impl(model, loader())  # as a worker does it: nothing around it handles the exception
+    assert signal.getsignal(signal.SIGTERM) != handler
+    assert trainer.fit_loop._data_fetcher is not None
+    trainer_stages.tear_down(trainer)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert trainer.fit_loop._data_fetcher is None

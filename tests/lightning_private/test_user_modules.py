@@ -1,0 +1,83 @@
+"""What :mod:`lightning_strategies_ext._lightning.user_modules` needs of Lightning."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torchmetrics import MaxMetric, SumMetric
+from torchmetrics.utilities.data import dim_zero_max, dim_zero_sum
+
+from lightning_strategies_ext._lightning import user_modules
+from tests.lightning_private.trainers import single_process_trainer
+from tests.support.models import MLP, loader
+
+
+def test_move_optimizers_moves_their_state_but_not_the_step_count() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.step()
+    user_modules.move_optimizers(iter([optimizer]), torch.device("meta"))
+    devices = {name: tensor.device.type for name, tensor in optimizer.state[parameter].items()}
+    assert devices == {"exp_avg": "meta", "exp_avg_sq": "meta", "step": "cpu"}
+
+
+def test_trainer_of_answers_where_the_public_property_raises() -> None:
+    module, trainer = MLP(), single_process_trainer()
+    assert user_modules.trainer_of(module) is None
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = module.trainer
+    module.trainer = trainer
+    assert user_modules.trainer_of(module) is trainer
+
+
+def test_how_processes_merge_the_states_of_a_metric_is_known() -> None:
+    assert user_modules.merging_of_metric(SumMetric()) == {"sum_value": dim_zero_sum}
+    assert user_modules.merging_of_metric(MaxMetric()) == {"max_value": dim_zero_max}
+
+
+def test_random_states_of_all_kinds_come_back():
+    states = user_modules.random_states()
+    drawn = torch.rand(()).item(), np.random.rand(), random.random()
+    user_modules.set_random_states(states)
+    assert (torch.rand(()).item(), np.random.rand(), random.random()) == drawn
+
+
+def test_the_device_that_a_module_says_can_be_set_alone() -> None:
+    module = MLP()
+    user_modules.set_device(module, torch.device("meta"))
+    assert module.device == torch.device("meta")
+    assert module.net[0].weight.device == torch.device("cpu")
+    user_modules.set_device(module.net, torch.device("meta"))  # has none: nothing happens
+    assert "_device" not in vars(module.net)
+
+
+class Recorder(torch.nn.Module):
+    """What a strategy wraps a module with: it asks what is called, and calls that."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.called: list[str | None] = []
+
+    def forward(self, *args: Any) -> Any:
+        self.called.append(user_modules.take_redirection(self.module))
+        return getattr(self.module, self.called[-1] or "forward")(*args)
+
+
+def test_the_method_that_fabric_wants_called_is_found_and_forward_is_itself_again(monkeypatch) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    monkeypatch.setattr(fabric.strategy, "setup_module", Recorder)
+    module = MLP()
+    module.forward = lambda features: module.net(features)  # one of the user's own is none of Fabric's
+    model = fabric.setup(module)
+    recorder = model._forward_module
+    model.mark_forward_method("loss")
+    batch = next(iter(loader()))
+    assert torch.equal(model.loss(batch), module.loss(batch))
+    assert torch.equal(model.predict_step(batch, 0), module.net(batch[0]))
+    assert torch.equal(model(batch[0]), module.net(batch[0]))
+    assert recorder.called == ["loss", "predict_step", None]
