@@ -156,14 +156,17 @@ def rewritten(text: str, names: set[str], modules: set[str]) -> str:
 
     def imports(match: re.Match[str]) -> str:
         indent, source, imported = match.groups()
-        of_twin = [name for name in imported.split(", ") if f"{source}.{name.partition(' ')[0]}" in names]
-        others = [name for name in imported.split(", ") if name not in of_twin]
+        each = [name.strip() for name in imported.strip("()").split(",") if name.strip()]
+        of_twin = [name for name in each if f"{source}.{name.partition(' ')[0]}" in names]
+        if not of_twin:
+            return match[0]
+        others = [name for name in each if name not in of_twin]
         lines = [f"{indent}from {source} import {', '.join(others)}"] if others else []
-        if of_twin:
-            lines.append(f"{indent}from {TWIN}{source.removeprefix(PACKAGE)} import {', '.join(of_twin)}")
+        lines.append(f"{indent}from {TWIN}{source.removeprefix(PACKAGE)} import {', '.join(of_twin)}")
         return "\n".join(lines)
 
-    text = re.sub(rf"^( *)from ({PACKAGE}(?:\.\w+)*) import (\w.*)$", imports, text, flags=re.MULTILINE)
+    imported = r"(\w.*|\([\w\s,]*\))"
+    text = re.sub(rf"^( *)from ({PACKAGE}(?:\.\w+)*) import {imported}$", imports, text, flags=re.MULTILINE)
     text = re.sub(rf"(?<![\w.]){PACKAGE}(\.\w+)+(?! import )", module, text)
     text = re.sub(rf"(?<=from ){PACKAGE}(\.\w+)+(?= import)", module, text)
     for name, other in _OTHER_NAMES.items():
