@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lightning_strategies_ext.checks import check_flag, check_whole_number
+
 #: Optimizer steps between two commits, by default.
 COMMIT_EVERY_N_STEPS = 100
 
@@ -19,36 +21,6 @@ def check_commit_interval(commit_every_n_steps: Any) -> int:
     if commit_every_n_steps is None:
         return COMMIT_EVERY_N_STEPS
     return check_whole_number("commit_every_n_steps", commit_every_n_steps, 1)
-
-
-def check_whole_number(name: str, value: Any, least: int) -> int:
-    """Refuses what is no whole number, or less than there must be.
-
-    Args:
-        name: Of the argument.
-        value: As the user said.
-        least: The least that is allowed.
-
-    Raises:
-        TypeError: If it is no whole number.
-        ValueError: If it is less.
-    """
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be a whole number, got {value!r}.")
-    if value < least:
-        raise ValueError(f"`{name}={value}` must be {least} or more.")
-    return value
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """Refuses what is neither True nor False.
-
-    Raises:
-        TypeError: If it is not.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
-    return value
 
 
 def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:

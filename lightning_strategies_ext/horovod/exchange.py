@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.horovod.waiting import wait_for
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 
@@ -68,10 +69,9 @@ class ExchangeOptions:
         for name, known in (("compression", ("none", "fp16")), ("op", ("average", "sum", "adasum"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` is unknown. Use one of {', '.join(known)}.")
-        if self.num_groups is not None and (not isinstance(self.num_groups, int) or self.num_groups < 0):
-            raise ValueError(f"`num_groups={self.num_groups!r}` must be a whole number, 0 or more, or None.")
-        if not isinstance(self.sparse_as_dense, bool):
-            raise TypeError(f"`sparse_as_dense` must be True or False, got {self.sparse_as_dense!r}.")
+        if self.num_groups is not None:
+            check_whole_number("num_groups", self.num_groups, 0)
+        check_flag("sparse_as_dense", self.sparse_as_dense)
         if not isinstance(self.gradient_predivide_factor, (int, float)) or self.gradient_predivide_factor <= 0:
             raise ValueError(f"`gradient_predivide_factor={self.gradient_predivide_factor!r}` must be above 0.")
         if self.gradient_predivide_factor != 1.0 and self.op != "average":

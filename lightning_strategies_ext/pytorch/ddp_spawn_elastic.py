@@ -20,14 +20,13 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, user_modules
 from lightning_strategies_ext.arguments import check_seconds
+from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.elastic.options import (
     check_can_change,
     check_commit_interval,
-    check_flag,
-    check_whole_number,
 )
 from lightning_strategies_ext.failure.errors import is_of_collective
 from lightning_strategies_ext.launch.membership import WorkerMembership

@@ -25,9 +25,10 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_not_interactive
+from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
-from lightning_strategies_ext.elastic.options import check_flag, check_is_not_elastic
+from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.horovod import environment, runtime

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
+from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.monitoring.advice import Job, advise
 from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, logged, times_of
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
@@ -98,13 +99,12 @@ class CommunicationMonitor(Callback):
         picture: bool = True,
     ) -> None:
         if every_n_steps is not None:
-            _check_is_positive("every_n_steps", every_n_steps)
-        _check_is_positive("observed_steps", observed_steps)
+            check_whole_number("every_n_steps", every_n_steps, 1)
+        check_whole_number("observed_steps", observed_steps, 1)
         if directory is not None and not isinstance(directory, (str, os.PathLike)):
             raise TypeError(f"`directory` must be a path or None, got {directory!r}.")
-        for name, flag in (("progress_bar", progress_bar), ("picture", picture)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"`{name}` must be True or False, got {flag!r}.")
+        check_flag("progress_bar", progress_bar)
+        check_flag("picture", picture)
         self._every_n_steps = every_n_steps
         self.observed_steps = observed_steps
         self._directory = None if directory is None else Path(directory)
@@ -330,13 +330,6 @@ class CommunicationMonitor(Callback):
             )
         else:
             self.files.append(directory / "timeline.png")
-
-
-def _check_is_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1 (optimizer steps), got {value!r}.")
 
 
 def _counter_of(strategy: Any, timekeeper: DDPTimes | None) -> Callable[[int], int] | None:

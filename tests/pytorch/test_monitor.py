@@ -318,9 +318,9 @@ def test_over_horovod(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"every_n_steps": 0}, ValueError, "`every_n_steps` must be at least 1 (optimizer steps), got 0"),
-        ({"every_n_steps": "9"}, TypeError, "`every_n_steps` must be an integer, got '9'"),
-        ({"observed_steps": 2.5}, TypeError, "`observed_steps` must be an integer, got 2.5"),
+        ({"every_n_steps": 0}, ValueError, "`every_n_steps=0` must be 1 or more"),
+        ({"every_n_steps": "9"}, TypeError, "`every_n_steps` must be a whole number, got '9'"),
+        ({"observed_steps": 2.5}, TypeError, "`observed_steps` must be a whole number, got 2.5"),
         ({"directory": 3}, TypeError, "`directory` must be a path or None, got 3"),
         ({"picture": "no"}, TypeError, "`picture` must be True or False, got 'no'"),
     ],

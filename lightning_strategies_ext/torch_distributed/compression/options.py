@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, Literal, TypeAlias, get_args
 
+from lightning_strategies_ext.checks import check_whole_number
+
 CompressionName: TypeAlias = Literal["bf16", "fp16", "powersgd", "topk", "localsgd", "diloco"]
 
 
@@ -54,8 +56,8 @@ class PowerSGD(Compression):
     warmup_steps: int = 10
 
     def __post_init__(self) -> None:
-        _check_integer("rank", self.rank, 1)
-        _check_integer("warmup_steps", self.warmup_steps, 0)
+        check_whole_number("rank", self.rank, 1)
+        check_whole_number("warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class TopK(Compression):
 
     def __post_init__(self) -> None:
         _check_positive("fraction", self.fraction, 1)
-        _check_integer("warmup_steps", self.warmup_steps, 0)
+        check_whole_number("warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ class LocalSGD(Compression):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _check_integer("period", self.period, 1)
-        _check_integer("warmup_steps", self.warmup_steps, 0)
+        check_whole_number("period", self.period, 1)
+        check_whole_number("warmup_steps", self.warmup_steps, 0)
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,6 @@ def compression_of(asked_for: "CompressionName | Compression | None") -> Compres
             f" {asked_for!r}."
         )
     return asked_for
-
-
-def _check_integer(name: str, value: object, lowest: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
-    if value < lowest:
-        raise ValueError(f"`{name}` must be at least {lowest}, got {value}.")
 
 
 def _check_is_number(name: str, value: object) -> None:
