@@ -18,24 +18,27 @@ from tests.support.ranks import run_script
 on_linux = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no threads that others displace")
 
 
-def sleep(ended: threading.Event) -> None:
+def sleep(begun: threading.Event, ended: threading.Event) -> None:
+    begun.set()
     ended.wait()
 
 
-def compute(ended: threading.Event) -> None:
+def compute(begun: threading.Event, ended: threading.Event) -> None:
+    begun.set()
     while not ended.is_set():
         sum(range(1000))
 
 
-def compute_in_one_call(ended: threading.Event) -> None:
+def compute_in_one_call(begun: threading.Event, ended: threading.Event) -> None:
     import numpy as np
 
     matrix = np.random.default_rng(0).random((400, 400))
+    begun.set()
     while not ended.is_set():
         np.linalg.svd(matrix)
 
 
-def get_no_core(ended: threading.Event) -> None:
+def get_no_core(begun: threading.Event, ended: threading.Event) -> None:
     # Another process keeps the only core that this thread may use, and does not give way to it.
     core = min(os.sched_getaffinity(0))
     other = subprocess.Popen(
@@ -46,11 +49,12 @@ def get_no_core(ended: threading.Event) -> None:
     threading.Thread(target=lambda: [ended.wait(), other.kill(), other.wait(), other.stdout.close()]).start()
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    begun.set()
     while not ended.is_set():
         hashlib.pbkdf2_hmac("sha256", b"", b"", 30_000)
 
 
-def read(ended: threading.Event) -> None:
+def read(begun: threading.Event, ended: threading.Event) -> None:
     # Waits at one place, where something comes in a hundred times per second.
     receiver, sender = os.pipe()
 
@@ -61,12 +65,13 @@ def read(ended: threading.Event) -> None:
         os.close(sender)
 
     threading.Thread(target=send).start()
+    begun.set()
     while os.read(receiver, 1):
         pass
     os.close(receiver)
 
 
-def pdb_prompt(ended: threading.Event) -> None:
+def pdb_prompt(begun: threading.Event, ended: threading.Event) -> None:
     # The prompt of pdb reads a line of standard input: here one that comes when the test has ended.
     import io
     import pdb
@@ -76,6 +81,7 @@ def pdb_prompt(ended: threading.Event) -> None:
             ended.wait()
             return "continue\n"
 
+    begun.set()
     pdb.Pdb(stdin=Waits(), stdout=io.StringIO(), nosigint=True).set_trace()
 
 
@@ -91,10 +97,11 @@ def pdb_prompt(ended: threading.Event) -> None:
     ],
 )
 def test_what_a_thread_does_is_seen_from_another(doing, is_still, is_idle, is_debugged):
-    ended = threading.Event()
-    thread = threading.Thread(target=doing, args=(ended,))
+    begun, ended = threading.Event(), threading.Event()
+    thread = threading.Thread(target=doing, args=(begun, ended))
     thread.start()
     try:
+        assert begun.wait(60)
         time.sleep(0.2)
         activity = Activity(thread)
         idle = []
