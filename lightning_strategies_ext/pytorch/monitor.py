@@ -121,11 +121,16 @@ class CommunicationMonitor(Callback):
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Refuses strategies of which no exchange could be seen.
+        """Refuses strategies of which no exchange could be seen, and a second monitor.
 
         Raises:
-            ValueError: If it is one.
+            ValueError: If it is one, or there is one.
         """
+        if sum(isinstance(callback, CommunicationMonitor) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                "`callbacks` has more than one CommunicationMonitor: they would take times of the same exchanges, and"
+                " each what the other does for the training's. Keep one."
+            )
         strategy = trainer.strategy
         is_ddp = isinstance(strategy, (ParallelStrategy, LightningDDPStrategy))
         if (

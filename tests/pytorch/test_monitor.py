@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -333,8 +333,15 @@ def test_arguments_that_cannot_work_are_refused(arguments: Any, error: type[Exce
 
 def test_a_strategy_whose_exchanges_cannot_be_seen_is_refused() -> None:
     class Trainer:
+        callbacks: ClassVar[list[Any]] = []
         strategy = FSDPStrategy()
         world_size = 2
 
     with pytest.raises(ValueError, match="cannot see what FSDPStrategy exchanges"):
         CommunicationMonitor().setup(Trainer(), MLP(), "fit")  # type: ignore[arg-type]
+
+
+def test_a_second_monitor_is_refused() -> None:
+    trainer = make_trainer("ddp_ext", devices=1, callbacks=[CommunicationMonitor(), CommunicationMonitor(5)])
+    with pytest.raises(ValueError, match="`callbacks` has more than one CommunicationMonitor"):
+        trainer.fit(MLP(), loader())
