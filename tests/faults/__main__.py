@@ -20,8 +20,8 @@ from tests.support import warm
 from tests.support.hosts import NoHostsError, two_hosts
 from tests.support.ranks import WITHOUT_MPI
 
-#: How much of the output of a case is shown that is not as it should be, in lines.
-NUM_LINES = 40
+#: How much is shown of the output and of each rank's file, of a case that is not as it should be, in lines.
+NUM_LINES = 60
 
 
 def main() -> int:
@@ -73,13 +73,17 @@ def split(world: str) -> tuple[str, str, str]:
 
 
 def tried(case: Case) -> Result:
-    """Tries a case, and says what came of it; of one of ours that is not as it should be, how its output ended."""
+    """Tries a case, and says what came of it; of one of ours that is not as it should be, the end of what it said."""
+    shown: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
         result = try_case(case, Path(directory))
+        if result.problems and case.strategy != "ddp":
+            files = sorted(Path(directory).glob("failures/*/*.txt"))
+            texts = [result.output, *(f"{path.name}:\n{path.read_text()}" for path in files)]
+            shown = [line for text in texts for line in text.splitlines()[-NUM_LINES:]]
     took = "none" if result.seconds is None else f"{result.seconds:5.1f} s"
     codes = ", ".join(map(str, result.exit_codes))
-    output = result.output.splitlines()[-NUM_LINES:] if result.problems and case.strategy != "ddp" else []
-    print("\n    ".join([f"{case}: {took}, exit code {codes}", *result.problems, *output]), flush=True)
+    print("\n    ".join([f"{case}: {took}, exit code {codes}", *result.problems, *shown]), flush=True)
     return result
 
 
