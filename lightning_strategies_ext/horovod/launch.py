@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 _RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+#: For how long ranks wait for each other, in seconds, where Horovod's default would be half a minute: importing torch
+#: from a slow disk may take longer, and Horovod aborts the process then.
+_TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+_TIMEOUT_S = 1800
 #: What Horovod and NCCL read when a process set or a communicator is made.
 _READ_LATER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", _RENDEZVOUS_PORT, "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
 #: Rank, size, local rank and local size, as the launchers name them.
@@ -87,6 +91,7 @@ def told_as_by_a_launcher(launch: Launch) -> Iterator[None]:
         serve_rendezvous(1)
     slot = SlotInfo("127.0.0.1", launch.rank, launch.local_rank, 0, launch.size, launch.local_size, 1)
     variables = create_slot_env_vars(slot) | create_run_env_vars("127.0.0.1", ["lo"], os.environ[_RENDEZVOUS_PORT])
+    variables[_TIMEOUT] = os.environ.get(_TIMEOUT, _TIMEOUT_S)
     before = {name: os.environ.get(name) for name in variables if name not in _READ_LATER}
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:

@@ -4,6 +4,7 @@ Starting ranks takes seconds, so each launcher is asked once for all that tests 
 the tests look at what the ranks have returned. The reference is ``ddp_ext`` on as many ranks.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from benchmarks.horovod_launch import start_of
 from lightning_strategies_ext import HorovodStrategy
+from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
 from tests.support import warm
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.horovod_training import assert_close, train, weights_after
@@ -338,6 +340,18 @@ def test_fit_twice_goes_on(ranks):
 def test_fit_starts_its_own_ranks():
     for weights in run_horovod("python", partial_weights):
         assert_close(weights, reference()["weights"]["plain"])
+
+
+@pytest.mark.parametrize(("of_user", "expected"), [(None, "1800"), ("7", "7")])
+def test_ranks_wait_for_one_that_is_slow_to_start(monkeypatch, of_user, expected):
+    """After Horovod's half a minute the first one would be aborted, while others import torch from a slow disk."""
+    monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS", raising=False)
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+    if of_user is not None:
+        monkeypatch.setenv("HOROVOD_GLOO_TIMEOUT_SECONDS", of_user)
+    with told_as_by_a_launcher(Launch("python", 0, 2, 0, 2)):
+        assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected
+    assert os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") == of_user
 
 
 def test_ranks_that_a_script_starts_afterwards_find_each_other():
