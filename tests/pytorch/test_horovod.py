@@ -342,6 +342,7 @@ def test_fit_starts_its_own_ranks():
         assert_close(weights, reference()["weights"]["plain"])
 
 
+@pytest.mark.forked  # some of the variables stay
 @pytest.mark.parametrize(("of_user", "expected"), [(None, "1800"), ("7", "7")])
 def test_ranks_wait_for_one_that_is_slow_to_start(monkeypatch, of_user, expected):
     """After Horovod's half a minute the first one would be aborted, while others import torch from a slow disk."""

@@ -342,6 +342,6 @@ def test_a_strategy_whose_exchanges_cannot_be_seen_is_refused() -> None:
 
 
 def test_a_second_monitor_is_refused() -> None:
-    trainer = make_trainer("ddp_ext", devices=1, callbacks=[CommunicationMonitor(), CommunicationMonitor(5)])
+    trainer = make_trainer("auto", devices=1, callbacks=[CommunicationMonitor(), CommunicationMonitor(5)])
     with pytest.raises(ValueError, match="`callbacks` has more than one CommunicationMonitor"):
         trainer.fit(MLP(), loader())
