@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from lightning_strategies_ext._lightning._replacing import replace_method
+
 
 def data_of(trainer: Any) -> list[Any]:
     """What the Trainer's loops take their loaders from: the user's loaders, LightningModule and datamodule.
@@ -29,13 +31,7 @@ def after_setup_data(trainer: Any, then: Callable[[], None]) -> Callable[[], Non
         setup_data()
         then()
 
-    fit_loop.setup_data = setup_data_and_then
-
-    def undo() -> None:
-        if vars(fit_loop).get("setup_data") is setup_data_and_then:
-            del fit_loop.setup_data
-
-    return undo
+    return replace_method(fit_loop, "setup_data", setup_data_and_then)
 
 
 def data_fetcher_of(trainer: Any) -> Any:

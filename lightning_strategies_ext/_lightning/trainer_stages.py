@@ -9,6 +9,8 @@ from lightning.pytorch.loops.loop import _Loop
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 
+from lightning_strategies_ext._lightning._replacing import replace_method
+
 __all__ = [
     "TunerExitException",
     "before_fetch",
@@ -98,13 +100,7 @@ def before_fetch(trainer: Any, then: Callable[[int], None]) -> Callable[[], None
         then(epoch_loop._batches_that_stepped)
         on_before_fetch()
 
-    epoch_loop._on_before_fetch = call_and_go_on
-
-    def undo() -> None:
-        if vars(epoch_loop).get("_on_before_fetch") is call_and_go_on:
-            del epoch_loop._on_before_fetch
-
-    return undo
+    return replace_method(epoch_loop, "_on_before_fetch", call_and_go_on)
 
 
 def call_hooks(callback: Any, names: Iterable[str], is_on: bool) -> None:

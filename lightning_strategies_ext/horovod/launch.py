@@ -8,7 +8,7 @@ from typing import Any
 
 _RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 #: For how long ranks wait for each other, in seconds, where Horovod's default would be half a minute: importing torch
-#: from a slow disk may take longer, and Horovod aborts the process then.
+#: from a slow disk may take longer, and Horovod aborts the process then. As long as ranks of torch.distributed wait.
 _TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _TIMEOUT_S = 1800
 #: What Horovod and NCCL read when a process set or a communicator is made.
