@@ -6,7 +6,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_strategies_ext._lightning import launching
-from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us
+from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us, lost_starter
 
 
 class HorovodEnvironment(ClusterEnvironment):
@@ -121,9 +121,12 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
 
     Raises:
         ValueError: If it does.
+        RuntimeError: If the process that has started this one is gone.
     """
     if not isinstance(environment, HorovodEnvironment):
         if environment.creates_processes_externally and not is_started_by_us():
+            if (starter := lost_starter()) is not None:
+                raise RuntimeError(f"The process {starter} that had started this rank has ended; so does this rank.")
             raise ValueError(
                 f"The processes were started for {type(environment).__name__}, and Horovod's ranks come from"
                 " `horovodrun` or `mpirun`. Start the script with one of these, or once with `python`."

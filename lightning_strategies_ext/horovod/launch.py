@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 _RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 #: For how long ranks wait for each other, in seconds, where Horovod's default would be half a minute: importing torch
 #: from a slow disk may take longer, and Horovod aborts the process then. As long as ranks of torch.distributed wait.
@@ -59,6 +61,12 @@ class Launch:
 def is_started_by_us() -> bool:
     """Whether this process is a rank of a script that has started its ranks itself."""
     return os.environ.get(_STARTED_BY) in (str(os.getpid()), str(os.getppid()))
+
+
+def lost_starter() -> int | None:
+    """The pid of the process that had started this rank, if it has ended since."""
+    starter = int(os.environ.get(_STARTED_BY, os.getpid()))
+    return None if psutil.pid_exists(starter) else starter
 
 
 def serve_rendezvous(num_processes: int) -> Any:

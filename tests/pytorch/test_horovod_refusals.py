@@ -1,5 +1,6 @@
 """What ``horovod_ext`` refuses, with what words."""
 
+import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,16 @@ def test_ranks_of_torchrun_are_refused(make, monkeypatch):
     for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="started for TorchElasticEnvironment, and Horovod's ranks come from"):
+        make(strategy="horovod_ext", accelerator="cpu", devices=2)
+
+
+@pytest.mark.parametrize("make", [partial(pl.Trainer, logger=False), Fabric])
+def test_a_rank_whose_parent_has_gone_says_so(make, monkeypatch):
+    parent = subprocess.Popen(["true"])
+    parent.wait()
+    for name, value in {"LOCAL_RANK": "1", "LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY": str(parent.pid)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=f"The process {parent.pid} that had started this rank has ended"):
         make(strategy="horovod_ext", accelerator="cpu", devices=2)
 
 
