@@ -37,12 +37,12 @@ from benchmarks import message_sizes
 from benchmarks.contenders import silence_lightning
 from benchmarks.ranks import join, run_ranks
 from benchmarks.report import (
-    DEFAULT_OUTPUT,
     Panel,
     Spread,
     draw,
     of_slowest_rank,
     paired_ratio,
+    parse,
     print_table,
     rotated,
     write_json,
@@ -199,11 +199,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=18, help="rounds per operation or size, of large ones fewer")
     parser.add_argument("--calls", type=int, default=100, help="of operations: calls per round and contender")
     parser.add_argument("--gap-us", type=float, default=100, help="of operations: computing between calls")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="three rounds of 20 calls: to see that it runs")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds, arguments.calls = 3, 20
+    arguments = parse(parser, "three rounds of 20 calls", rounds=3, calls=20)
     if arguments.rounds < 1 or arguments.calls < 1:
         parser.error("--rounds and --calls must be positive")
     if min(arguments.ranks) < 2:

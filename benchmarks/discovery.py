@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, print_table, write_json
+from benchmarks.report import Panel, Spread, draw, parse, print_table, write_json
 
 BUDGET_MS = 5.0
 
@@ -147,11 +147,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interpreters", type=int, default=15, help="fresh interpreters per probe")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="three interpreters: to see that it runs")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.interpreters = 3
+    arguments = parse(parser, "three interpreters", interpreters=3)
     if arguments.interpreters < 1:
         parser.error("--interpreters must be positive")
     return arguments

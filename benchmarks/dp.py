@@ -49,7 +49,7 @@ from benchmarks.contenders import (
     train_in_turn,
     train_with_lightning,
 )
-from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
+from benchmarks.report import Panel, Spread, draw, paired_ratio, parse, print_table, rotated, write_json
 from lightning_strategies_ext.pytorch.dp import DataParallelStrategy
 
 OURS = "dp_ext"
@@ -224,11 +224,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=24, help="rounds per case; 8 give every order once")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="four rounds of 20 steps: to see that it runs")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds, arguments.steps = 4, 20
+    arguments = parse(parser, "four rounds of 20 steps", rounds=4, steps=20)
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be positive")
     return arguments

@@ -31,12 +31,12 @@ from benchmarks.contenders import Case, Length
 from benchmarks.elastic import measure_elastic
 from benchmarks.horovod_ranks import BY_HAND, OURS, PEER, measure_others, measure_ours, run_ranks_under
 from benchmarks.report import (
-    DEFAULT_OUTPUT,
     Panel,
     Spread,
     draw,
     of_slowest_rank,
     paired_ratio,
+    parse,
     print_goals,
     print_table,
     write_json,
@@ -178,13 +178,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=6, help="how often all ranks are started")
     parser.add_argument("--rounds", type=int, default=3, help="rounds per case and turn")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="one turn of two rounds of 20 steps: to see that it runs")
     parser.add_argument("--elastic", action="store_true", help="the cost of elastic training instead")
     parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="in millions, with --elastic")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.turns, arguments.rounds, arguments.steps, arguments.parameters = 1, 2, 20, [1]
+    arguments = parse(parser, "one turn of two rounds of 20 steps", turns=1, rounds=2, steps=20, parameters=[1])
     if min(arguments.turns, arguments.rounds, arguments.steps) < 1:
         parser.error("--turns, --rounds and --steps must be positive")
     return arguments

@@ -4,6 +4,7 @@ Contenders take turns, round by round, so a machine that gets slower for a while
 taken within each round and its median reported over rounds; the ratio of two medians would let the machine in.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -23,6 +24,8 @@ from rich.table import Table
 from lightning_strategies_ext import __version__
 
 DEFAULT_OUTPUT = Path("benchmarks", "results")
+#: Of numbers that are none: git ignores it.
+QUICK_OUTPUT = DEFAULT_OUTPUT / "quick"
 #: Runnable processes on this host before the benchmark added its own; other people's work shows in the spread.
 LOAD_AT_START = round(os.getloadavg()[0], 2)
 COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")
@@ -48,6 +51,24 @@ class Spread:
     def text(self, digits: int = 2) -> str:
         """The median with its quartiles, as a table shows it."""
         return f"{self.median:.{digits}f} [{self.lower_quartile:.{digits}f}, {self.upper_quartile:.{digits}f}]"
+
+
+def parse(parser: argparse.ArgumentParser, quick: str, **smaller: object) -> argparse.Namespace:
+    """Parses the command line of a benchmark that has ``--quick`` and ``--output``, too.
+
+    Args:
+        parser: Has its other arguments.
+        quick: What is measured with ``--quick``, in words.
+        **smaller: What other arguments are then.
+    """
+    parser.add_argument("--quick", action="store_true", help=f"{quick}: to see that it runs")
+    where = f"directory of the JSON and the plot: {DEFAULT_OUTPUT}, or with --quick {QUICK_OUTPUT}"
+    parser.add_argument("--output", type=Path, help=where)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        vars(arguments).update(smaller)
+    arguments.output = arguments.output or (QUICK_OUTPUT if arguments.quick else DEFAULT_OUTPUT)
+    return arguments
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:

@@ -25,12 +25,11 @@ nothing overlaps; that is this machine, not the model.
 import argparse
 import os
 import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.namespaces import NoHostsError
-from benchmarks.report import DEFAULT_OUTPUT, environment, write_json
+from benchmarks.report import environment, parse, write_json
 from benchmarks.scaling_exchanges import BF16, LOCALSGD, POWERSGD, Compressions, Training, thin_share
 from benchmarks.scaling_model import Computation, Link, halving_doubling, ring
 from benchmarks.scaling_rank import COMPUTE, PLAIN, Job, Stack
@@ -88,18 +87,14 @@ def parse_arguments() -> argparse.Namespace:
     here.add_argument("--batch-size", type=int, default=128, help="samples per rank and step")
     here.add_argument("--bucket-mb", type=float, default=8, help="gradients exchanged at once, in mebibytes")
     here.add_argument("--timeout", type=float, default=600, help="of a case, in seconds")
-    here.add_argument("--quick", action="store_true", help="one round of a small model: to see that it runs")
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 4096], help="for what to choose")
     parser.add_argument("--enough", type=float, default=0.9, help="efficiency that is, for what to choose")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
-    arguments = parser.parse_args()
+    arguments = parse(parser, "one round of a small model", rounds=1, width=256, layers=4)
     given = [arguments.latency_us, arguments.bandwidth_gbit, arguments.compute_ms, arguments.parameters]
     if any(one is not None for one in given) and None in given:
         parser.error("--latency-us, --bandwidth-gbit, --compute-ms and --parameters belong together")
     if arguments.ranks_per_host < 1 or any(number % arguments.ranks_per_host for number in arguments.ranks):
         parser.error(f"--ranks must make whole hosts of {arguments.ranks_per_host} ranks")
-    if arguments.quick:
-        arguments.rounds, arguments.width, arguments.layers = 1, 256, 4
     return arguments
 
 

@@ -49,7 +49,7 @@ import psutil
 
 from benchmarks import spawn_ray
 from benchmarks.contenders import silence_lightning
-from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, paired_ratio, print_table, rotated, write_json
+from benchmarks.report import Panel, Spread, draw, paired_ratio, parse, print_table, rotated, write_json
 from benchmarks.spawn_cases import KINDS, OURS, PREDICTIONS_MB, TENSOR_MB, Case, Contender
 
 SAMPLE_MEMORY_EVERY_S = 0.001
@@ -301,15 +301,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer", default="ddp_spawn", help="Lightning's strategy to compare with, by name")
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 400], help="MB of weights to bring back")
     parser.add_argument("--rounds", type=int, default=7, help="rounds per case")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="two rounds, up to 100 MB: to see that it runs")
     parser.add_argument(
         "--ray", action="store_true", help="compare ddp_ray_ext with Ray Train, on a cluster of its own"
     )
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # how the program calls itself
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds, arguments.sizes = 2, [10, 100]
+    arguments = parse(parser, "two rounds, up to 100 MB", rounds=2, sizes=[10, 100])
     if arguments.rounds < 1:
         parser.error("--rounds must be positive")
     if any(size < 1 or size % TENSOR_MB for size in arguments.sizes):

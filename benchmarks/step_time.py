@@ -47,12 +47,12 @@ from benchmarks.contenders import (
 )
 from benchmarks.ranks import run_ranks
 from benchmarks.report import (
-    DEFAULT_OUTPUT,
     Panel,
     Spread,
     draw,
     of_slowest_rank,
     paired_ratio,
+    parse,
     print_goals,
     print_table,
     rotated,
@@ -223,11 +223,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 10 give every order once")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON and the plot")
-    parser.add_argument("--quick", action="store_true", help="three rounds of 20 steps: to see that it runs")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds, arguments.steps = 3, 20
+    arguments = parse(parser, "three rounds of 20 steps", rounds=3, steps=20)
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be positive")
     if arguments.accelerator == "gpu" and not torch.cuda.is_available():
