@@ -274,8 +274,10 @@ class Watch:
 
     def wake_this_rank(self) -> None:
         """Lets the collective fail that this rank is in, if its backend can; returns at once."""
-        others = [peer for rank, peer in self._peers.items() if rank != self._rank]
-        # Horovod's way to let go waits for the others, who may not answer.
+        self._let_go([peer for rank, peer in self._peers.items() if rank != self._rank])
+
+    def _let_go(self, others: Sequence[Peer]) -> None:
+        # Horovod's way to do so waits for the others, who may not answer.
         threading.Thread(target=self._wake, args=(others,), name="watch wakes", daemon=True).start()
 
     def reconciliate(self, trace: str) -> None:
@@ -289,7 +291,7 @@ class Watch:
         """
         self._fail(lambda: report.failure_from_trace(trace, self._rank, self._own.where_now()))
         if not self._wait_for_others(ANNOUNCE_S):
-            self._wake(self._unreconciled())
+            self._let_go(self._unreconciled())
             self._kill(self._sight.silent_here([peer.rank for peer in self._unreconciled()]))
             self._wait_for_others(GRACE_S + MARGIN_S)
         self._kill(self._unreconciled())

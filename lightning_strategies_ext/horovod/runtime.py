@@ -1,10 +1,12 @@
 """The life of Horovod in this process: when it begins and ends.
 
-It stays initialised between stages and is shut down when the interpreter ends, which Horovod sees to by itself.
+It stays initialised between stages and is shut down when the interpreter ends.
 """
 
+import atexit
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -19,6 +21,7 @@ from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
 _store: Store | None = None
+_leaving = threading.Lock()
 
 
 def check_installed() -> None:
@@ -56,6 +59,8 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
             set_defaults_for_cpus_over_mpi()
         with told_as_by_a_launcher(launch) if launch.launcher == "python" else nullcontext():
             hvd.init(process_sets=process_sets)
+    atexit.unregister(shut_down)
+    atexit.register(shut_down)  # Horovod's own comes after it, and has nothing more to do
     if process_set is not None and process_set.process_set_id is None:
         raise RuntimeError(
             f"`process_set={process_set}` is not known to Horovod, which was initialized before. Pass it to"
@@ -124,10 +129,15 @@ def let_go(peers: Sequence[Peer]) -> None:
 
 
 def shut_down() -> None:
-    """Leaves the other ranks, which makes whatever they wait for fail."""
+    """Leaves the other ranks, which makes whatever they wait for fail.
+
+    One thread after the other: of two that shut Horovod down at once, both wait for its own thread to end, and the
+    second for ever.
+    """
     global _store
     import horovod.torch as hvd
 
-    if hvd.is_initialized():
-        hvd.shutdown()
-    _store = None
+    with _leaving:
+        if hvd.is_initialized():
+            hvd.shutdown()
+        _store = None

@@ -2,14 +2,19 @@
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
+from lightning_strategies_ext.horovod import runtime
+from lightning_strategies_ext.horovod.launch import Launch
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import MLP, loader, make_trainer
+from tests.support.ranks import run_ranks
 
 
 class Signals(MLP):
@@ -60,3 +65,21 @@ def test_a_failing_rank_ends_the_others(launcher):
     assert outcomes[1].name == "ValueError"
     assert "a bad sample" in output or "a bad sample" in outcomes[1].text
     assert outcomes.get(0) is None or outcomes[0].name != "NoneType"
+
+
+def shut_down_at_once() -> list[bool]:
+    found = []
+    for _ in range(3):
+        runtime.start(Launch("python", 0, 1, 0, 1), torch.device("cpu"))
+        threads = [threading.Thread(target=runtime.shut_down, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        found += [thread.is_alive() for thread in threads]
+    return found
+
+
+def test_threads_that_shut_it_down_at_once_all_return():
+    """The watch's thread does so when another rank is stuck, and the thread that trains when that has woken it."""
+    assert run_ranks(shut_down_at_once, world_size=1) == [[False] * 9]
