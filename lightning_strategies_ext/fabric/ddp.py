@@ -1,6 +1,6 @@
 """DDPStrategy for Fabric: ``Fabric(strategy="ddp_ext")`` and variants, on the services the Trainer's face uses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import NoneType
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -34,8 +35,9 @@ from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Float16, compression_of
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs, wrap_in_ddp
+from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
+from lightning_strategies_ext.torch_distributed.wrapping import TrainableParameters, wrap_again, wrap_in_ddp
 
 
 class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricDDPStrategy):
@@ -161,7 +163,15 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         if self._ddp_kwargs.get("init_sync", True):
             check_is_same(self.collectives, module, self.root_device, is_trained=True)
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
-        self._gradient_sync.register_hook(model)
+        compressed = self._gradient_sync.begin_compression(model)
+        self._gradient_sync.register_hook(model, compressed)
+
+        def train_others(model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
+            check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
+            wrap_again(model, self.root_device, **self._ddp_kwargs)
+            self._gradient_sync.register_hook(model, compressed)
+
+        TrainableParameters(model, train_others)
         return model
 
     def _get_root_device(self) -> torch.device:

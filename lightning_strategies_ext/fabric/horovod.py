@@ -26,7 +26,7 @@ from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptio
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.registry import Registered
-from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
+from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
 
 class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricParallelStrategy):

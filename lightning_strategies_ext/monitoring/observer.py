@@ -6,6 +6,9 @@ from typing import Protocol
 class ExchangeObserver(Protocol):
     """Hears of exchanges; an engine that has none asks no clock."""
 
+    def exchange_changes(self) -> None:
+        """Called on the thread that trains, in a step: from its exchange on, they may be of other gradients."""
+
     def exchanged(
         self, begin_ns: int, ready_ns: int, end_ns: int, num_bytes: int, *, is_of_models: bool = False
     ) -> None:

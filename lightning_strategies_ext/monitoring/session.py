@@ -33,6 +33,9 @@ class Timekeeper(Protocol):
     def observe(self, is_on: bool) -> None:
         """Begins or ends to take the times of steps, from the next one on."""
 
+    def follow(self, is_on: bool) -> None:
+        """Goes on after the engine has been made anew, taking times or not."""
+
     def last(self) -> tuple[int, int, int] | None:
         """When the exchange of the step that is over began, was all ready, and ended; None if there was none."""
 
@@ -48,7 +51,8 @@ class Session:
         num_done: Optimizer steps that were done before.
         switch: Called with whether the steps from here on are observed.
         timekeeper: Of the engine; None if that calls :meth:`exchanged`, or exchanges nothing.
-        count_bytes: Says how many bytes so many steps have handed over; None if :meth:`exchanged` says it.
+        count_bytes: Says how many bytes were handed over since it was asked last, by the steps that were done since;
+            None if :meth:`exchanged` says it.
         mailbox: To rank 0; None for a rank that is alone.
         hear: Called on rank 0 with the same window of all ranks.
         fail: Called with what has gone wrong between two steps.
@@ -80,7 +84,7 @@ class Session:
         self._fail = fail
         self._batches: list[tuple[int, ...]] = []
         self._exchanges: list[tuple[int, ...]] = []
-        self._num_bytes = self._counted = 0
+        self._num_bytes = self._counted_to = 0
         self._number = self._begun_at = 0
         self._previous_end = self._fetch = self._fetched = self._begin = 0
         self._backward_begin = self._backward_again = self._backward_end = self._backward = 0
@@ -113,6 +117,12 @@ class Session:
         kind = OF_MODELS if is_of_models else AFTER_BACKWARD
         self._exchanges.append((self._done - self._before, begin_ns, ready_ns, end_ns, kind))
         self._num_bytes += num_bytes
+
+    def exchange_changes(self) -> None:
+        """See :class:`.observer.ExchangeObserver`."""
+        self._count()
+        if self._timekeeper is not None:
+            self._timekeeper.follow(self._is_observing)
 
     # --- in observed steps, in this order ---
 
@@ -204,21 +214,25 @@ class Session:
     def _close_window(self) -> None:
         batches, self._batches = np.array(self._batches, BATCH), []
         exchanges, self._exchanges = np.array(self._exchanges, EXCHANGE), []
+        self._count()
         num_bytes, self._num_bytes = self._num_bytes, 0
         step = self._done - self._before
         num_steps, self._begun_at = step - self._begun_at, step
         number, self._number = self._number, step // self._every_n_steps
         if not num_steps:
             return
-        if self._count_bytes is not None:
-            before, self._counted = self._counted, self._count_bytes(step)
-            num_bytes += self._counted - before
         window = Window(self.rank, self._host, number, num_steps, num_bytes, batches, exchanges)
         if self._mailbox is None:
             self._hear([window])
         else:
             self._mailbox.post(window)
             self._hear_complete()
+
+    def _count(self) -> None:
+        if self._count_bytes is not None:
+            step = self._done - self._before
+            self._num_bytes += self._count_bytes(step - self._counted_to)
+            self._counted_to = step
 
     def _hear_complete(self) -> None:
         assert self._mailbox is not None

@@ -1,5 +1,6 @@
 """``bucket_cap_mb="auto"`` under the Trainer: between two steps, the module is put into DDP anew, in other buckets."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -11,9 +12,8 @@ from lightning_strategies_ext.torch_distributed.bucket_search import (
     BucketSearch,
     check_can_search,
     gradient_bytes,
-    take_out,
 )
-from lightning_strategies_ext.torch_distributed.gradient_sync import wrap_again
+from lightning_strategies_ext.torch_distributed.wrapping import wrap_again
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
@@ -27,6 +27,7 @@ class BucketsByTrial(_Base):
     """The part of a strategy that tries sizes of buckets, if it was asked to; inherited from first."""
 
     _ddp_kwargs: dict[str, Any]
+    _bucket_sizes: Mapping[str, float] = {}
     _tries_buckets = False
     _bucket_search: BucketSearch | None = None
 
@@ -47,6 +48,7 @@ class BucketsByTrial(_Base):
 
     def _begin_to_try_buckets(self, model: DistributedDataParallel) -> None:
         """Called by all ranks together, for a model with DDP's own buckets."""
+        self._bucket_sizes = {}
         if not self._tries_buckets or self.world_size == 1:
             return
         search = BucketSearch(gradient_bytes(model), self.root_device)
@@ -70,14 +72,15 @@ class BucketsByTrial(_Base):
         self._put_in_buckets(cap)
 
     def _put_in_buckets(self, cap: float | None) -> None:
-        """Puts DDP around the module anew; called by all ranks together, between two steps."""
+        """Makes DDP anew around the module; called by all ranks together, between two steps."""
         assert isinstance(self.model, DistributedDataParallel)
-        module = self.model.module
-        take_out(self.model)
-        self.model = None
-        sizes = {} if cap is None else {"bucket_cap_mb": cap}
-        self.model = wrap_again(module, self.root_device, **{**self._ddp_kwargs, **sizes})
-        self._world.exchange.follow(self.model)
+        self._bucket_sizes = {} if cap is None else {"bucket_cap_mb": cap}
+        self._wrap_again(self.model)
+
+    def _wrap_again(self, model: DistributedDataParallel) -> None:
+        wrap_again(model, self.root_device, **self._ddp_kwargs, **self._bucket_sizes)
+        if self._observer is not None:
+            self._observer.exchange_changes()
 
     def _end_trying_buckets(self) -> None:
         """Called at the end of a stage."""

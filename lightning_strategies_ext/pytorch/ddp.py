@@ -8,9 +8,10 @@ or more over ``shm``, which adds up in another order than gloo.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,11 +70,14 @@ from lightning_strategies_ext.torch_distributed.gradient_sync import (
     ModelAveraging,
     advise_static_graph,
     check_ddp_kwargs,
-    check_has_trainable_parameters,
     explain_unused_parameters,
-    wrap_in_ddp,
 )
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
+from lightning_strategies_ext.torch_distributed.wrapping import (
+    TrainableParameters,
+    check_has_trainable_parameters,
+    wrap_in_ddp,
+)
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 from lightning_strategies_ext.world import World
 
@@ -358,12 +362,28 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         ddp_model = wrap_in_ddp(model, self.root_device, **self._ddp_kwargs)
-        share = Share()
-        has_all = self._uneven_inputs == "error"
-        self._begin_compression(self._gradient_sync.register_hook(ddp_model, None if has_all else share, self._timeout))
-        self._world.exchange = DDPExchange(ddp_model, share)
+        share = None if self._uneven_inputs == "error" else Share()
+        self._begin_compression(self._gradient_sync.begin_compression(ddp_model, self._timeout))
+        self._gradient_sync.register_hook(ddp_model, self._compressed, share)
+        self._world.exchange = DDPExchange(ddp_model, share or Share())
         self._begin_to_try_buckets(ddp_model)
+        TrainableParameters(ddp_model, partial(self._train_others, share))
         return ddp_model
+
+    def _train_others(self, share: Share | None, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
+        """Exchanges the gradients of those parameters that need one now; called by all ranks together.
+
+        Args:
+            share: What the exchange of the model asks.
+            model: In DDP.
+            trained: The parameters that were trained before.
+        """
+        check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
+        self._gradient_sync.bring_together(trained)
+        self._wrap_again(model)
+        self._gradient_sync.register_hook(model, self._compressed, share)
+        if self._compressed is not None:
+            self._compressed.follow()
 
     @override
     def model_to_device(self) -> None:

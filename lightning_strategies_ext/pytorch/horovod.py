@@ -46,7 +46,7 @@ from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
-from lightning_strategies_ext.torch_distributed.gradient_sync import check_has_trainable_parameters
+from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 from lightning_strategies_ext.world import World
 

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -155,7 +154,7 @@ class CommunicationMonitor(Callback):
         self.times, self.advice, self.files = [], None, []
         self._history, self._recent, self._shown = [], [], None
         strategy, model = trainer.strategy, trainer.strategy.model
-        timekeeper = DDPTimes(partial(_model_of, strategy)) if isinstance(model, DistributedDataParallel) else None
+        timekeeper = DDPTimes(model) if isinstance(model, DistributedDataParallel) else None
         every_n_steps = self._every_n_steps or max(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         session = Session(
             *(trainer.global_rank, host_identity(), every_n_steps, self.observed_steps),
@@ -338,18 +337,19 @@ class CommunicationMonitor(Callback):
 
 
 def _counter_of(strategy: Any, timekeeper: DDPTimes | None) -> Callable[[int], int] | None:
-    """What says, of a number of steps, how many bytes have been handed over; None if exchanges are told one by one."""
+    """What says how many bytes the last steps have handed over; None if exchanges are told one by one."""
     if isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None:
-        before = strategy.num_bytes_exchanged
-        return lambda num_steps: (strategy.num_bytes_exchanged or before) - before
+        last = strategy.num_bytes_exchanged
+
+        def since_last(num_steps: int) -> int:
+            nonlocal last
+            before, last = last, strategy.num_bytes_exchanged or last
+            return last - before
+
+        return since_last
     if timekeeper is None:
         return None
     return lambda num_steps: num_steps * timekeeper.num_bytes
-
-
-def _model_of(strategy: Any) -> DistributedDataParallel:
-    model: DistributedDataParallel = strategy.model
-    return model
 
 
 def _mailbox_of(trainer: "pl.Trainer") -> Mailbox | None:
@@ -369,9 +369,7 @@ def _job_of(trainer: "pl.Trainer", windows: Sequence[Window]) -> Job:
     model = strategy.model
     return Job(
         compressions=strategy.cheaper_compressions if isinstance(strategy, ParallelStrategy) else (),
-        num_buckets=DDPTimes(partial(_model_of, strategy)).num_buckets
-        if isinstance(model, DistributedDataParallel)
-        else 0,
+        num_buckets=DDPTimes(model).num_buckets if isinstance(model, DistributedDataParallel) else 0,
         num_hosts=len({window.host for window in windows}),
         is_compressed=isinstance(strategy, ParallelStrategy) and strategy.num_bytes_exchanged is not None,
         is_stock=not is_ours and isinstance(model, DistributedDataParallel),

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_strategies_ext.torch_distributed.wrapping import ONCE_ONLY
+
 #: What is asked for by name.
 AUTO = "auto"
 #: Sizes that are tried beside DDP's own, in mebibytes; the largest that makes a difference is one bucket for all.
@@ -181,8 +183,7 @@ def check_can_search(ddp_kwargs: Mapping[str, Any], others: Mapping[str, Any]) -
     Raises:
         ValueError: If one was given.
     """
-    names = ("bucket_cap_mb_list", "delay_all_reduce_named_params", "mixed_precision")
-    given = {**others, **{name: ddp_kwargs.get(name) for name in names}}
+    given = {**others, **{name: ddp_kwargs.get(name) for name in ONCE_ONLY}}
     for name, value in given.items():
         if value is not None:
             where = ", as elastic training has it" if name == "uneven_inputs" else ""
@@ -190,12 +191,3 @@ def check_can_search(ddp_kwargs: Mapping[str, Any], others: Mapping[str, Any]) -
                 f"`bucket_cap_mb={AUTO!r}` tries buckets of several sizes while it trains, which cannot be with"
                 f" `{name}={value!r}`{where}. Leave that out, or give a size in mebibytes."
             )
-
-
-def take_out(model: DistributedDataParallel) -> None:
-    """Lets a model in DDP exchange nothing any more, for its module to be put into another.
-
-    ``_remove_autograd_hooks`` is a private name of torch's (2.5 to 2.13). What the hooks belong to goes only when
-    nobody holds the model; until then they would exchange each gradient a second time.
-    """
-    model._remove_autograd_hooks()

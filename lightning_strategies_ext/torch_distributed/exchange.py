@@ -77,10 +77,6 @@ class DDPExchange:
         self._share = share
         self._has_own = False  # gradients that have not been exchanged, from before this backward pass
 
-    def follow(self, model: DistributedDataParallel) -> None:
-        """Goes on with another model in DDP: the same module, in other buckets."""
-        self._model = model
-
     @property
     def contributors(self) -> Sequence[int] | None:
         """The ranks that have gradients of their own in the next exchange, in order; None for all."""

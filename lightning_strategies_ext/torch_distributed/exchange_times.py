@@ -14,7 +14,6 @@ It has not been run on GPUs.
 """
 
 import threading
-from collections.abc import Callable
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,29 +27,37 @@ class DDPTimes:
     """See :class:`lightning_strategies_ext.monitoring.session.Timekeeper`.
 
     Args:
-        current: Gives the model in DDP, which may be another one later on: the same module, in other buckets.
+        model: In DDP.
+
+    Attributes:
+        num_bytes: Of the gradients of one step.
     """
 
-    def __init__(self, current: Callable[[], DistributedDataParallel]) -> None:
-        self._current = current
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
         self._iteration = 0
-        #: Of the gradients of one step.
-        self.num_bytes = gradient_bytes(current())
+        self.num_bytes = gradient_bytes(model)
 
     @property
     def num_buckets(self) -> int:
         """Into how many buckets DDP has put the gradients."""
-        return int(self._current()._get_ddp_logging_data().get("num_buckets_reduced", 0))
+        return int(self._model._get_ddp_logging_data().get("num_buckets_reduced", 0))
 
     def observe(self, is_on: bool) -> None:
         """Begins or ends to take the times of steps, from the next one on."""
         # A private name of torch's since 1.8, as is its logger; read in torch 2.5 to 2.13.
-        self._current()._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
+        self._model._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
         call_times.take(is_on)
+
+    def follow(self, is_on: bool) -> None:
+        """Goes on after DDP has been made anew, taking times or not."""
+        self._iteration = 0
+        self.num_bytes = gradient_bytes(self._model)
+        self.observe(is_on)
 
     def last(self) -> tuple[int, int, int] | None:
         """When the exchange of the step that is over began, was all ready, and ended; None if there was none."""
-        logger = self._current().logger
+        logger = self._model.logger
         if logger is None:
             return None
         logger.set_runtime_stats_and_log()  # which the next forward pass would do

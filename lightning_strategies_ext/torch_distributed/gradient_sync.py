@@ -1,13 +1,12 @@
 """How DDP exchanges gradients: torch's own arguments, communication hooks, and averaging of models instead.
 
-:class:`GradientSync` holds what the user asked for and refuses what cannot work when it is constructed;
-:func:`wrap_in_ddp` later wraps a module. Both faces of the DDP strategy (Trainer and Fabric) use them.
+:class:`GradientSync` holds what the user asked for, and refuses what cannot work when it is constructed. Both faces of
+the DDP strategy (Trainer and Fabric) use them.
 """
 
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -26,10 +25,7 @@ from lightning_strategies_ext.torch_distributed.compression.exchange import Comp
 from lightning_strategies_ext.torch_distributed.compression.models import check_is_plain
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, LocalSGD, PowerSGD, TopK
 from lightning_strategies_ext.torch_distributed.exchange import Share, check_can_join
-
-#: Arguments of DistributedDataParallel that the strategy decides.
-_DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
-_DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _DECIDED_HERE
+from lightning_strategies_ext.torch_distributed.wrapping import DDP_ARGUMENTS
 
 _has_advised_static_graph = False
 
@@ -98,20 +94,30 @@ class GradientSync:
             return f"model_averaging_period={self.averaging_period}"
         return f"compression={self.compression!r}" if isinstance(self.compression, LocalSGD) else None
 
-    def register_hook(
-        self, model: DistributedDataParallel, share: Share | None = None, timeout: timedelta | None = None
+    def begin_compression(
+        self, model: DistributedDataParallel, timeout: timedelta | None = None
     ) -> CompressedExchange | None:
+        """Makes the exchange of a model, if it is compressed; called by all ranks together.
+
+        Args:
+            model: In DDP.
+            timeout: Of its collectives.
+        """
+        return None if self.compression is None else begin(self.compression, model, timeout)
+
+    def register_hook(
+        self,
+        model: DistributedDataParallel,
+        exchange: CompressedExchange | None = None,
+        share: Share | None = None,
+    ) -> None:
         """Has ``model`` exchange its gradients through the communication hook, if there is one.
 
         Args:
             model: Without a hook so far.
+            exchange: What :meth:`begin_compression` gave.
             share: What this rank contributes, if that may be nothing.
-            timeout: Of the groups of a compressed exchange.
-
-        Returns:
-            The exchange, if it is compressed; made by all ranks together.
         """
-        exchange = None if self.compression is None else begin(self.compression, model, timeout)
         hook = self.comm_hook
         if exchange is not None:
             hook = exchange.hook
@@ -122,7 +128,16 @@ class GradientSync:
             hook = share.hook(hook, model.process_group)
         if hook is not None:
             model.register_comm_hook(state=self.comm_state, hook=hook)
-        return exchange
+
+    def bring_together(self, parameters: Iterable[Tensor]) -> None:
+        """Gives all ranks the mean of some parameters, if their models may differ; called by all together.
+
+        Args:
+            parameters: The same on all ranks.
+        """
+        if self.averages_models is not None:
+            for parameter in parameters:
+                dist.all_reduce(parameter.detach().div_(dist.get_world_size()))
 
     def create_averaging(self, optimizers: Iterable[Optimizer], num_local_ranks: int) -> "ModelAveraging | None":
         """Returns what averages the models of post-local SGD, or None if that was not asked for.
@@ -216,60 +231,6 @@ class ModelAveraging:
             )
 
 
-def wrap_in_ddp(
-    module: Module, device: torch.device, gradient_as_bucket_view: bool = True, **ddp_kwargs: Any
-) -> DistributedDataParallel:
-    """Returns ``module`` in DDP; rank 0's weights are on every rank then.
-
-    The strategies call it with the ``**kwargs`` they were constructed with. That call and the one in here are how
-    LightningCLI finds DDP's arguments in whatever torch is installed, to offer them by name: its parser follows
-    keyword arguments through the source, and leaves out those that a call decides itself.
-
-    Args:
-        module: What is to be trained.
-        device: Of this rank.
-        gradient_as_bucket_view: Whether gradients are views of the buckets that are exchanged; else DDP keeps every
-            gradient twice.
-        **ddp_kwargs: Further arguments of DistributedDataParallel.
-
-    Raises:
-        ValueError: If no parameter of the module needs a gradient.
-    """
-    check_has_trainable_parameters(module)
-    context: AbstractContextManager[Any] = nullcontext()
-    if device.type == "cuda":
-        # DDP must be built on a side stream for CUDA graphs to work later (torch's CUDA notes).
-        context = torch.cuda.stream(torch.cuda.Stream())
-    with context:
-        return DistributedDataParallel(
-            module=module,
-            device_ids=None if device.type == "cpu" else [device.index],
-            output_device=None,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            **ddp_kwargs,
-        )
-
-
-def wrap_again(module: Module, device: torch.device, **ddp_kwargs: Any) -> DistributedDataParallel:
-    """Returns a module in DDP that was in another before, with other arguments; its buffers stay those of each rank.
-
-    Nothing is broadcast, from torch 2.7 on: before, DDP has no argument for that, and gives all ranks rank 0's.
-
-    Args:
-        module: With the same weights on all ranks.
-        device: Of this rank.
-        **ddp_kwargs: Arguments of DistributedDataParallel.
-    """
-    if "init_sync" in _DDP_ARGUMENTS:
-        return wrap_in_ddp(module, device, **{**ddp_kwargs, "init_sync": False})
-    own = [buffer.detach().clone() for buffer in module.buffers()]
-    model = wrap_in_ddp(module, device, **ddp_kwargs)
-    with torch.no_grad():
-        for buffer, kept in zip(module.buffers(), own, strict=True):
-            buffer.copy_(kept)
-    return model
-
-
 def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) -> None:
     """Refuses, before processes start, what DistributedDataParallel would refuse in each.
 
@@ -281,11 +242,11 @@ def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) ->
         TypeError: If an argument is none of DDP's, or of the wrong kind.
         ValueError: If a value cannot work.
     """
-    unknown = sorted(set(ddp_kwargs) - _DDP_ARGUMENTS)
+    unknown = sorted(set(ddp_kwargs) - DDP_ARGUMENTS)
     if unknown:
         raise TypeError(
             f"Unknown argument {', '.join(f'`{name}`' for name in unknown)}: neither the strategy nor"
-            f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(_DDP_ARGUMENTS))}."
+            f" DistributedDataParallel takes it. DistributedDataParallel takes {', '.join(sorted(DDP_ARGUMENTS))}."
         )
     cap = ddp_kwargs.get("bucket_cap_mb")
     if cap is None or (cap == AUTO and may_search):
@@ -295,20 +256,6 @@ def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) ->
         raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes){by_name}, got {cap!r}.")
     if not cap > 0:
         raise ValueError(f"`bucket_cap_mb` must be positive (mebibytes), got {cap!r}.")
-
-
-def check_has_trainable_parameters(module: Module) -> None:
-    """Refuses a module for which there is no gradient to exchange.
-
-    Raises:
-        ValueError: If no parameter needs a gradient.
-    """
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError(
-            f"No parameter of {type(module).__name__} needs a gradient, so there is nothing to train. Unfreeze some"
-            " (`parameter.requires_grad_()`) in `__init__`, `configure_model` or `setup`, or use `validate`, `test` or"
-            " `predict`."
-        )
 
 
 def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> None:

@@ -47,13 +47,15 @@ class Observe(Callback):
 
     def __init__(self) -> None:
         self.model: DistributedDataParallel | None = None
+        self.reducer: Any = None
         self.caps: list[int] = []
         self.num_steps_since = 0
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.strategy.model is not self.model:
-            self.model = trainer.strategy.model
+        self.model = trainer.strategy.model
+        if self.model.reducer is not self.reducer:
+            self.reducer = self.model.reducer
             self.caps.append(self.model.bucket_bytes_cap)
         if len(self.caps) > len(SIZES_MB) * 2 + 2:
             self.num_steps_since += 1
@@ -64,8 +66,8 @@ class Observe(Callback):
                 trainer.should_stop = True
 
     def on_train_end(self, trainer, pl_module):
-        self.num_buckets = DDPTimes(lambda: self.model).num_buckets
-        self.model = None
+        self.num_buckets = DDPTimes(self.model).num_buckets
+        self.model = self.reducer = None
 
     def num_all_reduces(self) -> int:
         return sum(event.name.startswith("shm:all_reduce") for event in self.profiler.events())

@@ -33,6 +33,9 @@ class CompressedExchange(Protocol):
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after each step of an optimizer."""
 
+    def follow(self) -> None:
+        """Goes on when other parameters need gradients, and DDP was made anew; models do not differ then."""
+
     def bring_models_together(self) -> None:
         """Gives all ranks the same model, if theirs differ; called by all together."""
 

@@ -89,10 +89,12 @@ class CompressedGradients:
     def __init__(self, model: DistributedDataParallel, compression: Compression, timeout: timedelta | None) -> None:
         self._world_size = dist.get_world_size()
         self._scale = 1.0 / self._world_size
+        self._model = model
         self._group = model.process_group
         self._levels = Levels.of_all_ranks(model.device, timeout)
         self._in_order = InOrder(model.device)
-        self._parameters = {name: each for name, each in model.module.named_parameters() if each.requires_grad}
+        self._parameters: dict[str, Tensor] = {}  # that have been trained
+        self.follow()
         self._residuals = Residuals()
         self._warmup_steps = getattr(compression, "warmup_steps", 0)
         self._num_steps = 0
@@ -156,6 +158,10 @@ class CompressedGradients:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """There is nothing to do."""
+
+    def follow(self) -> None:
+        """Looks after gradients of parameters that have none so far; what is left of the others' stays."""
+        self._parameters |= {name: each for name, each in self._model.module.named_parameters() if each.requires_grad}
 
     def bring_models_together(self) -> None:
         """They never differ."""

@@ -80,6 +80,11 @@ class LocalModels:
                 self._outer.step(parameters)
             self._may_differ = len(self._optimizers) > 1
 
+    def follow(self) -> None:
+        """Brings together the parameters that need gradients now; those that no longer do were, before."""
+        if self._is_apart:
+            self._part()
+
     def bring_models_together(self) -> None:
         """Gives all ranks the mean of their models, in the middle of a period; called by all together."""
         if self._may_differ:
@@ -119,7 +124,9 @@ class LocalModels:
         self._is_apart = True
         self._model.broadcast_buffers = False  # rank 0's, in each forward pass
         if self._outer is not None:
-            self._outer.begin(_trained_by(self._optimizers))
+            # Optimizers may be given the others later.
+            of_module = [each for each in self._model.module.parameters() if each.requires_grad]
+            self._outer.begin(dict.fromkeys([*_trained_by(self._optimizers), *of_module]))
 
     def _buffers(self) -> list[Tensor]:
         ignored = self._model.parameters_to_ignore
@@ -162,10 +169,13 @@ class _OuterSteps:
         self._velocities: dict[Tensor, Tensor] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Lets outer steps be of some parameters, which all ranks have alike if they were not among them before."""
+        starts, velocities = self._starts, self._velocities
+        self._starts, self._velocities = {}, {}
         for parameter in parameters:
-            if parameter not in self._starts:
-                self._starts[parameter] = parameter.detach().clone()
-                self._velocities[parameter] = torch.zeros_like(parameter)
+            is_known = parameter in starts
+            self._starts[parameter] = starts[parameter] if is_known else parameter.detach().clone()
+            self._velocities[parameter] = velocities[parameter] if is_known else torch.zeros_like(parameter)
 
     def step(self, parameters: Iterable[Tensor]) -> None:
         """Moves the common model on; parameters are the mean over ranks before, and the common model after it."""

@@ -1,0 +1,161 @@
+"""A module in DDP, and DDP made anew around it: in buckets of other sizes, or when other parameters need gradients.
+
+torch's DDP exchanges gradients of those parameters that need one when it is made. One that is unfrozen later, as
+gradual unfreezing does it, is trained by each rank alone, without a word, and ranks end with different models; one that
+is frozen later is waited for in vain. :class:`TrainableParameters` notices both before the next forward pass.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+#: Arguments of DistributedDataParallel that the strategy decides.
+_DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
+DDP_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - _DECIDED_HERE
+#: Those with which DDP changes the module or its parameters, so that it can be made once only.
+ONCE_ONLY = ("bucket_cap_mb_list", "delay_all_reduce_named_params", "mixed_precision")
+
+_needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+def wrap_in_ddp(
+    module: Module, device: torch.device, gradient_as_bucket_view: bool = True, **ddp_kwargs: Any
+) -> DistributedDataParallel:
+    """Returns ``module`` in DDP; rank 0's weights are on every rank then.
+
+    The strategies call it with the ``**kwargs`` they were constructed with. That call and the one in here are how
+    LightningCLI finds DDP's arguments in whatever torch is installed, to offer them by name: its parser follows
+    keyword arguments through the source, and leaves out those that a call decides itself.
+
+    Args:
+        module: What is to be trained.
+        device: Of this rank.
+        gradient_as_bucket_view: Whether gradients are views of the buckets that are exchanged; else DDP keeps every
+            gradient twice.
+        **ddp_kwargs: Further arguments of DistributedDataParallel.
+
+    Raises:
+        ValueError: If no parameter of the module needs a gradient.
+    """
+    check_has_trainable_parameters(module)
+    with _stream_for_ddp(device):
+        return DistributedDataParallel(
+            module=module,
+            device_ids=_device_ids(device),
+            output_device=None,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            **ddp_kwargs,
+        )
+
+
+def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwargs: Any) -> None:
+    """Makes DDP anew around the same module, in the same object; called by all ranks together, between two passes.
+
+    Buffers stay those of each rank; communication hooks are to be registered again. Nothing is broadcast, from torch
+    2.7 on: before, DDP has no argument for that, and gives all ranks rank 0's.
+
+    Args:
+        model: In DDP, with the same weights on all ranks.
+        device: Of this rank.
+        **ddp_kwargs: Arguments of DistributedDataParallel.
+
+    Raises:
+        ValueError: If DDP has changed the module.
+    """
+    module = model.module
+    for name in ONCE_ONLY:
+        if ddp_kwargs.get(name) is not None:
+            raise ValueError(
+                f"Other parameters of {type(module).__name__} need gradients than when it was put into DDP, which would"
+                f" have to be made anew, and cannot with `{name}={ddp_kwargs[name]!r}`. Leave that out, or let the same"
+                " parameters need gradients from the beginning to the end."
+            )
+    # What torch keeps of any module, hooks for example, and what is set inside of `no_sync`.
+    of_modules = vars(Module()).keys() - {"_parameters", "_buffers", "_modules"}
+    kept = {name: getattr(model, name) for name in (*of_modules, "require_backward_grad_sync")}
+    without_sync = {"init_sync": False} if "init_sync" in DDP_ARGUMENTS else {}
+    own = [] if without_sync else [buffer.detach().clone() for buffer in module.buffers()]
+    # A private name of torch's (2.5 to 2.13). What the hooks belong to goes when nobody holds it; until then they would
+    # exchange each gradient a second time.
+    model._remove_autograd_hooks()
+    arguments = {"gradient_as_bucket_view": True, **ddp_kwargs, **without_sync}
+    with _stream_for_ddp(device):
+        DistributedDataParallel.__init__(model, module, device_ids=_device_ids(device), **arguments)
+    vars(model).update(kept)
+    with torch.no_grad():
+        for buffer, before in zip(module.buffers() if own else (), own, strict=True):
+            buffer.copy_(before)
+
+
+class TrainableParameters:
+    """Looks before each forward pass of a training whether other parameters need gradients than DDP knows of.
+
+    That takes some 30 nanoseconds per parameter. A copy of the model in DDP is not looked after.
+
+    Args:
+        model: In DDP.
+        on_change: Makes DDP anew, in ``model``; called on all ranks together, with the model and the parameters that
+            were trained so far.
+    """
+
+    _parameters: Sequence[Tensor] = ()
+    _are_trained: Sequence[bool] = ()
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        on_change: Callable[[DistributedDataParallel, Sequence[Tensor]], None],
+    ) -> None:
+        ignored = model.parameters_to_ignore
+        self._parameters = [each for name, each in model.module.named_parameters() if name not in ignored]
+        self._are_trained = [*map(_needs_gradient, self._parameters)]
+        self._on_change = on_change
+        model.register_forward_pre_hook(self._look)
+
+    def _look(self, model: Module, args: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        before, now = self._are_trained, [*map(_needs_gradient, self._parameters)]
+        if now == before:
+            return
+        assert isinstance(model, DistributedDataParallel)
+        has_more = any(is_trained and not was_trained for is_trained, was_trained in zip(now, before, strict=True))
+        # Some are not to be trained for a while, as losses take turns, and DDP waits for none of the others.
+        if not has_more and (model.find_unused_parameters or not any(now)):
+            return
+        self._are_trained = now
+        trained = [each for each, was_trained in zip(self._parameters, before, strict=True) if was_trained]
+        self._on_change(model, trained)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+def check_has_trainable_parameters(module: Module) -> None:
+    """Refuses a module for which there is no gradient to exchange.
+
+    Raises:
+        ValueError: If no parameter needs a gradient.
+    """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            f"No parameter of {type(module).__name__} needs a gradient, so there is nothing to train. Unfreeze some"
+            " (`parameter.requires_grad_()`) in `__init__`, `configure_model` or `setup`, or use `validate`, `test` or"
+            " `predict`."
+        )
+
+
+def _stream_for_ddp(device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU a side stream, where DDP must be made for CUDA graphs to work later (torch's CUDA notes)."""
+    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
+
+
+def _device_ids(device: torch.device) -> list[int | None] | None:
+    return None if device.type == "cpu" else [device.index]

@@ -1,0 +1,254 @@
+"""Parameters that are frozen or unfrozen while training runs, as in transfer learning: ranks stay one model.
+
+torch's DDP, and so Lightning's ``ddp``, exchanges no gradients of what is unfrozen later, without a word.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_strategies_ext import CommunicationMonitor, DDPStrategy, DifferentModelsError
+from lightning_strategies_ext.torch_distributed import bucket_search
+from lightning_strategies_ext.torch_distributed.compression.options import DiLoCo, LocalSGD, TopK
+from lightning_strategies_ext.torch_distributed.wrapping import wrap_again
+from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, dataset, make_trainer, state_of
+from tests.support.ranks import run_ranks
+
+BATCH_SIZE = 8
+NUM_BATCHES = 8
+State = dict[str, Tensor]
+
+
+class Net(MLP):
+    """A backbone with buffers and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = self.net[0], self.net[2]
+
+    def make_net(self) -> nn.Module:
+        backbone = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Linear(16, 16))
+        return nn.Sequential(backbone, nn.Tanh(), nn.Linear(16, NUM_CLASSES))
+
+    def train_dataloader(self):
+        ranks = self.trainer.world_size, self.trainer.global_rank
+        sampler = DistributedSampler(dataset(), *ranks, shuffle=False) if ranks[0] > 1 else None
+        return DataLoader(dataset(), BATCH_SIZE // ranks[0], sampler=sampler)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class HeadOnly(Net):
+    """Trains its backbone with another optimizer group, which comes with the unfreezing."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+class Needs(Callback):
+    """Lets the parameters of the backbone need gradients in some training batches, counted over epochs."""
+
+    def __init__(self, needs: Callable[[int], bool]) -> None:
+        self.needs = needs
+
+    def setup(self, trainer, pl_module, stage):
+        pl_module.backbone.requires_grad_(self.needs(0))
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        needs = self.needs(trainer.current_epoch * NUM_BATCHES + batch_idx)
+        pl_module.backbone.requires_grad_(needs)
+        if not needs:
+            for parameter in pl_module.backbone.parameters():
+                parameter.grad = None
+
+
+def unfreeze() -> Callback:
+    return Needs(lambda number: number >= 5)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Net], Callable[[], Callback]]] = {
+    "unfrozen": ({}, {}, Net, unfreeze),
+    "unfrozen in a window of accumulation": ({}, {"accumulate_grad_batches": 4}, Net, unfreeze),
+    "unfrozen with unused parameters": ({"find_unused_parameters": True}, {}, Net, unfreeze),
+    "unfrozen with a static graph": ({"static_graph": True}, {}, Net, unfreeze),
+    "unfrozen with gradients kept twice": ({"gradient_as_bucket_view": False}, {}, Net, unfreeze),
+    "unfrozen over gloo": ({"process_group_backend": "gloo"}, {}, Net, unfreeze),
+    "unfrozen with a hook": ({"ddp_comm_hook": lambda state, bucket: average(bucket)}, {}, Net, unfreeze),
+    "unfrozen and joined": ({"uneven_inputs": "join"}, {}, Net, unfreeze),
+    "unfrozen with buckets by trial": ({"bucket_cap_mb": "auto"}, {}, Net, unfreeze),
+    "unfrozen by hand": ({}, {}, Manual, unfreeze),
+    "frozen": ({}, {}, Net, lambda: Needs(lambda number: number < 5)),
+    "frozen with unused parameters": (
+        {"find_unused_parameters": True},
+        {},
+        Net,
+        lambda: Needs(lambda number: number < 5),
+    ),
+    "in turns": ({}, {}, Net, lambda: Needs(lambda number: number % 3 > 0)),
+    "Lightning's callback": ({}, {}, HeadOnly, lambda: BackboneFinetuning(1, backbone_initial_lr=0.1)),
+}
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "bf16": {"compression": "bf16"},
+    "PowerSGD": {"compression": "powersgd"},
+    "top-k": {"compression": TopK(fraction=0.5, warmup_steps=1)},
+    "local SGD": {"compression": LocalSGD(period=3, warmup_steps=2)},
+    "DiLoCo": {"compression": DiLoCo(period=3, warmup_steps=2)},
+    "DiLoCo as local SGD": {"compression": DiLoCo(period=3, warmup_steps=2, learning_rate=1.0, momentum=0.0)},
+}
+
+
+def average(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    future = dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
+    return future.then(lambda summed: summed.value()[0])
+
+
+def train(case: str, strategy: Any, devices: int) -> State:
+    _, options, kind, callback = CASES[case]
+    pl.seed_everything(11, verbose=False)
+    model = kind()
+    trainer = make_trainer(strategy, devices, callbacks=[callback()], use_distributed_sampler=False, **options)
+    trainer.fit(model)
+    return state_of(model)
+
+
+def train_all() -> dict[str, State]:
+    bucket_search.SIZES_MB = (2**-11,)  # type: ignore[misc]
+    return {case: train(case, DDPStrategy(**arguments), 2) for case, (arguments, *_) in CASES.items()}
+
+
+def test_weights_are_those_of_one_process_on_all_ranks():
+    first, second = run_ranks(train_all)
+    for case in CASES:
+        assert_same_bits(first[case], second[case])
+        for name, value in train(case, "auto", 1).items():
+            torch.testing.assert_close(first[case][name], value, msg=lambda text, case=case: f"{case}: {text}")
+
+
+def train_compressed() -> dict[str, tuple[State, State]]:
+    found = {}
+    for name, arguments in COMPRESSED.items():
+        pl.seed_everything(11, verbose=False)
+        model = Net()
+        begin = state_of(model)
+        callbacks = [Needs(lambda number: 4 <= number < 12 or number > 14)]
+        trainer = make_trainer(DDPStrategy(**arguments), 2, callbacks=callbacks, use_distributed_sampler=False)
+        trainer.fit(model)
+        found[name] = begin, state_of(model)
+    return found
+
+
+def test_compressed_exchanges_follow():
+    first, second = run_ranks(train_compressed)
+    for name in COMPRESSED:
+        begin, end = first[name]
+        assert_same_bits(end, second[name][1])
+        assert all(not torch.equal(begin[each], end[each]) for each in begin), name
+    local_sgd, as_local_sgd = first["local SGD"][1], first["DiLoCo as local SGD"][1]
+    for name, value in local_sgd.items():
+        torch.testing.assert_close(as_local_sgd[name], value)
+
+
+def train_observed() -> tuple[list[float], list[float]]:
+    found = []
+    for last in (5, 8):
+        monitor = CommunicationMonitor(every_n_steps=16, observed_steps=2, picture=False)
+        callbacks = [monitor, Needs(lambda number, last=last: number >= last)]
+        make_trainer("ddp_ext", callbacks=callbacks, use_distributed_sampler=False).fit(Net())
+        found.append([times.num_bytes for times in monitor.times])
+    return found[0], found[1]
+
+
+def test_a_monitor_counts_what_is_exchanged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head, backbone = (sum(each.nbytes for each in part.parameters()) for part in (Net().head, Net().backbone))
+    for later, last in zip(run_ranks(train_observed)[0], (5, 8), strict=True):
+        assert later == [head + backbone * (16 - last) / 16] * 2
+
+
+class UnfreezeOther(Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            pl_module.backbone[2 * trainer.global_rank].requires_grad_()
+
+
+def train_differently() -> str:
+    model = Net()
+    model.backbone.requires_grad_(False)
+    trainer = make_trainer(DDPStrategy(), callbacks=[UnfreezeOther()], use_distributed_sampler=False)
+    with pytest.raises(DifferentModelsError) as caught:
+        trainer.fit(model)
+    return str(caught.value)
+
+
+def test_ranks_that_unfreeze_different_parameters_are_told():
+    for message in run_ranks(train_differently):
+        assert "where rank 0 has the parameter `net.0.0.weight`" in message
+        assert "rank 1 has the parameter `net.0.0.weight` (float32, of shape (16, 8), without gradient)" in message
+
+
+def train_with_fabric(strategy: str, devices: int) -> State:
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=devices)
+    fabric.launch()
+    fabric.seed_everything(11, verbose=False)
+    net = Net().net
+    net[0].requires_grad_(False)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    batches = fabric.setup_dataloaders(DataLoader(dataset(), BATCH_SIZE // devices))
+    for number, (features, labels) in enumerate(batches):
+        if number == 3:
+            net[0].requires_grad_()
+        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+            fabric.backward(functional.cross_entropy(model(features), labels))
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_of(net)
+
+
+def test_under_fabric_too():
+    first, second = run_ranks(train_with_fabric, "ddp_ext", 2)
+    assert_same_bits(first, second)
+    for name, value in train_with_fabric("auto", 1).items():
+        torch.testing.assert_close(first[name], value)
+
+
+@pytest.mark.forked
+def test_workers_bring_back_which_parameters_are_trained():
+    model = HeadOnly()
+    callback = BackboneFinetuning(1, backbone_initial_lr=0.1)
+    pl.seed_everything(11, verbose=False)
+    trainer = make_trainer("ddp_spawn_ext", callbacks=[callback], use_distributed_sampler=False)
+    trainer.fit(model)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [2, 4]
+
+
+@pytest.mark.forked
+def test_what_ddp_can_do_once_only_is_refused():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    begin = "Other parameters of Linear need gradients than when it was put into DDP"
+    with pytest.raises(ValueError, match=f"{begin}.*`mixed_precision='anything'`. Leave that out"):
+        wrap_again(model, torch.device("cpu"), mixed_precision="anything")
