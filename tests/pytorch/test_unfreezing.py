@@ -3,6 +3,7 @@
 torch's DDP, and so Lightning's ``ddp``, exchanges no gradients of what is unfrozen later, without a word.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_strategies_ext import CommunicationMonitor, DDPStrategy, DifferentModelsError
 from lightning_strategies_ext.torch_distributed import bucket_search
 from lightning_strategies_ext.torch_distributed.compression.options import DiLoCo, LocalSGD, TopK
-from lightning_strategies_ext.torch_distributed.wrapping import wrap_again
+from lightning_strategies_ext.torch_distributed.wrapping import TrainableParameters, wrap_again
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, dataset, make_trainer, state_of
 from tests.support.ranks import run_ranks
 
@@ -83,6 +85,9 @@ class Needs(Callback):
             for parameter in pl_module.backbone.parameters():
                 parameter.grad = None
 
+    def on_train_end(self, trainer, pl_module):
+        self.num_bytes = getattr(trainer.strategy, "num_bytes_exchanged", None)
+
 
 def unfreeze() -> Callback:
     return Needs(lambda number: number >= 5)
@@ -115,11 +120,21 @@ COMPRESSED: dict[str, dict[str, Any]] = {
     "top-k": {"compression": TopK(fraction=0.5, warmup_steps=1)},
     "local SGD": {"compression": LocalSGD(period=3, warmup_steps=2)},
     "DiLoCo": {"compression": DiLoCo(period=3, warmup_steps=2)},
+    "post-local SGD": {
+        "ddp_comm_state": PostLocalSGDState(None, None, 3, post_local_gradient_allreduce=False),
+        "ddp_comm_hook": post_localSGD_hook,
+        "model_averaging_period": 3,
+    },
     "DiLoCo as local SGD": {"compression": DiLoCo(period=3, warmup_steps=2, learning_rate=1.0, momentum=0.0)},
 }
 
 
+#: Of the elements of each bucket that the hook below has averaged.
+averaged: list[int] = []
+
+
 def average(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    averaged.append(bucket.buffer().numel())
     future = dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future()
     return future.then(lambda summed: summed.value()[0])
 
@@ -133,41 +148,53 @@ def train(case: str, strategy: Any, devices: int) -> State:
     return state_of(model)
 
 
-def train_all() -> dict[str, State]:
+def train_all() -> tuple[dict[str, State], list[int]]:
     bucket_search.SIZES_MB = (2**-11,)  # type: ignore[misc]
-    return {case: train(case, DDPStrategy(**arguments), 2) for case, (arguments, *_) in CASES.items()}
+    found = {case: train(case, DDPStrategy(**arguments), 2) for case, (arguments, *_) in CASES.items()}
+    return found, averaged
 
 
 def test_weights_are_those_of_one_process_on_all_ranks():
-    first, second = run_ranks(train_all)
+    (first, first_averaged), (second, second_averaged) = run_ranks(train_all)
+    head, both = (sum(each.numel() for each in part.parameters()) for part in (Net().head, Net()))
+    assert first_averaged == second_averaged == [head] * 5 + [both] * (2 * NUM_BATCHES - 5)
     for case in CASES:
         assert_same_bits(first[case], second[case])
         for name, value in train(case, "auto", 1).items():
             torch.testing.assert_close(first[case][name], value, msg=lambda text, case=case: f"{case}: {text}")
 
 
-def train_compressed() -> dict[str, tuple[State, State]]:
+#: When the backbone is trained.
+TIMES: dict[str, Callable[[int], bool]] = {
+    "for a while": lambda number: 4 <= number < 12 or number > 14,
+    "not at the end": lambda number: number < 12,
+}
+
+
+def train_compressed() -> dict[tuple[str, str], tuple[State, State, int | None]]:
     found = {}
     for name, arguments in COMPRESSED.items():
-        pl.seed_everything(11, verbose=False)
-        model = Net()
-        begin = state_of(model)
-        callbacks = [Needs(lambda number: 4 <= number < 12 or number > 14)]
-        trainer = make_trainer(DDPStrategy(**arguments), 2, callbacks=callbacks, use_distributed_sampler=False)
-        trainer.fit(model)
-        found[name] = begin, state_of(model)
+        for when, needs in TIMES.items():
+            pl.seed_everything(11, verbose=False)
+            model = Net()
+            begin = state_of(model)
+            callback = Needs(needs)
+            make_trainer(DDPStrategy(**arguments), 2, callbacks=[callback], use_distributed_sampler=False).fit(model)
+            found[name, when] = begin, state_of(model), callback.num_bytes
     return found
 
 
-def test_compressed_exchanges_follow():
+def test_exchanges_other_than_of_gradients_follow():
     first, second = run_ranks(train_compressed)
-    for name in COMPRESSED:
-        begin, end = first[name]
-        assert_same_bits(end, second[name][1])
-        assert all(not torch.equal(begin[each], end[each]) for each in begin), name
-    local_sgd, as_local_sgd = first["local SGD"][1], first["DiLoCo as local SGD"][1]
-    for name, value in local_sgd.items():
-        torch.testing.assert_close(as_local_sgd[name], value)
+    for case, (begin, end, _) in first.items():
+        assert_same_bits(end, second[case][1])
+        assert all(not torch.equal(begin[each], end[each]) for each in begin), case
+    for when in TIMES:
+        local_sgd, as_local_sgd = first["local SGD", when][1], first["DiLoCo as local SGD", when][1]
+        for name, value in local_sgd.items():
+            torch.testing.assert_close(as_local_sgd[name], value)
+    head, backbone = (sum(each.numel() for each in part.parameters()) for part in (Net().head, Net().backbone))
+    assert first["bf16", "for a while"][2] == 2 * (2 * NUM_BATCHES * head + (8 + 1) * backbone)
 
 
 def train_observed() -> tuple[list[float], list[float]]:
@@ -245,10 +272,64 @@ def test_workers_bring_back_which_parameters_are_trained():
     assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [2, 4]
 
 
+def in_ddp(**arguments: Any) -> nn.parallel.DistributedDataParallel:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return nn.parallel.DistributedDataParallel(nn.Linear(2, 2), **arguments)
+
+
+@pytest.mark.forked
+def test_ddp_stays_what_it_is_when_it_is_made_anew():
+    model, inputs = in_ddp(), []
+    model.register_forward_pre_hook(lambda model, args: inputs.append(args))
+    with model.no_sync():
+        wrap_again(model.eval(), torch.device("cpu"), bucket_cap_mb=3)
+        assert (model.training, model.require_backward_grad_sync) == (False, False)
+    assert model.require_backward_grad_sync
+    assert model.bucket_bytes_cap == 3 * 2**20
+    model(torch.ones(1, 2))
+    assert len(inputs) == 1
+
+
+@pytest.mark.forked
+def test_the_ddp_of_before_exchanges_nothing_any_more():
+    model = in_ddp(gradient_as_bucket_view=True)
+    model(torch.ones(1, 2))  # it waits for the gradients of this
+    held = model.reducer
+    wrap_again(model, torch.device("cpu"))
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[2.0, 2.0]] * 2
+    del held
+
+
+@pytest.mark.forked
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [({}, [1, 2]), ({"find_unused_parameters": True}, [])], ids=["plain", "with unused ones"]
+)
+def test_ddp_is_made_anew_only_where_it_has_to_be(arguments, expected):
+    model, numbers = in_ddp(**arguments), []
+    trainable = TrainableParameters(model, lambda model, trained: numbers.append(len(trained)))
+    model.requires_grad_(False)
+    model(torch.ones(1, 2))  # as a discriminator while the generator is trained
+    model.module.weight.requires_grad_()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    copy.deepcopy(trainable)
+    assert numbers == []
+    model.eval()(torch.ones(1, 2))
+    model.train()(torch.ones(1, 2))
+    assert numbers == expected[1:]
+    model.requires_grad_()
+    model(torch.ones(1, 2))
+    assert numbers == expected[::-1]
+    model(torch.ones(1, 2))
+    assert numbers == expected[::-1]
+
+
 @pytest.mark.forked
 def test_what_ddp_can_do_once_only_is_refused():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    model = in_ddp()
     begin = "Other parameters of Linear need gradients than when it was put into DDP"
     with pytest.raises(ValueError, match=f"{begin}.*`mixed_precision='anything'`. Leave that out"):
         wrap_again(model, torch.device("cpu"), mixed_precision="anything")
