@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loops.loop import _Loop
 
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
@@ -125,13 +126,17 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 def restore_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
     """What ``fit(ckpt_path=...)`` does with a checkpoint, in the middle of a ``fit``.
 
-    The connector reads from ``_loaded_checkpoint``, and otherwise only files (2.5 to 2.6).
+    The connector reads from ``_loaded_checkpoint``, and otherwise only files (2.5 to 2.6). What has unfrozen parameters
+    gives optimizers their groups at the beginning of ``fit``, and where that is restored, before their states.
     """
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     connector.restore_datamodule()
     connector.restore_model()
     connector.restore_callbacks()
+    for callback in trainer.callbacks:
+        if isinstance(callback, BaseFinetuning):
+            callback.on_fit_start(trainer, trainer.lightning_module)
     connector.restore_training_state()
     connector._loaded_checkpoint = {}
 

@@ -43,6 +43,7 @@ class Shared:
         first_world_size: Number of ranks when ``fit`` began.
         checkpoint: Lightning's, with a slot for each tensor.
         modes: ``training`` of each submodule by name.
+        trained: ``requires_grad`` of each parameter by name.
         slots: Those slots.
         totals: What the ranks have added up in this epoch, if that can be said.
     """
@@ -53,6 +54,7 @@ class Shared:
     first_world_size: int
     checkpoint: Any
     modes: dict[str, bool]
+    trained: dict[str, bool]
     slots: list[Slot]
     totals: Totals | None
 
@@ -116,12 +118,15 @@ class Commit:
         packed = _packed(checkpoint, found, slots)
         if self.shared is None or self.shared.slots != slots:
             self._check_fits(slots)
-        modes = {name: module.training for name, module in trainer.lightning_module.named_modules()}
+        module = trainer.lightning_module
+        modes = {name: submodule.training for name, submodule in module.named_modules()}
+        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         position = batches, trainer.global_step
         self._own = self._copy_own(trainer)
         self._random = user_modules.random_states()
-        self._write(Shared(*position, trainer.world_size, first_world_size, packed, modes, slots, totals), found)
+        of_module = packed, modes, trained
+        self._write(Shared(*position, trainer.world_size, first_world_size, *of_module, slots, totals), found)
 
     def note(self, step: int) -> None:
         """Called before each step with the number of those done; it is of use to nobody else."""
@@ -208,6 +213,8 @@ class Commit:
         trainer.should_stop = False
         for name, submodule in module.named_modules():
             submodule.training = self.shared.modes.get(name, submodule.training)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(self.shared.trained.get(name, parameter.requires_grad))
         module.zero_grad(set_to_none=True)
         trainer_stages.restore_checkpoint(trainer, self.checkpoint())
         if self._own is not None:

@@ -23,10 +23,13 @@ from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undist
 from tests.support.elastic_training import NUM_EPOCHS
 from tests.support.ranks import kill_tree, start_warm
 
+#: The first layers are trained from the second epoch on.
+UNFREEZING = {"strategy": STRATEGY, "unfreezes_at": 1}
+
 
 @pytest.fixture(scope="module")
 def undisturbed() -> Run:
-    return run_torchrun(2, strategy=STRATEGY)
+    return run_torchrun(2, **UNFREEZING)
 
 
 def check_is_as_undisturbed(run: Run, undisturbed: Run) -> None:
@@ -40,7 +43,7 @@ def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_work
         {"do": "kill", "step": 70, "rank": 0},
         {"do": "kill", "at": "validation", "step": 100, "rank": 1, "after": 0},
     ]
-    run = run_torchrun(2, strategy=STRATEGY, events=events, num_workers=1)
+    run = run_torchrun(2, events=events, num_workers=1, **UNFREEZING)
     check_is_as_good_as_undisturbed(run)
     check_is_as_undisturbed(run, undisturbed)
     assert run.worlds == [(2, 0), (2, 60), (2, 120)]
@@ -73,7 +76,7 @@ def test_one_is_killed_during_a_commit_in_manual_optimization_and_again_before_i
 
 
 def test_a_sigterm_to_one_rank_lets_all_commit_before_they_are_started_anew(undisturbed):
-    run = run_torchrun(2, strategy=STRATEGY, events=[{"do": "signal", "signal": "SIGTERM", "step": 70, "rank": 1}])
+    run = run_torchrun(2, events=[{"do": "signal", "signal": "SIGTERM", "step": 70, "rank": 1}], **UNFREEZING)
     check_is_as_good_as_undisturbed(run)
     check_is_as_undisturbed(run, undisturbed)
     assert len(run.worlds) == 2

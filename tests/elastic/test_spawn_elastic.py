@@ -39,7 +39,8 @@ def test_an_undisturbed_run_and_other_stages_after_it():
 @pytest.mark.parametrize(("rank", "compression"), [(0, None), (1, "powersgd")])
 def test_a_worker_that_is_killed_is_started_anew_and_joins(rank, compression):
     events = [{"do": "kill", "step": 70, "rank": rank}, awaits()]
-    run = run_workers(2, strategy={**STRATEGY, "compression": compression}, events=events, **UNTIL_IT_JOINS)
+    strategy = {**STRATEGY, "compression": compression}
+    run = run_workers(2, strategy=strategy, events=events, unfreezes_at=rank, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
     assert run.worlds[1] == (1, 60)

@@ -46,6 +46,9 @@ class Net(MLP):
         sampler = DistributedSampler(dataset(), *ranks, shuffle=False) if ranks[0] > 1 else None
         return DataLoader(dataset(), BATCH_SIZE // ranks[0], sampler=sampler)
 
+    def val_dataloader(self):
+        return DataLoader(dataset(), BATCH_SIZE)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -143,8 +146,8 @@ def train(case: str, strategy: Any, devices: int) -> State:
     _, options, kind, callback = CASES[case]
     pl.seed_everything(11, verbose=False)
     model = kind()
-    trainer = make_trainer(strategy, devices, callbacks=[callback()], use_distributed_sampler=False, **options)
-    trainer.fit(model)
+    options = {"use_distributed_sampler": False, "val_check_interval": 4, **options}
+    make_trainer(strategy, devices, callbacks=[callback()], **options).fit(model)
     return state_of(model)
 
 
@@ -317,8 +320,7 @@ def test_ddp_is_made_anew_only_where_it_has_to_be(arguments, expected):
         model(torch.ones(1, 2))
     copy.deepcopy(trainable)
     assert numbers == []
-    model.eval()(torch.ones(1, 2))
-    model.train()(torch.ones(1, 2))
+    model(torch.ones(1, 2))
     assert numbers == expected[1:]
     model.requires_grad_()
     model(torch.ones(1, 2))

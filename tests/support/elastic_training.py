@@ -8,7 +8,8 @@ started, neither is there under ``horovodrun``; ``strategy`` are arguments of th
 ``events`` a list of ``{"do": "kill" | "forget" | "signal" | "raise" | "sleep" | "barrier" | "hosts" | "unplug" |
 "await" | "hold", "at": "train" | "commit" | "validation" | "setup", "step": N, "rank": R | "any", "world": ranks that
 there are, "batches": how many have counted since there are so many, "after": number of an event, "fn": stage}``, of
-which each happens once; "await" is for a world of fewer ranks, "hold" for the event whose number is ``"until"``.
+which each happens once; "await" is for a world of fewer ranks, "hold" for the event whose number is ``"until"``. With
+``unfreezes_at`` the first layers are frozen before that epoch.
 DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
@@ -173,7 +174,8 @@ class Net(pl.LightningModule):
         self.happen("commit")
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=4e-3)
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=4e-3)
         decays_after = max(1, 3 * self.trainer.max_epochs // 4)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, decays_after, gamma=0.2)]
 
@@ -187,6 +189,9 @@ def main() -> None:
     for name, arguments in plan.get("policy", {}).items():
         callbacks.append(getattr(ext, name)(**arguments))
     net = Net(directory, plan)
+    if "unfreezes_at" in plan:
+        net.backbone = net.net[1:4]
+        callbacks.append(pl.callbacks.BackboneFinetuning(plan["unfreezes_at"], backbone_initial_lr=4e-3))
     arguments = {
         "max_epochs": NUM_EPOCHS,
         "accelerator": "cpu",
