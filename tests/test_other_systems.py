@@ -21,6 +21,11 @@ import types
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 import multiprocessing.resource_sharer, psutil, torch.distributed, torch.multiprocessing, torch.utils.data
 import lightning.pytorch
+import lightning.fabric.plugins.environments.mpi as mpi
+import sysconfig
+
+sysconfig.get_paths()
+mpi._MPI4PY_AVAILABLE = False  # it looks for the MPI of such a system, which Lightning 2.5.0 takes for an error
 
 LACKING = {
     os: ["O_TMPFILE", "memfd_create", "pidfd_open", "sched_getaffinity"],

@@ -1,6 +1,7 @@
 """``compression=...`` in training: beside torch's own hooks and one process, in checkpoints, and when a rank fails."""
 
 import os
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -226,14 +227,15 @@ def numbers_in(state: Any) -> list[float]:
     )
 
 
-def validate_apart() -> tuple[list[dict], dict]:
+def validate_apart() -> tuple[list[dict], dict, bool]:
     model = seeded(Wide)
     state = train(model, LocalSGD(period=100), val_check_interval=5)
-    return model.validated, state
+    return model.validated, state, "torch.distributed.optim" in sys.modules
 
 
 def test_ranks_validate_one_model_and_end_with_one() -> None:
-    (first, end), (second, other_end) = run_ranks(validate_apart)
+    (first, end, is_imported), (second, other_end, _) = run_ranks(validate_apart)
+    assert not is_imported  # it compiles TorchScript, which nothing here needs
     assert len(first) == len(second) > 2
     for one, another in zip(first, second, strict=True):
         assert_same_bits(one, another)

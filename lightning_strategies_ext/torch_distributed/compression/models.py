@@ -1,5 +1,6 @@
 """Models that drift apart and are brought together every so many steps: local SGD and DiLoCo."""
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -209,9 +210,11 @@ def check_is_plain(optimizer: Optimizer, asked_for: str) -> None:
     Raises:
         ValueError: If it distributes its own work.
     """
-    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
-
-    if isinstance(optimizer, (PostLocalSGDOptimizer, ZeroRedundancyOptimizer)):
+    # Who has one has imported this. It compiles TorchScript, and says that that is deprecated; with torch 2.5 a process
+    # crashes if another of its threads happens to collect what is left of that.
+    module = sys.modules.get("torch.distributed.optim")
+    kinds = ("PostLocalSGDOptimizer", "ZeroRedundancyOptimizer")
+    if any(isinstance(optimizer, getattr(module, name, ())) for name in kinds):
         raise ValueError(
             f"`{asked_for}` cannot be combined with {type(optimizer).__name__}, which distributes its own work. Use a"
             " plain optimizer, or leave the averaging of models out."
