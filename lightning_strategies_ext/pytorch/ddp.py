@@ -172,6 +172,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         self._uneven_inputs = uneven_inputs
         self._averaging: ModelAveraging | None = None
         self._worker: WorkerContext | None = None
+        self._trainable: TrainableParameters | None = None
 
     @property
     @override
@@ -367,7 +368,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         self._gradient_sync.register_hook(ddp_model, self._compressed, share)
         self._world.exchange = DDPExchange(ddp_model, share or Share())
         self._begin_to_try_buckets(ddp_model)
-        TrainableParameters(ddp_model, partial(self._train_others, share))
+        self._trainable = TrainableParameters(ddp_model, partial(self._train_others, share))
         return ddp_model
 
     def _train_others(self, share: Share | None, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
@@ -407,7 +408,10 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
 
         Raises:
             UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.
+            RuntimeError: If a parameter has been unfrozen in this step, after DDP has begun it.
         """
+        if self._trainable is not None and self.world_size > 1:
+            self._trainable.check_all_are_known()
         if self._world.inputs is not None:
             self._world.inputs.before_backward()
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
@@ -472,7 +476,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.model = layer_sync.revert(self.model)
-        self._averaging = None
+        self._averaging = self._trainable = None
         self._end_trying_buckets()
         self._end_compression()
         super().teardown()
@@ -491,6 +495,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         return {
             **super().__getstate__(),
             "_averaging": None,
+            "_trainable": None,
             "_compressed": None,
             "exchange_state": None,
             "_worker": None,

@@ -6,7 +6,7 @@ is frozen later is waited for in vain. :class:`TrainableParameters` notices both
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -105,7 +105,7 @@ class TrainableParameters:
             were trained so far.
     """
 
-    _parameters: Sequence[Tensor] = ()
+    _parameters: Mapping[str, Tensor] = {}
     _are_trained: Sequence[bool] = ()
 
     def __init__(
@@ -114,26 +114,51 @@ class TrainableParameters:
         on_change: Callable[[DistributedDataParallel, Sequence[Tensor]], None],
     ) -> None:
         ignored = model.parameters_to_ignore
-        self._parameters = [each for name, each in model.module.named_parameters() if name not in ignored]
-        self._are_trained = [*map(_needs_gradient, self._parameters)]
+        self._parameters = {name: each for name, each in model.module.named_parameters() if name not in ignored}
+        self._are_trained = self._need_gradients()
         self._on_change = on_change
         model.register_forward_pre_hook(self._look)
+
+    def check_all_are_known(self) -> None:
+        """Refuses a backward pass with a parameter that has been unfrozen since the forward pass began.
+
+        Raises:
+            RuntimeError: If there is one: each rank would train it alone.
+        """
+        now = self._need_gradients()
+        if now != self._are_trained:
+            for name, needs, is_known in zip(self._parameters, now, self._are_trained, strict=True):
+                if needs and not is_known:
+                    raise RuntimeError(
+                        f"The parameter `{name}` was unfrozen within the training step, and DDP has begun it without:"
+                        " ranks would train it each for itself. Unfreeze it before, in `on_train_epoch_start` or"
+                        " `on_train_batch_start` for example."
+                    )
+
+    def _need_gradients(self) -> Sequence[bool]:
+        return [*map(_needs_gradient, self._parameters.values())]
 
     def _look(self, model: Module, args: Any) -> None:
         # `model.training` says nothing: after a validation, Lightning leaves DDP in evaluation, not the module in it.
         if not torch.is_grad_enabled():
             return
-        before, now = self._are_trained, [*map(_needs_gradient, self._parameters)]
-        if now == before:
+        before, now = self._are_trained, self._need_gradients()
+        if now == before or not any(now):  # none are trained for a while, and DDP waits for none
             return
         assert isinstance(model, DistributedDataParallel)
-        has_more = any(is_trained and not was_trained for is_trained, was_trained in zip(now, before, strict=True))
-        # Some are not to be trained for a while, as losses take turns, and DDP waits for none of the others.
-        if not has_more and (model.find_unused_parameters or not any(now)):
-            return
+        parameters = self._parameters.values()
+        stay = []
+        if model.find_unused_parameters:  # to DDP, those that are frozen for a while are unused: losses may take turns
+            stay = [each for each, was, needs in zip(parameters, before, now, strict=True) if was and not needs]
+            now = [was or needs for was, needs in zip(before, now, strict=True)]
+            if now == before:
+                return
         self._are_trained = now
-        trained = [each for each, was_trained in zip(self._parameters, before, strict=True) if was_trained]
-        self._on_change(model, trained)
+        for parameter in stay:
+            parameter.requires_grad_()
+        self._on_change(model, [each for each, was_trained in zip(parameters, before, strict=True) if was_trained])
+        for parameter in stay:
+            parameter.requires_grad_(False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

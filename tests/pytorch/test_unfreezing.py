@@ -217,6 +217,54 @@ def test_a_monitor_counts_what_is_exchanged(tmp_path, monkeypatch):
         assert later == [head + backbone * (16 - last) / 16] * 2
 
 
+class TakesTurns(Net):
+    """One of two losses is for the backbone, and freezes the head up to the next; the head is unfrozen in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+        self.more.requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_step == 6:
+            self.more.requires_grad_()
+
+    def training_step(self, batch, batch_idx):
+        is_turn = batch_idx % 2 == 0
+        self.head.requires_grad_(is_turn)
+        features = self.net(batch[0])
+        return functional.cross_entropy(features + self.more(batch[0]) if is_turn else features, batch[1])
+
+
+class UnfreezesInStep(Net):
+    def training_step(self, batch, batch_idx):
+        self.backbone.requires_grad_(batch_idx == 3)
+        return super().training_step(batch, batch_idx)
+
+
+def train_with_unfreezing_in_the_step() -> tuple[State, str]:
+    pl.seed_everything(11, verbose=False)
+    model = TakesTurns()
+    make_trainer("ddp_ext_find_unused_parameters_true", use_distributed_sampler=False).fit(model)
+    other = UnfreezesInStep()
+    other.backbone.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="was unfrozen within the training step") as caught:
+        make_trainer("ddp_ext", use_distributed_sampler=False).fit(other)
+    return state_of(model), str(caught.value)
+
+
+def test_what_is_unfrozen_within_a_step_is_exchanged_if_it_was_before_and_else_an_error():
+    (first, message), (second, other_message) = run_ranks(train_with_unfreezing_in_the_step)
+    assert_same_bits(first, second)
+    assert message == other_message
+    assert message.startswith("The parameter `net.0.0.weight` was unfrozen within the training step")
+    pl.seed_everything(11, verbose=False)
+    alone = TakesTurns()
+    make_trainer("auto", 1, use_distributed_sampler=False).fit(alone)
+    for name, value in state_of(alone).items():
+        torch.testing.assert_close(first[name], value)
+
+
 class UnfreezeOther(Callback):
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:
