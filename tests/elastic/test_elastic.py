@@ -46,9 +46,9 @@ def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
     assert run.ends[0]["lr"] == pytest.approx(4e-3 * 0.2 / 2)
 
 
-def test_a_rank_that_is_added():
+def test_a_rank_that_is_added_trains_what_the_other_has_unfrozen():
     events = [{"do": "hosts", "step": 60, "hosts": [FIRST, SECOND]}]
-    run = run_elastic(hosts=(FIRST,), strategy=STRATEGY, pause_s=0.03, events=events)
+    run = run_elastic(hosts=(FIRST,), strategy=STRATEGY, pause_s=0.03, events=events, unfreezes_at=0)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [1, 2]
     assert "with 2 ranks, 1 of them new" in run.output
