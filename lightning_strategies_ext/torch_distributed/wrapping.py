@@ -97,7 +97,7 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
 class TrainableParameters:
     """Looks before each forward pass with gradients whether other parameters need gradients than DDP knows of.
 
-    That takes some 30 nanoseconds per parameter. A copy of the model in DDP is not looked after.
+    That takes some 55 nanoseconds per parameter. A copy of the model in DDP is not looked after.
 
     Args:
         model: In DDP.
@@ -107,6 +107,7 @@ class TrainableParameters:
 
     _parameters: Mapping[str, Tensor] = {}
     _are_trained: Sequence[bool] = ()
+    _unknown: Mapping[str, Tensor] = {}
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class TrainableParameters:
     ) -> None:
         ignored = model.parameters_to_ignore
         self._parameters = {name: each for name, each in model.module.named_parameters() if name not in ignored}
-        self._are_trained = self._need_gradients()
+        self._note(self._need_gradients())
         self._on_change = on_change
         model.register_forward_pre_hook(self._look)
 
@@ -125,15 +126,18 @@ class TrainableParameters:
         Raises:
             RuntimeError: If there is one: each rank would train it alone.
         """
-        now = self._need_gradients()
-        if now != self._are_trained:
-            for name, needs, is_known in zip(self._parameters, now, self._are_trained, strict=True):
-                if needs and not is_known:
-                    raise RuntimeError(
-                        f"The parameter `{name}` was unfrozen within the training step, and DDP has begun it without:"
-                        " ranks would train it each for itself. Unfreeze it before, in `on_train_epoch_start` or"
-                        " `on_train_batch_start` for example."
-                    )
+        name = next((name for name, each in self._unknown.items() if each.requires_grad), None)
+        if name is not None:
+            raise RuntimeError(
+                f"The parameter `{name}` was unfrozen within the training step, and DDP has begun it without: each rank"
+                " would train it alone. Unfreeze it before, in `on_train_epoch_start` or `on_train_batch_start` for"
+                " example."
+            )
+
+    def _note(self, are_trained: Sequence[bool]) -> None:
+        self._are_trained = are_trained
+        named = zip(self._parameters.items(), are_trained, strict=True)
+        self._unknown = {name: each for (name, each), is_trained in named if not is_trained}
 
     def _need_gradients(self) -> Sequence[bool]:
         return [*map(_needs_gradient, self._parameters.values())]
@@ -153,7 +157,7 @@ class TrainableParameters:
             now = [was or needs for was, needs in zip(before, now, strict=True)]
             if now == before:
                 return
-        self._are_trained = now
+        self._note(now)
         for parameter in stay:
             parameter.requires_grad_()
         self._on_change(model, [each for each, was_trained in zip(parameters, before, strict=True) if was_trained])
