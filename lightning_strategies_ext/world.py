@@ -14,6 +14,7 @@ from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
 from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.failure.departure import Departure
+from lightning_strategies_ext.failure.ending import end_quickly
 from lightning_strategies_ext.failure.errors import has_lost_a_peer, is_of_collective
 from lightning_strategies_ext.failure.requeueing import Requeueing
 from lightning_strategies_ext.failure.signs import Progress
@@ -211,6 +212,7 @@ class World:
                 return
             if self.must_requeue:
                 self._requeueing.carry_out()
+        end_quickly()
         if self._is_interrupted:
             raise KeyboardInterrupt
         assert self._confirm_sigterm is not None

@@ -3,6 +3,7 @@
 import atexit
 import faulthandler
 import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -23,7 +24,9 @@ LEFT_S = 2.0
 #: Of what multiprocessing's processes call at their end, what is called before the rest, and after it.
 FIRST, _USUAL, _LAST = 1, 0, -100
 
-_must_fail = False
+_WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+_must_fail = _is_quick = False
 _left: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
@@ -63,8 +66,14 @@ def end_within(seconds: float) -> None:
     A library may wait at its end for what never comes, and hold Python's lock: the clock is one of C's.
     """
     _end_loaders()
-    gc.freeze()  # or the interpreter goes twice through all that torch has made, to free it: a second or two
+    _end_without_freeing()
     faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+def end_quickly() -> None:
+    """Lets this process, which was asked to end, not free what it has made when the interpreter ends."""
+    global _is_quick
+    _is_quick = True
 
 
 def leave_thread(thread: threading.Thread) -> None:
@@ -82,7 +91,7 @@ def fail_at_exit() -> None:
     """Lets this process end with exit code 1, whatever the script ends with; called at its exit, or before."""
     global _must_fail
     _must_fail = True
-    Finalize(None, _fail_if_asked_to, exitpriority=_LAST)
+    Finalize(None, _end_as_asked, exitpriority=_LAST)
 
 
 def uncaught() -> BaseException | None:
@@ -92,12 +101,26 @@ def uncaught() -> BaseException | None:
 
 
 @atexit.register  # early, and so it is called late
-def _fail_if_asked_to() -> None:
+def _end_as_asked() -> None:
     if _must_fail and uncaught() is None:
         _end_loaders()
         logging.shutdown()
         _flush()
         os._exit(1)
+    if _is_quick:
+        _end_without_freeing()
+
+
+def _end_without_freeing() -> None:
+    """Keeps the interpreter from going twice through all that torch has made, to free it: a second or two.
+
+    What was written to files that nobody has closed would have been written to the disk then; it is now.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), _WRITERS):
+            with suppress(OSError, ValueError):
+                each.flush()
+    gc.freeze()
 
 
 def _end_loaders() -> None:

@@ -1,0 +1,39 @@
+"""A process that was asked to end frees nothing at its end, and loses nothing that was written to files."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_command
+
+SCRIPT = """
+import sys
+from lightning_strategies_ext.failure import ending
+
+
+class Holder:
+    def __init__(self, path):
+        self.me, self.file, self.other = self, open(path, "w"), open(path + ".bytes", "wb")
+
+    def __del__(self):
+        print("freed")
+
+
+Holder.last = Holder(sys.argv[1])
+Holder.last.file.write("the last words")
+Holder.last.other.write(b"and bytes")
+if sys.argv[2] == "quick":
+    ending.end_quickly()
+"""
+
+
+@pytest.mark.parametrize("how", ["usual", "quick"])
+def test_what_nobody_has_closed_is_written(tmp_path: Path, how: str) -> None:
+    script, path = tmp_path / "script.py", tmp_path / "words"
+    script.write_text(SCRIPT)
+    done = run_command(sys.executable, script, path, how)
+    assert done.returncode == 0, done.stdout
+    assert path.read_text() == "the last words"
+    assert Path(f"{path}.bytes").read_bytes() == b"and bytes"
+    assert ("freed" in done.stdout) is (how == "usual")
