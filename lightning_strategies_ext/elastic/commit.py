@@ -122,11 +122,10 @@ class Commit:
         modes = {name: submodule.training for name, submodule in module.named_modules()}
         trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        position = batches, trainer.global_step
         self._own = self._copy_own(trainer)
         self._random = user_modules.random_states()
-        of_module = packed, modes, trained
-        self._write(Shared(*position, trainer.world_size, first_world_size, *of_module, slots, totals), found)
+        sizes = trainer.world_size, first_world_size
+        self._write(Shared(batches, trainer.global_step, *sizes, packed, modes, trained, slots, totals), found)
 
     def note(self, step: int) -> None:
         """Called before each step with the number of those done; it is of use to nobody else."""

@@ -24,6 +24,7 @@ LEFT_S = 2.0
 #: Of what multiprocessing's processes call at their end, what is called before the rest, and after it.
 FIRST, _USUAL, _LAST = 1, 0, -100
 
+#: Of files, what keeps words back.
 _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 _must_fail = _is_quick = False
@@ -66,8 +67,8 @@ def end_within(seconds: float) -> None:
     A library may wait at its end for what never comes, and hold Python's lock: the clock is one of C's.
     """
     _end_loaders()
-    _end_without_freeing()
     faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    _end_without_freeing()
 
 
 def end_quickly() -> None:

@@ -8,10 +8,9 @@ or more over ``shm``, which adds up in another order than gloo.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -55,6 +54,7 @@ from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronize
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
+from lightning_strategies_ext.pytorch.unfreezing import Unfreezing
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.compression.options import (
     BFloat16,
@@ -73,18 +73,14 @@ from lightning_strategies_ext.torch_distributed.gradient_sync import (
     explain_unused_parameters,
 )
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
-from lightning_strategies_ext.torch_distributed.wrapping import (
-    TrainableParameters,
-    check_has_trainable_parameters,
-    wrap_in_ddp,
-)
+from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters, wrap_in_ddp
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 from lightning_strategies_ext.world import World
 
 _OURS = __name__.partition(".")[0]
 
 
-class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStrategy):
+class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStrategy):
     """Multi-process data parallelism on one or several hosts.
 
     Args:
@@ -172,7 +168,6 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         self._uneven_inputs = uneven_inputs
         self._averaging: ModelAveraging | None = None
         self._worker: WorkerContext | None = None
-        self._trainable: TrainableParameters | None = None
 
     @property
     @override
@@ -368,23 +363,8 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         self._gradient_sync.register_hook(ddp_model, self._compressed, share)
         self._world.exchange = DDPExchange(ddp_model, share or Share())
         self._begin_to_try_buckets(ddp_model)
-        self._trainable = TrainableParameters(ddp_model, partial(self._train_others, share))
+        self._look_after_unfreezing(ddp_model, share)
         return ddp_model
-
-    def _train_others(self, share: Share | None, model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
-        """Exchanges the gradients of those parameters that need one now; called by all ranks together.
-
-        Args:
-            share: What the exchange of the model asks.
-            model: In DDP.
-            trained: The parameters that were trained before.
-        """
-        check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
-        self._gradient_sync.bring_together(trained)
-        self._wrap_again(model)
-        self._gradient_sync.register_hook(model, self._compressed, share)
-        if self._compressed is not None:
-            self._compressed.follow()
 
     @override
     def model_to_device(self) -> None:
@@ -410,8 +390,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
             UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.
             RuntimeError: If a parameter has been unfrozen in this step, after DDP has begun it.
         """
-        if self._trainable is not None and self.world_size > 1:
-            self._trainable.check_all_are_known()
+        self._check_unfreezing()
         if self._world.inputs is not None:
             self._world.inputs.before_backward()
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
@@ -476,7 +455,7 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.model = layer_sync.revert(self.model)
-        self._averaging = self._trainable = None
+        self._averaging = None
         self._end_trying_buckets()
         self._end_compression()
         super().teardown()
@@ -495,7 +474,6 @@ class DDPStrategy(BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStra
         return {
             **super().__getstate__(),
             "_averaging": None,
-            "_trainable": None,
             "_compressed": None,
             "exchange_state": None,
             "_worker": None,

@@ -8,7 +8,8 @@ is frozen later is waited for in vain. :class:`TrainableParameters` notices both
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
     of_modules = vars(Module()).keys() - {"_parameters", "_buffers", "_modules"}
     kept = {name: getattr(model, name) for name in (*of_modules, "require_backward_grad_sync")}
     without_sync = {"init_sync": False} if "init_sync" in DDP_ARGUMENTS else {}
-    own = [] if without_sync else [buffer.detach().clone() for buffer in module.buffers()]
+    buffers = [] if without_sync else [*module.buffers()]
+    own = [buffer.detach().clone() for buffer in buffers]
     # A private name of torch's (2.5 to 2.13). What the hooks belong to goes when nobody holds it; until then they would
     # exchange each gradient a second time.
     model._remove_autograd_hooks()
@@ -90,14 +92,14 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
         DistributedDataParallel.__init__(model, module, device_ids=_device_ids(device), **arguments)
     vars(model).update(kept)
     with torch.no_grad():
-        for buffer, before in zip(module.buffers() if own else (), own, strict=True):
+        for buffer, before in zip(buffers, own, strict=True):
             buffer.copy_(before)
 
 
 class TrainableParameters:
     """Looks before each forward pass with gradients whether other parameters need gradients than DDP knows of.
 
-    That takes some 55 nanoseconds per parameter. A copy of the model in DDP is not looked after.
+    A copy of the model in DDP is not looked after.
 
     Args:
         model: In DDP.
@@ -136,8 +138,7 @@ class TrainableParameters:
 
     def _note(self, are_trained: Sequence[bool]) -> None:
         self._are_trained = are_trained
-        named = zip(self._parameters.items(), are_trained, strict=True)
-        self._unknown = {name: each for (name, each), is_trained in named if not is_trained}
+        self._unknown = dict(compress(self._parameters.items(), map(not_, are_trained)))
 
     def _need_gradients(self) -> Sequence[bool]:
         return [*map(_needs_gradient, self._parameters.values())]
@@ -147,22 +148,24 @@ class TrainableParameters:
         if not torch.is_grad_enabled():
             return
         before, now = self._are_trained, self._need_gradients()
-        if now == before or not any(now):  # none are trained for a while, and DDP waits for none
+        if now == before:
             return
         assert isinstance(model, DistributedDataParallel)
-        parameters = self._parameters.values()
-        stay = []
         if model.find_unused_parameters:  # to DDP, those that are frozen for a while are unused: losses may take turns
-            stay = [each for each, was, needs in zip(parameters, before, now, strict=True) if was and not needs]
             now = [was or needs for was, needs in zip(before, now, strict=True)]
-            if now == before:
-                return
+        if now == before or not any(now):  # where none are trained for a while, DDP waits for none
+            return
         self._note(now)
-        for parameter in stay:
+        trained = self._chosen(before)
+        unused = [each for each in self._chosen(now) if not each.requires_grad]
+        for parameter in unused:
             parameter.requires_grad_()
-        self._on_change(model, [each for each, was_trained in zip(parameters, before, strict=True) if was_trained])
-        for parameter in stay:
+        self._on_change(model, trained)
+        for parameter in unused:
             parameter.requires_grad_(False)
+
+    def _chosen(self, are_chosen: Sequence[bool]) -> list[Tensor]:
+        return [*compress(self._parameters.values(), are_chosen)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {}

@@ -1,11 +1,10 @@
 """A process that was asked to end frees nothing at its end, and loses nothing that was written to files."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_command
+from tests.support.ranks import run_script
 
 SCRIPT = """
 import sys
@@ -32,8 +31,25 @@ if sys.argv[2] == "quick":
 def test_what_nobody_has_closed_is_written(tmp_path: Path, how: str) -> None:
     script, path = tmp_path / "script.py", tmp_path / "words"
     script.write_text(SCRIPT)
-    done = run_command(sys.executable, script, path, how)
+    done = run_script(script, path, how)
     assert done.returncode == 0, done.stdout
     assert path.read_text() == "the last words"
     assert Path(f"{path}.bytes").read_bytes() == b"and bytes"
     assert ("freed" in done.stdout) is (how == "usual")
+
+
+FULL_PIPE = """
+import os
+from lightning_strategies_ext.failure import ending
+
+reader, writer = os.pipe()
+file = os.fdopen(writer, "wb", buffering=1 << 20)
+file.write(bytes((1 << 20) - 1))  # more than the pipe holds, and nobody reads it
+ending.end_within(0.5)
+"""
+
+
+def test_a_file_that_takes_nothing_does_not_keep_a_rank_from_its_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FULL_PIPE)
+    assert run_script(script, timeout_s=30).returncode == 1
