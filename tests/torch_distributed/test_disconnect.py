@@ -70,7 +70,10 @@ def cut_off_and_see_what_is_left() -> list[bytes]:
     mine.sendall(b"still here")
     store = process_group.default_store()
     store.set(f"done {rank}", "too")
-    return [accepted.recv(10), store.get(f"done {1 - rank}")]
+    seen = [accepted.recv(10), store.get(f"done {1 - rank}")]
+    store.set(f"seen {rank}", "")
+    store.get("seen 1")  # the store is in rank 0's process
+    return seen
 
 
 def test_connections_of_others_and_the_stores_stay():
