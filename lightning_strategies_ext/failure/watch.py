@@ -306,6 +306,10 @@ class Watch:
             self._say("failed")
         return failure
 
+    def end(self) -> None:
+        """Does what is to be done at this process's end, if that has not been done: before what may take long then."""
+        self._at_end()
+
     def close(self) -> None:
         """Ends this rank's part without a word."""
         self._at_end.cancel()

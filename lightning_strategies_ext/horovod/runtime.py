@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch.distributed import Store, TCPStore
 
+from lightning_strategies_ext.failure import watch
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
 from lightning_strategies_ext.horovod_build.installed import horovod_problem
 from lightning_strategies_ext.peers import Peer, host_identity
@@ -59,8 +60,8 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
             set_defaults_for_cpus_over_mpi()
         with told_as_by_a_launcher(launch) if launch.launcher == "python" else nullcontext():
             hvd.init(process_sets=process_sets)
-    atexit.unregister(shut_down)
-    atexit.register(shut_down)  # Horovod's own comes after it, and has nothing more to do
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit)  # Horovod's own comes after it, and has nothing more to do
     if process_set is not None and process_set.process_set_id is None:
         raise RuntimeError(
             f"`process_set={process_set}` is not known to Horovod, which was initialized before. Pass it to"
@@ -125,6 +126,13 @@ def let_go(peers: Sequence[Peer]) -> None:
                 process = psutil.Process(peer.pid)
                 if process.status() == psutil.STATUS_STOPPED:
                     process.kill()
+    shut_down()
+
+
+def _leave_at_exit() -> None:
+    # The watch first: it sets a clock where ranks have failed, since Horovod waits half a minute for a lost host.
+    if (own := watch.of_process()) is not None:
+        own.end()
     shut_down()
 
 
