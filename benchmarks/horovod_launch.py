@@ -9,6 +9,9 @@ BIN = Path(sys.executable).parent
 FIRST, SECOND, THIRD = "localhost", "127.0.0.1", "127.1"
 LAUNCHERS = {
     "horovodrun": [BIN / "horovodrun", "-np", "{n}", "--gloo", "--network-interfaces", "lo"],
+    "horovodrun on two hosts": [
+        *(BIN / "horovodrun", "-np", "{n}", "-H", f"{FIRST}:1,{SECOND}:1", "--gloo", "--network-interfaces", "lo"),
+    ],
     "mpirun": [
         *(BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "{n}", "--bind-to", "none"),
         *("--mca", "btl", "self,sm", "--mca", "pml", "ob1", "--mca", "btl_sm_backing_directory", "{directory}"),

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--worlds", nargs="+", default=["2", "3", "1x2", "2x2"], help="ranks, or ranks x hosts")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--moments", nargs="+")
+    parser.add_argument("--accelerator", default="cpu", help="gpu: all ranks share one, each as a host of its own: 1x2")
     parser.add_argument("--every", type=int, default=1, help="try each Nth case only")
     parser.add_argument("--offset", type=int, default=0, help="the first of them")
     parser.add_argument("--at-once", type=int, default=1, help="how many at the same time")
@@ -38,11 +40,13 @@ def main() -> int:
     options = parser.parse_args()
     worlds = [(int(ranks) * int(hosts or 1), int(hosts or 1)) for ranks, _, hosts in map(split, options.worlds)]
     cases = [
-        case
+        replace(case, accelerator=options.accelerator)
         for case in all_cases(tuple(options.strategies), tuple(worlds))
         if case.kind in options.kinds and (options.moments is None or case.moment in options.moments)
     ]
-    if any(case.hosts > 1 for case in cases):
+    if options.accelerator != "cpu":  # its hosts have no cables between them
+        cases = [case for case in cases if case.hosts == case.world_size and case.kind != "cable"]
+    elif any(case.hosts > 1 for case in cases):
         try:
             with tempfile.TemporaryDirectory() as directory, two_hosts(Path(directory)):
                 pass

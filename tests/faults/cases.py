@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from benchmarks.horovod_launch import BIN
+from benchmarks.ranks import free_port
 from tests.faults.program import PATIENCE_S
 from tests.support import warm
 from tests.support.hosts import ADDRESSES, put_ssh, two_hosts
@@ -87,6 +88,7 @@ class Case:
         strategy: Name of the strategy, or "fabric" for ours under Fabric.
         world_size: Number of ranks.
         hosts: On how many hosts, see :mod:`tests.support.hosts`.
+        accelerator: Of the Trainer or Fabric. On "gpu" all ranks share the first GPU, and pass for hosts of their own.
     """
 
     kind: str
@@ -95,9 +97,11 @@ class Case:
     strategy: str
     world_size: int
     hosts: int = 1
+    accelerator: str = "cpu"
 
     def __str__(self) -> str:
         size = str(self.world_size) if self.hosts == 1 else f"{self.hosts}x{self.world_size // self.hosts}"
+        size += "" if self.accelerator == "cpu" else f"-{self.accelerator}"
         return f"{self.strategy}-{size}-{self.kind}-{self.moment.replace(' ', '_')}-rank{self.rank}"
 
     @property
@@ -234,6 +238,10 @@ def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Resul
     """
     program = [warm.python(), str(Path(__file__).parent / "program.py"), json.dumps(asdict(case)), str(directory)]
     env = {**clean_environment(), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", _NAME: str(directory)}
+    if case.accelerator != "cpu":
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environments = [env | {"NODE_RANK": str(index)} for index in range(case.hosts)]
+        return _try([program] * case.hosts, environments, case, directory, limit_s)
     if case.hosts == 1:
         env |= warm.children() if case.strategy == "horovod_ext" else {}
         return _try([program], [env], case, directory, limit_s)

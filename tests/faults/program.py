@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, HorovodStrategy
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
+from tests.support.one_gpu import pass_for_own_host
 
 PATIENCE_S = 5.0
 NUM_BATCHES = 6
@@ -81,7 +82,7 @@ class Fault:
     def collective(self) -> None:
         import torch.distributed as dist
 
-        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3, device="cuda" if dist.get_backend() == "nccl" else "cpu"))
 
     def cable(self) -> None:
         subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)  # of this rank's host
@@ -181,7 +182,7 @@ def train(case: dict[str, Any], directory: str) -> None:
     kind = STRATEGIES.get(case["strategy"])
     trainer = Trainer(
         strategy=case["strategy"] if kind is None else kind(patience=PATIENCE_S),
-        accelerator="cpu",
+        accelerator=case["accelerator"],
         devices=case["world_size"] // case["hosts"],
         num_nodes=case["hosts"],
         max_epochs=2,
@@ -208,7 +209,7 @@ def loop(case: dict[str, Any], directory: str) -> None:
     fault.at("before the group", rank_to_be(case))
     strategy = FabricDDPStrategy(patience=PATIENCE_S)
     devices, num_nodes = case["world_size"] // case["hosts"], case["hosts"]
-    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=devices, num_nodes=num_nodes)
+    fabric = Fabric(strategy=strategy, accelerator=case["accelerator"], devices=devices, num_nodes=num_nodes)
     fabric.launch()
     fault.at("setup", fabric.global_rank)
     net = nn.Linear(8, 1)
@@ -234,4 +235,6 @@ def loop(case: dict[str, Any], directory: str) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background has taken away
     case = json.loads(sys.argv[1])
+    if case["accelerator"] != "cpu":
+        pass_for_own_host()
     (loop if case["strategy"] == "fabric" else train)(case, sys.argv[2])

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_strategies_ext  # noqa: F401 - gives the names where the package is not installed, only on the path
+from tests.support.one_gpu import pass_for_own_host
 from tests.support.ranks import run_ranks
 
 ON_CPU = os.environ.get("LSE_GPU_TESTS_ON") == "cpu"
@@ -75,8 +76,7 @@ def _as_rank(devices: Devices, body: Callable[..., Any], args: Any) -> Any:
     if devices.num_nodes > 1:
         rank = os.environ["LOCAL_RANK"]
         os.environ.update(LOCAL_RANK="0", NODE_RANK=rank)
-        # NCCL refuses a GPU to two ranks of one host, and tells hosts apart by this name.
-        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        pass_for_own_host()
     return _call(body, devices, args)
 
 

@@ -9,7 +9,7 @@ started, neither is there under ``horovodrun``; ``strategy`` are arguments of th
 "await" | "hold", "at": "train" | "commit" | "validation" | "setup", "step": N, "rank": R | "any", "world": ranks that
 there are, "batches": how many have counted since there are so many, "after": number of an event, "fn": stage}``, of
 which each happens once; "await" is for a world of fewer ranks, "hold" for the event whose number is ``"until"``. With
-``unfreezes_at`` the first layers are frozen before that epoch.
+``unfreezes_at`` the first layers are frozen before that epoch; with ``is_on_one_gpu`` all ranks share the first GPU.
 DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
 """
 
@@ -34,6 +34,7 @@ from torchmetrics import SumMetric
 
 import lightning_strategies_ext as ext
 from lightning_strategies_ext.elastic.keeper import RUN_ID
+from tests.support.one_gpu import pass_for_own_host, put_all_on_one
 
 NUM_TRAINED, NUM_HELD_OUT = 1437, 360
 NUM_EPOCHS = 4
@@ -75,6 +76,12 @@ class Net(pl.LightningModule):
         self.num_batches = 0
         self.pauses_in = plan.get("pauses_in", [self.num_ranks])
         self.automatic_optimization = not plan.get("is_manual", False)
+        self.is_on_one_gpu = plan.get("is_on_one_gpu", False)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        if self.is_on_one_gpu:
+            pass_for_own_host()
+        return []
 
     def happen(self, at: str) -> None:
         for number, event in enumerate(self.events):
@@ -209,6 +216,11 @@ def main() -> None:
         strategy: Any = ext.DDPElasticStrategy(**plan.get("strategy", {}))
     else:
         strategy = kind(elastic=True, **plan.get("strategy", {}))
+    if plan.get("is_on_one_gpu", False):
+        pass_for_own_host()
+        arguments["accelerator"] = "gpu"
+        if "workers" in plan and not plan.get("is_on_ray", False):
+            put_all_on_one(strategy, arguments.pop("devices"))
     trainer = pl.Trainer(**arguments, strategy=strategy)
     trained = DataLoader(Digits(False), batch_size=16, shuffle=True, num_workers=plan.get("num_workers", 0))
     held_out = Digits(True)
@@ -218,7 +230,7 @@ def main() -> None:
         again = pl.Trainer(**arguments, strategy=trainer.strategy.strategy_name)
         net.write(validated=again.validate(net, DataLoader(held_out, batch_size=32), verbose=False)[0]["right"])
         again.fit(net, trained)
-    net.eval()
+    net.cpu().eval()
     with torch.no_grad():
         accuracy = (net.net(held_out.images).argmax(1) == held_out.labels).float().mean().item()
     weights = [parameter.flatten()[:3].tolist() for parameter in net.parameters()]

@@ -1,0 +1,71 @@
+"""Ranks on GPUs that are lost while the others go on: workers of ``fit``, and ranks that torchrun starts anew.
+
+Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
+"""
+
+import json
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.ranks import free_port
+from tests.gpu.devices import ON_CPU, Ranks
+from tests.support import elastic_runs, warm
+from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_workers
+from tests.support.ranks import kill_tree, start_warm
+
+#: Whoever is started anew comes when the other has gone on, which takes its time until then.
+AWAITS = {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 0}
+PAUSES: dict[str, Any] = {"pause_s": 0.04, "pauses_in": [1], "is_on_one_gpu": not ON_CPU}
+
+
+@pytest.mark.parametrize(
+    ("event", "begins_at"),
+    [
+        ({"do": "kill", "step": 70, "rank": 0}, 60),
+        ({"do": "kill", "step": 70, "rank": 1}, 60),
+        ({"do": "kill", "at": "commit", "step": 60, "rank": 1}, 40),
+        ({"do": "kill", "at": "validation", "step": 50, "rank": 0}, 80),
+        ({"do": "sleep", "step": 70, "rank": 1}, 60),
+    ],
+    ids=lambda value: f"{value['do']} in {value.get('at', 'training')}" if isinstance(value, dict) else None,
+)
+def test_a_worker_that_is_lost_is_started_anew_on_its_gpu(event: dict[str, Any], begins_at: int, two_ranks: Ranks):
+    strategy = {**STRATEGY, "patience": 4}
+    run = run_workers(2, strategy=strategy, events=[event, AWAITS], **PAUSES)
+    print(run.output)
+    check_is_as_good_as_undisturbed(run)
+    assert [size for size, _ in run.worlds] == [2, 1, 2]
+    assert run.worlds[1] == (1, begins_at)
+    assert f"worker {event['rank']} is started anew" in run.output
+    assert len({line["pid"] for line in run.having("samples")}) == 3  # the other one is the process that it was
+
+
+def test_ranks_that_torchrun_starts_anew_go_on_from_the_memory_of_their_hosts(two_ranks: Ranks, tmp_path: Path):
+    events = [
+        {"do": "kill", "step": 70, "rank": 1},
+        {"do": "kill", "at": "validation", "step": 100, "rank": 0, "after": 0},
+    ]
+    plan = {"num_ranks": 2, "local_ranks": 1, "strategy": STRATEGY, "events": events, "is_on_one_gpu": not ON_CPU}
+    plan["trainer"] = {"num_nodes": 2}
+    rendezvous = f"--rdzv-backend=c10d --rdzv-id={tmp_path.name} --rdzv-endpoint=127.0.0.1:{free_port()}"
+    torchrun = "-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --max-restarts=3 --monitor-interval=0.1"
+    with tempfile.TemporaryDirectory() as directory:
+        script = warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)
+        command = [*torchrun.split(), *rendezvous.split(), "--no-python", *script]
+        agents = [start_warm(*command, env={"OMP_NUM_THREADS": "1"}) for _ in range(2)]
+        try:
+            with ThreadPoolExecutor() as pool:
+                outputs = list(pool.map(lambda agent: agent.communicate(timeout=200)[0], agents))
+        finally:
+            for agent in agents:
+                kill_tree(agent.pid)
+        code = max(agent.returncode for agent in agents)
+        run = elastic_runs.read_run(Path(directory), "".join(outputs), code)
+    print(run.output)
+    check_is_as_good_as_undisturbed(run)
+    assert run.worlds == [(2, 0), (2, 60), (2, 120)]
+    assert "with 2 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output

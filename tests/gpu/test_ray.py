@@ -1,0 +1,93 @@
+"""``ddp_ray_ext`` with GPUs that Ray gives to workers, whole ones and parts of one."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_strategies_ext import DDPRayStrategy
+from tests.gpu.devices import DEVICE_TYPE, ON_CPU, Ranks
+from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_on_ray
+from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
+from tests.support.one_gpu import pass_for_own_host
+from tests.support.ranks import REPOSITORY
+from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, assert_nothing_is_left, needs_ray, own_ray
+
+pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
+
+HALF_A_GPU = HALF if ON_CPU else {**HALF, "num_gpus_per_worker": 0.5}
+WHERE = {"accelerator": "cpu" if ON_CPU else "gpu"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def variables() -> Iterator[dict[str, str]]:
+    """By which a program finds this module's Ray."""
+    with own_ray():
+        import ray
+
+        yield {
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
+            "PYTHONPATH": str(REPOSITORY),
+        }
+
+
+class Located(MLP):
+    """Says where it was trained, and shares a GPU with other ranks."""
+
+    def configure_callbacks(self) -> list[Any]:
+        pass_for_own_host()
+        return []
+
+    def on_train_end(self) -> None:
+        self.trained_on = self.device.type, os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_train_on_what_ray_gives_them_and_bring_all_back(num_workers: int, request: pytest.FixtureRequest):
+    if num_workers > 1:
+        request.getfixturevalue("two_ranks")
+    share = HALF_A_GPU if num_workers > 1 else {**HALF, **({} if ON_CPU else {"num_gpus_per_worker": 1})}
+    strategy = DDPRayStrategy(num_workers, **share)
+    trainer = make_trainer(strategy, num_workers, deterministic=True, max_epochs=2, **WHERE)
+    torch.manual_seed(11)
+    model = Located()
+    trainer.fit(model, loader())
+    assert model.trained_on == (DEVICE_TYPE, None if ON_CPU else "0")
+    predictions = torch.cat(trainer.predict(model, DataLoader(dataset(), batch_size=4)))
+    assert len(predictions) == len(dataset())
+    with torch.no_grad():
+        expected = model.net(dataset().tensors[0])
+    torch.testing.assert_close(predictions, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.cuda.is_initialized()  # this process leaves GPUs to its workers
+    pids = strategy.launcher.pids
+    strategy.close()
+    assert_nothing_is_left(pids)
+
+
+def train_ranks(where: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return state_of(fit("ddp_ext", deterministic=True, **where)[1])
+
+
+def test_the_weights_have_the_bits_of_ddp_ext(two_ranks: Ranks) -> None:
+    strategy = DDPRayStrategy(2, **HALF_A_GPU)
+    _, model = fit(strategy, Located, deterministic=True, **WHERE)
+    strategy.close()
+    assert_same_bits(state_of(model), two_ranks.run(train_ranks)[0])
+
+
+def test_a_worker_that_is_killed_is_started_anew_on_its_gpu(variables: dict[str, str], two_ranks: Ranks) -> None:
+    events = [
+        {"do": "kill", "step": 70, "rank": 1},
+        {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 0},
+        {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 0, "until": 1},
+    ]
+    pauses = {"pause_s": 0.02, "pauses_in": [1], "is_on_one_gpu": not ON_CPU}
+    found = run_on_ray(2, variables, PROGRAM_S, strategy={**HALF_A_GPU, **STRATEGY}, events=events, **pauses)
+    print(found.output)
+    check_is_as_good_as_undisturbed(found)
+    assert [size for size, _ in found.worlds] == [2, 1, 2]
+    assert found.worlds[1] == (1, 60)
