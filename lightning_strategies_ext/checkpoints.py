@@ -22,6 +22,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
+from lightning_strategies_ext.gpus import wait_until_computed
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -39,7 +40,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
         Raises:
             TypeError: If there are storage options.
             OSError: If it cannot be written.
+            torch.distributed.DistBackendError: If an exchange between GPUs was cut off, and with it what is in it.
         """
+        wait_until_computed()
         files, local = url_to_fs(str(path))
         if storage_options is not None or not isinstance(files, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -25,34 +26,51 @@ print(before, free_memory())
 """
 
 
-def own_group() -> tuple[Path, str]:
-    """This process's control group for memory, and the name of the file with its limit."""
+def groups() -> Iterator[tuple[Path, str]]:
+    """Groups that may have limited ones in them, and the name of the file with a limit: this process's, and the first.
+
+    In version 2 a group that has processes can limit no others, but for the latter.
+    """
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
-            return Path("/sys/fs/cgroup/memory", path.lstrip("/")), "memory.limit_in_bytes"
-    return Path("/sys/fs/cgroup", path.lstrip("/")), "memory.max"
+            yield Path("/sys/fs/cgroup/memory", path.lstrip("/")), "memory.limit_in_bytes"
+        elif not controllers:
+            yield Path("/sys/fs/cgroup", path.lstrip("/")), "memory.max"
+            yield Path("/sys/fs/cgroup"), "memory.max"
+
+
+@contextmanager
+def limited(parent: Path, limit: str) -> Iterator[Path]:
+    """A group in which processes may have :data:`LIMIT` bytes together.
+
+    Raises:
+        OSError: If none can be made here.
+    """
+    group = parent / f"tests-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / limit).write_text(str(LIMIT))
+        yield group
+    finally:
+        group.rmdir()
 
 
 @pytest.fixture
 def limited_group() -> Iterator[Path]:
-    """A group in which processes may have :data:`LIMIT` bytes together."""
     if not Path("/proc/self/cgroup").exists():
         pytest.skip("there are no control groups here")
-    parent, limit = own_group()
-    group = parent / f"tests-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    try:
-        try:
-            (group / limit).write_text(str(LIMIT))
-        except OSError as error:
-            pytest.skip(f"no control group with a limit can be made here: {error}")
-        yield group
-    finally:
-        group.rmdir()
+    errors: list[str] = []
+    with ExitStack() as stack:
+        for parent, limit in groups():
+            try:
+                group = stack.enter_context(limited(parent, limit))
+            except OSError as error:
+                errors.append(str(error))
+                continue
+            yield group
+            return
+    pytest.skip(f"no control group with a limit can be made here: {'; '.join(errors)}")
 
 
 def test_a_limit_counts_and_what_is_taken_of_it(limited_group: Path) -> None:

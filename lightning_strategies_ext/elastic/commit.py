@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_strategies_ext._lightning import trainer_stages, user_modules
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.totals import Totals
+from lightning_strategies_ext.gpus import wait_until_computed
 from lightning_strategies_ext.memory import free_memory
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
 from lightning_strategies_ext.uneven.step_state import StepState
@@ -109,6 +110,7 @@ class Commit:
 
         Raises:
             CommitTooLargeError: If this host has not the memory.
+            torch.distributed.DistBackendError: If an exchange between GPUs was cut off, and with it the state.
         """
         # Users' hooks are called here, which may wait for other ranks. After the totals nothing does.
         checkpoint = trainer_stages.dump_checkpoint(trainer)
@@ -122,6 +124,7 @@ class Commit:
         modes = {name: submodule.training for name, submodule in module.named_modules()}
         trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        wait_until_computed()
         self._own = self._copy_own(trainer)
         self._random = user_modules.random_states()
         sizes = trainer.world_size, first_world_size

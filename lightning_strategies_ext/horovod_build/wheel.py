@@ -27,6 +27,11 @@ _NO_NEWS_AFTER = (
 )
 #: ninja: "[12/75] Building"; make: "[ 16%] Building".
 _STEP = re.compile(r"^\s*\[(?:\s*(?P<done>\d+)/(?P<total>\d+)|\s*(?P<percent>\d+)%)\] ")
+#: Headers that Horovod and its gloo use and do not include.
+_HEADERS = (
+    *("algorithm", "array", "cstdint", "functional", "map", "memory", "mutex", "stdexcept", "string"),
+    *("unordered_map", "unordered_set", "vector"),
+)
 #: The smallest memory per compiler; the largest files of Horovod took 1.5 GB with torch 2.13 and GCC 12.
 _BYTES_PER_COMPILER = 2 * 2**30
 
@@ -80,9 +85,9 @@ def build_environment(toolchain: Toolchain, directory: Path) -> dict[str, str]:
         # Gloo asks for a policy of CMake 2.8, which CMake 4 has no more; earlier versions do not know the variable.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "CMAKE_BUILD_PARALLEL_LEVEL": str(_compilers()),
-        # GCC 13 no longer includes <cstdint> by the way, and gloo's headers of that time rely on it.
+        # What later versions of GCC and of CUDA no longer include by the way, and headers of that time rely on.
         # And no warnings: there are thousands, and the one error would drown in them.
-        "CXXFLAGS": f"-include cstdint -w {environment.get('CXXFLAGS', '')}".strip(),
+        "CXXFLAGS": f"{' '.join(f'-include {name}' for name in _HEADERS)} -w {environment.get('CXXFLAGS', '')}".strip(),
     }
     if shutil.which("ninja", path=environment["PATH"]):
         environment["CMAKE_GENERATOR"] = "Ninja"

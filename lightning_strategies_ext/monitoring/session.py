@@ -56,6 +56,7 @@ class Session:
         mailbox: To rank 0; None for a rank that is alone.
         hear: Called on rank 0 with the same window of all ranks.
         fail: Called with what has gone wrong between two steps.
+        clock: Gives the time in observed steps, as ``time.time_ns()`` does, once what came before is done.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class Session:
         mailbox: Mailbox | None,
         hear: Callable[[list[Window]], None],
         fail: Callable[[Exception], None],
+        clock: Callable[[], int] = time.time_ns,
     ) -> None:
+        self._clock = clock
         self.rank = rank
         self._host = host
         self._every_n_steps = every_n_steps
@@ -108,7 +111,7 @@ class Session:
             except Exception as error:
                 self._fail(error)
         if self._is_observing:
-            self._fetch = time.time_ns()
+            self._fetch = self._clock()
 
     def exchanged(
         self, begin_ns: int, ready_ns: int, end_ns: int, num_bytes: int, *, is_of_models: bool = False
@@ -128,18 +131,18 @@ class Session:
 
     def batch_begins(self) -> None:
         """The batch is there."""
-        self._begin = time.time_ns()
+        self._begin = self._clock()
         self._fetched = self._fetch or self._begin
 
     def backward_begins(self) -> None:
         """A backward pass begins; a batch may have several."""
-        self._backward_again = time.time_ns()
+        self._backward_again = self._clock()
         if not self._backward_begin:
             self._backward_begin = self._backward_again
 
     def backward_ends(self) -> None:
         """It has ended, and exchanges that are a part of it have."""
-        self._backward_end = time.time_ns()
+        self._backward_end = self._clock()
         self._backward += self._backward_end - self._backward_again
 
     def optimizer_steps(self) -> None:
@@ -148,7 +151,7 @@ class Session:
 
     def batch_ends(self) -> None:
         """All of it is done."""
-        end, step = time.time_ns(), self._done - self._before
+        end, step = self._clock(), self._done - self._before
         self._batches.append(
             (
                 *(step, self._previous_end, self._fetched, self._begin),

@@ -37,6 +37,7 @@ from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss, survive_others
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.world import World
 
@@ -107,6 +108,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self._membership: WorkerMembership | None = None
         self._store: dist.Store | None = None  # of all worlds
         self._world_store: dist.Store | None = None
+        self._loss: CutOffOnLoss | None = None
 
     @property
     @override
@@ -191,6 +193,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         backend = self._named_backend or process_group.default_backend(
             self.root_device, place.size, _num_hosts_of(members)
         )
+        survive_others()
         process_group.join(
             backend,
             dist.PrefixStore("group", self._world_store),
@@ -201,8 +204,13 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             self._process_group_options if place.size > 1 else None,
         )
         self._process_group_backend = backend
+        if place.size > 1 and not process_group.uses_gloo():
+            self._loss = CutOffOnLoss([member.peer for member in members], process_group.abort)
 
     def _part(self, agreed: bool) -> None:
+        if self._loss is not None:
+            self._loss.close()
+        self._loss = None
         if not agreed:
             self._disconnect()
         process_group.stop()

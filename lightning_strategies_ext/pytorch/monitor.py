@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
 from lightning_strategies_ext.checks import check_flag, check_whole_number
+from lightning_strategies_ext.gpus import clock_of
 from lightning_strategies_ext.monitoring.advice import Job, advise
 from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, logged, times_of
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
@@ -165,6 +166,7 @@ class CommunicationMonitor(Callback):
             _mailbox_of(trainer),
             lambda windows: self._hear(trainer, windows),
             self._give_up,
+            clock_of(strategy.root_device),
         )
         self._session = session
         self._undo = [trainer_stages.before_fetch(trainer, session.fetch_begins)]

@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_strategies_ext import shm
 from lightning_strategies_ext.connections import noting_connections
+from lightning_strategies_ext.gpus import note_cut_off
 from lightning_strategies_ext.shm.options import ShmOptions
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ def join(
 ) -> None:
     """Makes the default process group, of ranks that share a store which no other group has used."""
     connections.clear()
+    note_cut_off(False)
     with noting_connections(connections):
         dist.init_process_group(
             backend,
@@ -281,6 +283,7 @@ def abort() -> None:
     if is_initialized():
         group: Any = dist.group.WORLD
         with suppress(AttributeError, RuntimeError):
+            note_cut_off(True)
             backend = group if hasattr(group, "abort") else group._get_backend(torch.device("cuda"))
             backend.abort()
 

@@ -4,12 +4,19 @@ Each runs the script of :mod:`tests.faults`, of which this tries all moments: ``
 --worlds 1x2 --strategies ddp_ext fabric``.
 """
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 
+from lightning_strategies_ext.torch_distributed import process_group
 from tests.faults.cases import Case, try_case
-from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks
+from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks, cuda_only
 
 #: Nothing but a hang takes so long, in seconds; NCCL's own watchdog waits for ten minutes.
 HANGS_S = 60
@@ -33,7 +40,11 @@ CASES = [
     case("sigstop", "backward", 1),
     case("hold_gil", "optimizer step", 0),
     case("collective", "forward", 1),
+    case("sigkill", "checkpoint", 1),
+    case("sleep", "checkpoint", 1),
     case("exception", "optimizer step", 1, "fabric"),
+    case("sigterm", "checkpoint", 1, "fabric"),
+    case("sleep", "checkpoint", 1, "fabric"),
     case("sigkill", "backward", 0, "fabric"),
     case("sleep", "forward", 1, "fabric"),
 ]
@@ -44,3 +55,39 @@ def test_all_end_soon_and_say_why(case: Case, two_ranks: Ranks, tmp_path: Path) 
     result = try_case(case, tmp_path, limit_s=HANGS_S)
     assert result.problems == [], result.output
     print(f"{case}: {result.seconds:.1f} s, exit codes {result.exit_codes}\n{result.output}")
+
+
+def save_what_was_cut_off(where: dict[str, Any], directory: Path) -> list[str]:
+    """On rank 0: for how long other threads stood still while it saved, and which checkpoints are there."""
+    fabric = Fabric(strategy="ddp_ext", **where)
+    fabric.launch()
+    tensor = torch.ones(1000, device=fabric.device)
+    dist.all_reduce(tensor)
+    fabric.strategy.checkpoint_io.save_checkpoint({"tensor": tensor}, directory / f"good{fabric.global_rank}.ckpt")
+    fabric.barrier()
+    stood_still: list[float] = [0.0]
+
+    def cut_off() -> None:
+        begin = before = time.monotonic()
+        while before - begin < 1.5:
+            time.sleep(0.01)
+            now = time.monotonic()
+            before, stood_still[0] = now, max(stood_still[0], now - before)
+        process_group.abort()
+
+    if fabric.global_rank == 0:
+        dist.all_reduce(tensor)  # to which the other one does not come
+        threading.Thread(target=cut_off).start()
+        with pytest.raises(dist.DistBackendError, match="was cut off"):
+            fabric.strategy.checkpoint_io.save_checkpoint({"tensor": tensor}, directory / "bad.ckpt")
+        (directory / "is over").touch()
+    while not (directory / "is over").exists():
+        time.sleep(0.05)
+    return [f"{stood_still[0]:.2f} s", *sorted(path.name for path in directory.glob("*.ckpt"))]
+
+
+@cuda_only
+def test_what_an_exchange_that_was_cut_off_has_left_is_in_no_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
+    stood_still, *names = two_ranks.run(save_what_was_cut_off, tmp_path)[0]
+    assert names == ["good0.ckpt", "good1.ckpt"]
+    assert float(stood_still.removesuffix(" s")) < 1

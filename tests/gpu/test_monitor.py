@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_strategies_ext import CommunicationMonitor, DDPStrategy
+from lightning_strategies_ext.monitoring.analysis import PHASES
 from lightning_strategies_ext.torch_distributed import bucket_search
 from tests.gpu.devices import Ranks
 from tests.gpu.test_host_synchronisation import InMemory, waits_per_step
@@ -47,6 +48,8 @@ def test_it_changes_nothing_and_its_times_add_up(ranks: Ranks, tmp_path: Path) -
     for times in first["times"]:
         assert times.exposed_ms + times.hidden_ms == pytest.approx(times.communication_ms)
         assert times.waiting_ms + times.transfer_ms == pytest.approx(times.exposed_ms)
+        phases_ms = sum(times.phase_ms(phase) for phase in PHASES)
+        assert phases_ms + times.waiting_ms + times.transfer_ms == pytest.approx(times.step_ms, rel=0.05)
         assert 0 < times.data_ms + times.forward_ms + times.backward_ms < times.step_ms
         if ranks.world_size > 1:
             assert times.num_bytes == first["num_bytes"]

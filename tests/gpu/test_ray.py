@@ -52,7 +52,7 @@ def test_workers_train_on_what_ray_gives_them_and_bring_all_back(num_workers: in
         request.getfixturevalue("two_ranks")
     share = HALF_A_GPU if num_workers > 1 else {**HALF, **({} if ON_CPU else {"num_gpus_per_worker": 1})}
     strategy = DDPRayStrategy(num_workers, **share)
-    trainer = make_trainer(strategy, num_workers, deterministic=True, max_epochs=2, **WHERE)
+    trainer = make_trainer(strategy, "auto", deterministic=True, max_epochs=2, **WHERE)
     torch.manual_seed(11)
     model = Located()
     trainer.fit(model, loader())
@@ -74,7 +74,7 @@ def train_ranks(where: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def test_the_weights_have_the_bits_of_ddp_ext(two_ranks: Ranks) -> None:
     strategy = DDPRayStrategy(2, **HALF_A_GPU)
-    _, model = fit(strategy, Located, deterministic=True, **WHERE)
+    _, model = fit(strategy, Located, "auto", deterministic=True, **WHERE)
     strategy.close()
     assert_same_bits(state_of(model), two_ranks.run(train_ranks)[0])
 

@@ -219,8 +219,10 @@ def main() -> None:
     if plan.get("is_on_one_gpu", False):
         pass_for_own_host()
         arguments["accelerator"] = "gpu"
-        if "workers" in plan and not plan.get("is_on_ray", False):
-            put_all_on_one(strategy, arguments.pop("devices"))
+        if "workers" in plan:
+            del arguments["devices"]
+            if not plan.get("is_on_ray", False):
+                put_all_on_one(strategy, plan["workers"])
     trainer = pl.Trainer(**arguments, strategy=strategy)
     trained = DataLoader(Digits(False), batch_size=16, shuffle=True, num_workers=plan.get("num_workers", 0))
     held_out = Digits(True)

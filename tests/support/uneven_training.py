@@ -88,7 +88,7 @@ class Model(pl.LightningModule):
         self.steps.append(
             (
                 self.trainer.strategy.reduce(first.clone()).item(),
-                self.trainer.strategy.reduce(torch.tensor(1), reduce_op="sum").item(),
+                self.trainer.strategy.reduce(torch.tensor(1, device=self.device), reduce_op="sum").item(),
                 self.trainer.strategy.reduce(first.clone(), reduce_op="min").item(),
             )
         )
