@@ -24,6 +24,11 @@ def note_cut_off(is_cut_off: bool) -> None:
     _is_cut_off = is_cut_off
 
 
+def is_cut_off() -> bool:
+    """Whether an exchange on GPUs was cut off since ranks have met."""
+    return _is_cut_off
+
+
 def wait_until_computed() -> None:
     """Waits for the GPU of this process, if it uses one; other threads go on meanwhile.
 

@@ -22,7 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_strategies_ext import shm
 from lightning_strategies_ext.connections import noting_connections
-from lightning_strategies_ext.gpus import note_cut_off
+from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
 from lightning_strategies_ext.shm.options import ShmOptions
 
 if TYPE_CHECKING:
@@ -280,18 +280,26 @@ def abort() -> None:
 
     torch 2.5 has it on the backend only. Its watchdog would do it too, at the timeout.
     """
-    if is_initialized():
+    if is_initialized() and not is_cut_off():
         group: Any = dist.group.WORLD
-        with suppress(AttributeError, RuntimeError):
-            note_cut_off(True)
+        note_cut_off(True)  # before: what is computed from there on is not to be kept
+        try:
             backend = group if hasattr(group, "abort") else group._get_backend(torch.device("cuda"))
             backend.abort()
+        except (AttributeError, RuntimeError):
+            note_cut_off(False)
 
 
 def stop() -> None:
     """Leaves the default process group, if there is one."""
-    if is_initialized():
+    if not is_initialized():
+        return
+    # A group that was aborted would wait for what it has not done (seen in torch 2.11).
+    forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_cut_off() else None
+    if forget is None:
         _destroy(None)
+    else:
+        forget()
 
 
 def leave(group: Any) -> None:
