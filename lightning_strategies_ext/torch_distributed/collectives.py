@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -77,6 +78,18 @@ class TorchCollectives(Collectives):
         dist.all_gather_into_tensor(output, tensor, group=group)
 
     def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
-        works = [dist.broadcast(tensor, src, async_op=True) for tensor in tensors]
+        """As bytes, since each backend lacks some dtype; those of the host over NCCL by way of the device."""
+        works = []
+        for tensor in tensors:
+            sent = tensor.contiguous().reshape(-1).view(torch.uint8)
+            if tensor.device.type == "cpu" and dist.get_backend() == "nccl":
+                sent = sent.to(self._device())
+            work = dist.broadcast(sent, src, async_op=True)
+            if sent.data_ptr() == tensor.data_ptr():
+                works.append(work)
+                continue
+            work.wait()  # before the next, since there may be no room for all
+            if dist.get_rank() != src:
+                tensor.copy_(sent.to(tensor.device).view(tensor.dtype).reshape(tensor.shape))
         for work in works:
             work.wait()

@@ -10,7 +10,6 @@ waiting for it, and not as hidden behind the backward pass, and is laid at its e
 
 On GPUs the times are those of CUDA events in the stream of the backward pass, laid from when the CPU has begun the
 first bucket. To read them, the CPU waits for that backward pass; in steps that are not observed it waits for nothing.
-It has not been run on GPUs.
 """
 
 import threading

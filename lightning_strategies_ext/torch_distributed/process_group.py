@@ -10,7 +10,6 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any

@@ -162,6 +162,12 @@ def broadcast_objects() -> None:
     assert torch.equal(tensor, torch.arange(1000.0))
     with pytest.raises(ValueError, match="`src=2`: there are 2 ranks"):
         collectives.broadcast(1, src=2)
+    shapes = [(3, 2), (), (0,)]
+    received, expected = ([input_of(r, dtype, shape) for dtype in DTYPES for shape in shapes] for r in (rank, 1))
+    for tensors in (received, expected):  # not contiguous
+        tensors += [tensors[0].t(), tensors[0].clone().repeat(2, 2, 1, 1).to(memory_format=torch.channels_last)]
+    collectives.broadcast_tensors(received, src=1)
+    assert all(torch.equal(*pair) for pair in zip(received, expected, strict=True))
 
 
 def test_broadcast_of_any_object_from_any_rank():

@@ -110,6 +110,25 @@ def test_gathering_carries_gradients_and_dtypes_that_nccl_lacks(ranks: Ranks) ->
     assert ranks.run(gather_tensors) == [expected] * n
 
 
+def broadcast_tensors_of_the_host(where: dict[str, Any]) -> list[Any]:
+    fabric = launched(where)
+    number = fabric.global_rank + 1
+    tensors = [
+        torch.arange(6.0).reshape(2, 3).t() * number,
+        torch.tensor(number, dtype=torch.int16),
+        torch.tensor([number == 1, True]),
+        torch.tensor([], dtype=torch.float64),
+        torch.full((2, 2, 2, 2), number, dtype=torch.bfloat16).to(memory_format=torch.channels_last),
+    ]
+    fabric.strategy.collectives.broadcast_tensors(tensors, 0)
+    return [tensor.tolist() for tensor in tensors]
+
+
+def test_tensors_of_the_host_are_broadcast_too(ranks: Ranks) -> None:
+    expected = [[[0, 3], [1, 4], [2, 5]], 1, [True, True], [], [[[[1, 1]] * 2] * 2] * 2]
+    assert ranks.run(broadcast_tensors_of_the_host) == [expected] * ranks.world_size
+
+
 def use_gloo(where: dict[str, Any]) -> tuple[str, float]:
     _, model = fit(DDPStrategy(process_group_backend="gloo"), max_steps=2, **where)
     return dist.get_backend(), sum(parameter.sum().item() for parameter in model.parameters())
