@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch.distributed import Store, TCPStore
 
+from lightning_strategies_ext import forking
 from lightning_strategies_ext.failure import watch
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
 from lightning_strategies_ext.horovod_build.installed import horovod_problem
@@ -55,6 +56,7 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
             " with `python -m lightning_strategies_ext install-horovod --nccl`, or use `accelerator='cpu'`."
         )
     process_sets = [] if process_set is None else [process_set]
+    forking.make_safe()
     if not hvd.is_initialized():
         if device.type == "cpu" and launch.launcher not in ("python", "horovodrun"):
             set_defaults_for_cpus_over_mpi()

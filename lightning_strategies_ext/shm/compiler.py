@@ -1,4 +1,4 @@
-"""The compiler: what turns ``all_reduce.c`` into a library, at first use on a machine or when a wheel is built.
+"""The compiler: what turns :data:`SOURCES` into a library, at first use on a machine or when a wheel is built.
 
 The build hook runs this file by itself, so it imports nothing of this package.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 SOURCE: Final = Path(__file__).with_name("all_reduce.c")
+#: All that is in the library.
+SOURCES: Final = (SOURCE, SOURCE.with_name("at_fork.c"))
 # No contraction of operations, and sums that wrap: the bits must be those that torch computes.
 FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off")
 _COMPILERS: Final = ("cc", "gcc", "clang")
@@ -46,7 +48,7 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
     Raises:
         NotCompiledError: If the compiler does not run, or fails.
     """
-    words = [*compiler, *FLAGS, "-o", str(into), str(SOURCE)]
+    words = [*compiler, *FLAGS, "-o", str(into), *map(str, SOURCES), "-pthread"]
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=environment

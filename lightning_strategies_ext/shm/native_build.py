@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.shm import compiler
-from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, NotCompiledError
+from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, NotCompiledError
 
 #: Set to 0, Python does what the compiled library would.
 VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_COMPILED"
@@ -84,7 +84,13 @@ def _compiled(kept: Path | None, not_kept: str) -> Library:
 
 
 def _key() -> str:
-    parts = [SOURCE.read_text(), *FLAGS, platform.system(), platform.machine(), *platform.libc_ver()]
+    parts = [
+        *(source.read_text() for source in SOURCES),
+        *FLAGS,
+        platform.system(),
+        platform.machine(),
+        *platform.libc_ver(),
+    ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -103,6 +109,7 @@ def _load(path: Path) -> ctypes.CDLL:
         ("all_reduce_awaits", number, [pointer, number]),
         ("all_reduce_fall_asleep", number, [pointer]),
         ("all_reduce_wake_up", None, [pointer]),
+        ("at_fork_hold", number, [pointer, pointer, pointer]),
     ):
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_strategies_ext import shm
+from lightning_strategies_ext import forking, shm
 from lightning_strategies_ext.connections import noting_connections
 from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
 from lightning_strategies_ext.shm.options import ShmOptions
@@ -207,6 +207,7 @@ def join(
     options: Any = None,
 ) -> None:
     """Makes the default process group, of ranks that share a store which no other group has used."""
+    forking.make_safe()
     connections.clear()
     note_cut_off(False)
     with noting_connections(connections):
