@@ -57,12 +57,21 @@ def test_it_changes_nothing_and_its_times_add_up(ranks: Ranks, tmp_path: Path) -
 
 
 class Monitored(InMemory):
+    directory = ""
+
     def configure_callbacks(self) -> Any:
-        return [CommunicationMonitor(every_n_steps=1000, observed_steps=2, picture=False)]
+        options = {"every_n_steps": 1000, "observed_steps": 2, "picture": False}
+        return [CommunicationMonitor(**options, directory=self.directory)]
 
 
-def test_steps_that_it_does_not_observe_make_the_host_wait_no_more_than_without(ranks: Ranks) -> None:
-    assert ranks.run(waits_per_step, "ddp_ext", Monitored) == [{}] * ranks.world_size
+def waits_of_monitored(where: dict[str, Any], directory: str) -> dict[str, float]:
+    Monitored.directory = directory
+    return waits_per_step(where, "ddp_ext", Monitored)
+
+
+def test_steps_that_it_does_not_observe_make_the_host_wait_no_more_than_without(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(waits_of_monitored, str(tmp_path)) == [{}] * ranks.world_size
+    assert (tmp_path / "trace.json").exists()
 
 
 def choose(where: dict[str, Any]) -> tuple[list[str], list[dict[str, Tensor]]]:
