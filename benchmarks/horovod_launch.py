@@ -7,11 +7,10 @@ BIN = Path(sys.executable).parent
 #: Names of this machine, as hosts of which each has one slot: when a rank dies, the elastic driver wants no more ranks
 #: on the host of that name.
 FIRST, SECOND, THIRD = "localhost", "127.0.0.1", "127.1"
+_HOROVODRUN = [BIN / "horovodrun", "-np", "{n}", "--gloo", "--network-interfaces", "lo"]
 LAUNCHERS = {
-    "horovodrun": [BIN / "horovodrun", "-np", "{n}", "--gloo", "--network-interfaces", "lo"],
-    "horovodrun on two hosts": [
-        *(BIN / "horovodrun", "-np", "{n}", "-H", f"{FIRST}:1,{SECOND}:1", "--gloo", "--network-interfaces", "lo"),
-    ],
+    "horovodrun": _HOROVODRUN,
+    "horovodrun on two hosts": [*_HOROVODRUN, "-H", f"{FIRST}:1,{SECOND}:1"],
     "mpirun": [
         *(BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "{n}", "--bind-to", "none"),
         *("--mca", "btl", "self,sm", "--mca", "pml", "ob1", "--mca", "btl_sm_backing_directory", "{directory}"),

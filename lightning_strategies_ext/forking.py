@@ -37,13 +37,10 @@ def make_safe() -> bool:
     is_affected = sys.version_info[:2] in _VERSIONS and platform.python_implementation() == "CPython"
     if not is_affected or not hasattr(os, "fork"):  # Windows forks nothing
         return True
-    lock = _lock_of_threads()
-    if lock is None:
-        return False
     try:
-        functions = native_build.library().functions
-    except NotCompiledError as error:
-        log.info("Workers of data loaders may hang with Python before 3.12: %s", error)
+        lock, functions = _lock_of_threads(), native_build.library().functions
+    except (LookupError, NotCompiledError) as error:
+        log.info("A worker of a data loader may hang, since %s. Python 3.12 needs nothing for that.", error)
         return False
     python = ctypes.pythonapi
     acquire, release = python.PyThread_acquire_lock_timed, python.PyThread_release_lock
@@ -51,15 +48,22 @@ def make_safe() -> bool:
     return bool(functions.at_fork_hold(lock, *addresses) == 0)
 
 
-def _lock_of_threads() -> int | None:
-    """The address of the lock in ``_PyRuntime.interpreters``, followed by the newest interpreter and the main one."""
+def _lock_of_threads() -> int:
+    """The address of the lock in ``_PyRuntime.interpreters``, followed by the newest interpreter and the main one.
+
+    Raises:
+        LookupError: If it is not there.
+    """
     python = ctypes.pythonapi
     for function in (python.PyInterpreterState_Head, python.PyInterpreterState_Main):
         function.restype = ctypes.c_void_p
     pair = python.PyInterpreterState_Head(), python.PyInterpreterState_Main()
     try:
-        pointers = (ctypes.c_void_p * _NUM_POINTERS).in_dll(python, "_PyRuntime")
-    except ValueError:
-        return None
+        pointers = list((ctypes.c_void_p * _NUM_POINTERS).in_dll(python, "_PyRuntime"))
+    except ValueError as error:
+        raise LookupError(str(error)) from error
     found = [place for place in range(1, _NUM_POINTERS - 1) if (pointers[place], pointers[place + 1]) == pair]
-    return pointers[found[0] - 1] if len(found) == 1 and pair[0] == pair[1] else None
+    lock: int | None = pointers[found[0] - 1] if len(found) == 1 and pair[0] == pair[1] else None
+    if lock is None:
+        raise LookupError("this interpreter has its lock on threads elsewhere")
+    return lock

@@ -6,27 +6,26 @@ was there. Who keeps something of it, in a checkpoint or in a commit, asks here 
 """
 
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_is_cut_off = False
+_cut_off: "weakref.ref[Any] | None" = None
 
 
-def note_cut_off(is_cut_off: bool) -> None:
-    """Called before an exchange on GPUs is cut off, and when ranks meet anew.
-
-    Args:
-        is_cut_off: Which of the two.
-    """
-    global _is_cut_off
-    _is_cut_off = is_cut_off
+def note_cut_off(group: Any) -> None:
+    """Called before the exchanges of a process group on GPUs are cut off; until this process has left that group."""
+    global _cut_off
+    _cut_off = weakref.ref(group)
 
 
 def is_cut_off() -> bool:
-    """Whether an exchange on GPUs was cut off since ranks have met."""
-    return _is_cut_off
+    """Whether those of the default process group are."""
+    is_in_group = dist.is_available() and dist.is_initialized()
+    return is_in_group and _cut_off is not None and _cut_off() is dist.group.WORLD
 
 
 def wait_until_computed() -> None:
@@ -39,7 +38,7 @@ def wait_until_computed() -> None:
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-        if _is_cut_off:
+        if is_cut_off():
             raise dist.DistBackendError(
                 "An exchange between GPUs was cut off, and what was computed since may be wrong: it is not kept."
             )

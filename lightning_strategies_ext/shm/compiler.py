@@ -15,7 +15,7 @@ SOURCE: Final = Path(__file__).with_name("all_reduce.c")
 #: All that is in the library.
 SOURCES: Final = (SOURCE, SOURCE.with_name("at_fork.c"))
 # No contraction of operations, and sums that wrap: the bits must be those that torch computes.
-FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fwrapv", "-ffp-contract=off")
+FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-fwrapv", "-ffp-contract=off")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120.0
 
@@ -48,7 +48,7 @@ def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[st
     Raises:
         NotCompiledError: If the compiler does not run, or fails.
     """
-    words = [*compiler, *FLAGS, "-o", str(into), *map(str, SOURCES), "-pthread"]
+    words = [*compiler, *FLAGS, "-o", str(into), *map(str, SOURCES)]
     try:
         done = subprocess.run(
             words, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, env=environment

@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -209,7 +210,6 @@ def join(
     """Makes the default process group, of ranks that share a store which no other group has used."""
     forking.make_safe()
     connections.clear()
-    note_cut_off(False)
     with noting_connections(connections):
         dist.init_process_group(
             backend,
@@ -282,19 +282,18 @@ def abort() -> None:
     """
     if is_initialized() and not is_cut_off():
         group: Any = dist.group.WORLD
-        note_cut_off(True)  # before: what is computed from there on is not to be kept
-        try:
+        with suppress(AttributeError, RuntimeError):
             backend = group if hasattr(group, "abort") else group._get_backend(torch.device("cuda"))
+            note_cut_off(group)  # before: what is computed from there on is not to be kept
             backend.abort()
-        except (AttributeError, RuntimeError):
-            note_cut_off(False)
 
 
 def stop() -> None:
     """Leaves the default process group, if there is one."""
     if not is_initialized():
         return
-    # A group that was aborted would wait for what it has not done (seen in torch 2.11).
+    # A group that was aborted would wait for what it has not done (seen in torch 2.11). A private name of torch's, read
+    # in 2.13, which earlier versions need not have.
     forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_cut_off() else None
     if forget is None:
         _destroy(None)

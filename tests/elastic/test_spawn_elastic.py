@@ -12,18 +12,17 @@ import torch
 
 from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy, WorkerRaisedError
 from lightning_strategies_ext.elastic import commit
-from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_workers
+from tests.support.elastic_runs import (
+    STRATEGY,
+    UNTIL_IT_JOINS,
+    Run,
+    awaits,
+    check_is_as_good_as_undisturbed,
+    run_workers,
+)
 from tests.support.elastic_training import NUM_EPOCHS
 from tests.support.models import MLP, fit
 from tests.support.ranks import run_warm
-
-#: Pauses while one of two is not there.
-UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.04, "pauses_in": [1]}
-
-
-def awaits(after: int = 0) -> dict[str, Any]:
-    """An event: who is started anew comes when the others have gone on, however slow they were."""
-    return {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": after}
 
 
 def sizes_of(run: Run) -> list[int]:

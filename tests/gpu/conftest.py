@@ -23,7 +23,7 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     return request.getfixturevalue("two_ranks") if request.param == 2 else Ranks(1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def two_ranks() -> Ranks:
     if reason := why_no_two_ranks():
         pytest.skip(reason)

@@ -14,12 +14,10 @@ import pytest
 from benchmarks.ranks import free_port
 from tests.gpu.devices import ON_CPU, Ranks
 from tests.support import elastic_runs, warm
-from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_workers
+from tests.support.elastic_runs import STRATEGY, UNTIL_IT_JOINS, awaits, check_is_as_good_as_undisturbed, run_workers
 from tests.support.ranks import kill_tree, start_warm
 
-#: Whoever is started anew comes when the other has gone on, which takes its time until then.
-AWAITS = {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 0}
-PAUSES: dict[str, Any] = {"pause_s": 0.04, "pauses_in": [1], "is_on_one_gpu": not ON_CPU}
+SHARED = {"is_on_one_gpu": not ON_CPU}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +33,7 @@ PAUSES: dict[str, Any] = {"pause_s": 0.04, "pauses_in": [1], "is_on_one_gpu": no
 )
 def test_a_worker_that_is_lost_is_started_anew_on_its_gpu(event: dict[str, Any], begins_at: int, two_ranks: Ranks):
     strategy = {**STRATEGY, "patience": 4}
-    run = run_workers(2, strategy=strategy, events=[event, AWAITS], **PAUSES)
+    run = run_workers(2, strategy=strategy, events=[event, awaits()], **UNTIL_IT_JOINS, **SHARED)
     print(run.output)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1, 2]
@@ -49,7 +47,7 @@ def test_ranks_that_torchrun_starts_anew_go_on_from_the_memory_of_their_hosts(tw
         {"do": "kill", "step": 70, "rank": 1},
         {"do": "kill", "at": "validation", "step": 100, "rank": 0, "after": 0},
     ]
-    plan = {"num_ranks": 2, "local_ranks": 1, "strategy": STRATEGY, "events": events, "is_on_one_gpu": not ON_CPU}
+    plan = {"num_ranks": 2, "local_ranks": 1, "strategy": STRATEGY, "events": events, **SHARED}
     plan["trainer"] = {"num_nodes": 2}
     rendezvous = f"--rdzv-backend=c10d --rdzv-id={tmp_path.name} --rdzv-endpoint=127.0.0.1:{free_port()}"
     torchrun = "-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --max-restarts=3 --monitor-interval=0.1"

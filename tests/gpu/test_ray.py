@@ -10,11 +10,17 @@ from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DDPRayStrategy
 from tests.gpu.devices import DEVICE_TYPE, ON_CPU, Ranks
-from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_on_ray
+from tests.support.elastic_runs import STRATEGY, awaits, check_is_as_good_as_undisturbed, run_on_ray
 from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
 from tests.support.one_gpu import pass_for_own_host
-from tests.support.ranks import REPOSITORY
-from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, assert_nothing_is_left, needs_ray, own_ray
+from tests.support.ray_clusters import (
+    FOREVER_S,
+    HALF,
+    PROGRAM_S,
+    assert_nothing_is_left,
+    needs_ray,
+    variables_of_own_ray,
+)
 
 pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
 
@@ -24,15 +30,8 @@ WHERE = {"accelerator": "cpu" if ON_CPU else "gpu"}
 
 @pytest.fixture(scope="module", autouse=True)
 def variables() -> Iterator[dict[str, str]]:
-    """By which a program finds this module's Ray."""
-    with own_ray():
-        import ray
-
-        yield {
-            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
-            "PYTHONPATH": str(REPOSITORY),
-        }
+    with variables_of_own_ray() as found:
+        yield found
 
 
 class Located(MLP):
@@ -82,7 +81,7 @@ def test_the_weights_have_the_bits_of_ddp_ext(two_ranks: Ranks) -> None:
 def test_a_worker_that_is_killed_is_started_anew_on_its_gpu(variables: dict[str, str], two_ranks: Ranks) -> None:
     events = [
         {"do": "kill", "step": 70, "rank": 1},
-        {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 0},
+        awaits(),
         {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 0, "until": 1},
     ]
     pauses = {"pause_s": 0.02, "pauses_in": [1], "is_on_one_gpu": not ON_CPU}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_strategies_ext import DDPStrategy
-from tests.gpu.devices import Ranks, why_no_two_ranks
+from tests.gpu.devices import Ranks
 from tests.support.uneven_training import (
     BATCH_SIZE,
     KINDS,
@@ -44,10 +44,8 @@ def train_all(where: dict[str, Any]) -> dict[Any, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[Any, dict[str, Any]]]:
-    if reason := why_no_two_ranks():
-        pytest.skip(reason)
-    return Ranks(2).run(train_all, timeout_s=280)
+def of_ranks(two_ranks: Ranks) -> list[dict[Any, dict[str, Any]]]:
+    return two_ranks.run(train_all, timeout_s=280)
 
 
 def assert_near(weights: dict[str, Tensor], expected: dict[str, Tensor], within: float = 1e-4) -> None:

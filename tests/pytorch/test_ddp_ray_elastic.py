@@ -9,26 +9,18 @@ from typing import Any
 import pytest
 
 from lightning_strategies_ext import DDPRayElasticStrategy, DDPRayStrategy
-from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_on_ray
+from tests.support.elastic_runs import STRATEGY, Run, awaits, check_is_as_good_as_undisturbed, run_on_ray
 from tests.support.hosts import ADDRESSES, NoHostsError
 from tests.support.models import MLP, loader, make_trainer
-from tests.support.ranks import REPOSITORY
-from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, own_ray, ray_on_two_hosts
+from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, ray_on_two_hosts, variables_of_own_ray
 
 pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def variables() -> Iterator[dict[str, str]]:
-    """By which a program finds this module's Ray."""
-    with own_ray():
-        import ray
-
-        yield {
-            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
-            "PYTHONPATH": str(REPOSITORY),
-        }
+    with variables_of_own_ray() as found:
+        yield found
 
 
 def run(variables: dict[str, str], strategy: dict[str, Any], **plan: Any) -> Run:
@@ -38,11 +30,11 @@ def run(variables: dict[str, str], strategy: dict[str, Any], **plan: Any) -> Run
 def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(variables):
     events = [
         {"do": "kill", "step": 70, "rank": 1},
-        {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 0},  # for the other to go on without it
+        awaits(),  # for the other to go on without it
         {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 0, "until": 1},  # until the new one is there
         {"do": "sleep", "step": 0, "rank": 0, "world": 1, "after": 2, "seconds": 7},  # for which the new one waits
         {"do": "kill", "step": 0, "rank": 0, "world": 2, "after": 3, "batches": 10},
-        {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": 4},
+        awaits(4),
         {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 4, "until": 5},
     ]
     found = run(variables, {}, events=events, pause_s=0.02, pauses_in=[1])

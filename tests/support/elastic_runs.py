@@ -24,6 +24,13 @@ UNDISTURBED_ACCURACY = 0.98
 #: runs came to between 351 and 357 of them. A batch that is left out or comes twice, or a wrong learning rate, is found
 #: by what else is asserted.
 LEARNING_NOISE = 0.02
+#: Pauses while one of two is not there.
+UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.04, "pauses_in": [1]}
+
+
+def awaits(after: int = 0) -> dict[str, Any]:
+    """An event: who is started anew comes when the others have gone on, however slow they were."""
+    return {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": after}
 
 
 @dataclass

@@ -51,6 +51,19 @@ def own_ray() -> Iterator[None]:
 
 
 @contextmanager
+def variables_of_own_ray() -> Iterator[dict[str, str]]:
+    """The same, for programs: what they find it by in their environment."""
+    with own_ray():
+        import ray
+
+        yield {
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
+            "PYTHONPATH": str(REPOSITORY),
+        }
+
+
+@contextmanager
 def own_ray_for_train() -> Iterator[None]:
     """The same, for Ray Train."""
     with own_ray(), pytest.MonkeyPatch.context() as patch:

@@ -7,8 +7,13 @@ import subprocess
 import sys
 import threading
 
+import torch.distributed as dist
+
+from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
 from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss
+from tests.support.ranks import run_ranks
 
 PEER = """
 import os, pickle, time
@@ -34,3 +39,19 @@ def test_the_end_of_another_process_cuts_this_rank_off_once():
     other.wait()
     loss.close()
     assert not unused.is_set()
+
+
+def cut_off_and_join_again() -> list[bool]:
+    found = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found.append(is_cut_off())
+        note_cut_off(dist.group.WORLD)
+        found.append(is_cut_off())
+        process_group.stop()
+        found.append(is_cut_off())
+    return found
+
+
+def test_what_was_cut_off_is_over_once_the_group_is_left():
+    assert run_ranks(cut_off_and_join_again, world_size=1) == [[False, True, False] * 2]
