@@ -46,8 +46,11 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
         if not environment.creates_processes_externally:
             launching.call_children_scripts(launcher)
             _started.extend(launcher.procs)
-            arguments = (list(launcher.procs), have_met)
-            threading.Thread(target=_wait_until_they_have_met, args=arguments, daemon=True, name="script watch").start()
+            if launcher.procs:
+                arguments = (list(launcher.procs), have_met)
+                watch = threading.Thread(target=_wait_until_they_have_met, args=arguments, daemon=True)
+                watch.name = "script watch"
+                watch.start()
         launching.set_num_threads_if_needed(num_processes=launcher.num_processes)
         yield
     except BaseException:

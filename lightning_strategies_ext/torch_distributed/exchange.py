@@ -9,9 +9,10 @@ contributes. Such hooks divide by the number of ranks, so they get gradients tha
 much.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -141,6 +142,14 @@ class DDPExchange:
             for parameter in self._model.parameters():
                 if parameter.grad is not None and not parameter.grad.any():
                     parameter.grad = None
+
+
+def for_its_hook(model: DistributedDataParallel) -> DistributedDataParallel:
+    """A model in DDP as its hook may hold it, which does not keep it alive.
+
+    The model holds its hook in what is written in C++: of such a circle Python's garbage collection knows nothing.
+    """
+    return cast(DistributedDataParallel, weakref.proxy(model))
 
 
 def all_reduced(tensor: Tensor, group: Any) -> Future[Tensor]:

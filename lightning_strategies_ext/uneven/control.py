@@ -19,7 +19,7 @@ waited for when the next one begins.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import inf
 from typing import Any, Literal, Protocol
 
@@ -103,13 +103,16 @@ class UnevenInputsControl:
         self._batch = Batch()
         self._hear_others: Callable[[], Tensor] | None = None
         self._is_in_step = False
-        self._undo = trainer_data.after_setup_data(trainer, self._arrange)
+        self._leaving = ExitStack()
+        self._leaving.callback(trainer_data.after_setup_data(trainer, self._arrange))
 
     def close(self) -> None:
-        """Leaves the Trainer as it was."""
-        self._undo()
+        """Leaves the Trainer as it was, and the exchange. A second call does no harm."""
+        self._leaving.close()
         if self._exchange is not None:
             self._exchange.contributors = None
+        # The Trainer keeps its fetcher, which knows this object: the model in DDP would live as long as the Trainer.
+        self._exchange = None
 
     @property
     def is_needed(self) -> bool:

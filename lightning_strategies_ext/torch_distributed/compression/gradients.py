@@ -23,7 +23,7 @@ from lightning_strategies_ext.torch_distributed.compression.options import (
 from lightning_strategies_ext.torch_distributed.compression.power_sgd import PowerSGDCodec
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 from lightning_strategies_ext.torch_distributed.compression.top_k import TopKCodec
-from lightning_strategies_ext.torch_distributed.exchange import all_reduced
+from lightning_strategies_ext.torch_distributed.exchange import all_reduced, for_its_hook
 
 #: Elements.
 _CAST_AT_ONCE = 1 << 20
@@ -89,7 +89,7 @@ class CompressedGradients:
     def __init__(self, model: DistributedDataParallel, compression: Compression, timeout: timedelta | None) -> None:
         self._world_size = dist.get_world_size()
         self._scale = 1.0 / self._world_size
-        self._model = model
+        self._model = for_its_hook(model)
         self._group = model.process_group
         self._levels = Levels.of_all_ranks(model.device, timeout)
         self._in_order = InOrder(model.device)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_strategies_ext.torch_distributed.compression.levels import Levels
 from lightning_strategies_ext.torch_distributed.compression.options import DiLoCo, LocalSGD
-from lightning_strategies_ext.torch_distributed.exchange import all_reduced
+from lightning_strategies_ext.torch_distributed.exchange import all_reduced, for_its_hook
 
 
 class LocalModels:
@@ -27,7 +27,7 @@ class LocalModels:
     """
 
     def __init__(self, model: DistributedDataParallel, options: LocalSGD, timeout: timedelta | None) -> None:
-        self._model = model
+        self._model = for_its_hook(model)
         self._options = options
         self._world_size = dist.get_world_size()
         self._levels = Levels.of_all_ranks(model.device, timeout)

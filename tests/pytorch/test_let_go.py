@@ -1,0 +1,89 @@
+"""After ``fit`` nothing holds the model in DDP, and with it a copy of all gradients and the process group."""
+
+import gc
+
+import torch
+from lightning.fabric import Fabric
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_strategies_ext import DDPStrategy
+from tests.support.models import MLP, loader, make_trainer
+from tests.support.ranks import REPOSITORY, run_ranks, run_warm
+
+CASES = {
+    "whole gradients": {},
+    "over gloo": {"process_group_backend": "gloo"},
+    "uneven, joined": {"uneven_inputs": "join"},
+    "uneven, stopped": {"uneven_inputs": "stop"},
+    "unused parameters": {"find_unused_parameters": True},
+    "buckets by trial": {"bucket_cap_mb": "auto"},
+    "bf16": {"compression": "bf16"},
+    "PowerSGD": {"compression": "powersgd"},
+    "top-k": {"compression": "topk"},
+    "local SGD": {"compression": "localsgd"},
+    "DiLoCo": {"compression": "diloco"},
+}
+
+
+def models_in_ddp() -> int:
+    return sum(type(each) is DistributedDataParallel for each in gc.get_objects())
+
+
+def models_left_by_fit() -> dict[str, int]:
+    gc.disable()
+    left, kept = {}, []
+    for name, arguments in CASES.items():
+        trainer = make_trainer(DDPStrategy(**arguments), max_epochs=1, use_distributed_sampler=False)
+        num_samples = 48 - 16 * trainer.global_rank * ("uneven_inputs" in arguments)
+        trainer.fit(MLP(), loader(num_samples), loader())
+        left[name] = models_in_ddp()
+        kept.append(trainer)  # as users do
+    return left
+
+
+def test_no_model_is_left_in_ddp_though_python_collects_no_garbage():
+    assert run_ranks(models_left_by_fit) == [dict.fromkeys(CASES, 0)] * 2
+
+
+def models_left_by_fabric() -> int:
+    fabric = Fabric(strategy="ddp_ext_bf16", devices=2, accelerator="cpu")
+    fabric.launch()
+    model = MLP().net
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(wrapped(next(iter(loader()))[0]).sum())
+    optimizer.step()
+    assert models_in_ddp() == 1
+    del wrapped, optimizer, model
+    gc.collect()
+    return models_in_ddp()
+
+
+def test_a_model_that_fabric_has_set_up_is_collected_with_its_compression():
+    assert run_ranks(models_left_by_fabric) == [0, 0]
+
+
+LETS_GO = """
+import gc, weakref
+from tests.support.models import MLP, loader, make_trainer
+
+def use(name, devices):
+    trainer, model = make_trainer(name, devices=devices, max_epochs=1), MLP()
+    trainer.fit(model, loader(), loader())
+    trainer.predict(model, loader())
+    return [weakref.ref(each) for each in (trainer, model, trainer.strategy)]
+
+if __name__ == "__main__":
+    for name, devices in (("dp_ext", 2), ("ddp_spawn_ext", 2), ("ddp_ext", 1)):
+        kept = use(name, devices)
+        gc.collect()
+        print(name, [each() is None for each in kept])
+"""
+
+
+def test_a_trainer_is_collected_when_its_user_lets_go_of_it(tmp_path):
+    script = tmp_path / "lets_go.py"
+    script.write_text(LETS_GO)
+    output = run_warm(script, env={"PYTHONPATH": str(REPOSITORY)}).stdout
+    assert [line for line in output.splitlines() if line.endswith("]")] == [
+        f"{name} [True, True, True]" for name in ("dp_ext", "ddp_spawn_ext", "ddp_ext")
+    ], output
