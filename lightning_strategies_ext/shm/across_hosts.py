@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_strategies_ext.shm import collectives
 from lightning_strategies_ext.shm.calls import Kind, number_of
 from lightning_strategies_ext.shm.native import CompiledAllReduce
+from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import SPIN_S, Rounds
 from lightning_strategies_ext.shm.work import Exchange
@@ -104,6 +105,9 @@ class AllReduceAcrossHosts:
             yield from self._rounds.go_through(number_of(Kind.BROADCAST, [piece]), steps, lookahead, deadline)
 
     def _begin_between(self, piece: Tensor, reduction: Reduction, deadline: float) -> None:
+        if is_short(piece, self._leaders.size()):
+            self._between = OneShotAllReduce(self._leaders, piece, reduction, _left_until(deadline))
+            return
         options = dist.AllreduceOptions()
         options.reduceOp = reduction.op
         options.timeout = _left_until(deadline)
@@ -120,6 +124,8 @@ class AllReduceAcrossHosts:
             self._waits_between = False
         between, self._between = self._between, None
         between.wait()  # raises what has gone wrong
+        if isinstance(between, OneShotAllReduce):
+            between.combine()
 
 
 def _left_until(deadline: float) -> timedelta:

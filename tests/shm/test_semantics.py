@@ -70,11 +70,9 @@ def pools() -> Iterator[dict[int, Pool]]:
     yield from all_pools(list(NUM_EXAMPLES))
 
 
-@pytest.mark.timeout(600)  # a failure is made small, which takes many new ranks
-@pytest.mark.parametrize("world_size", NUM_EXAMPLES)
-def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(pools: dict[int, Pool], world_size: int):
+def run_random_programs(pool: Pool, num_examples: int) -> None:
     @settings(
-        max_examples=NUM_EXAMPLES[world_size],
+        max_examples=num_examples,
         deadline=None,
         derandomize=True,
         database=None,
@@ -82,10 +80,26 @@ def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(poo
     )
     @given(PROGRAMS)
     def check(programs: list[list[Operation]]) -> None:
-        wrong = pools[world_size].run(programs)
+        wrong = pool.run(programs)
         assert not wrong, wrong
 
     check()
+
+
+@pytest.mark.timeout(600)  # a failure is made small, which takes many new ranks
+@pytest.mark.parametrize("world_size", NUM_EXAMPLES)
+def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(pools: dict[int, Pool], world_size: int):
+    run_random_programs(pools[world_size], NUM_EXAMPLES[world_size])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (3, 1)])
+def test_so_they_do_between_hosts(world_size: int, per_host: int):
+    pool = Pool(world_size, per_host=per_host)
+    try:
+        run_random_programs(pool, 3)
+    finally:
+        pool.stop()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
+from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 
 #: Of a query's rows: keeps directions alive that no gradient has had for a step.
@@ -121,16 +123,25 @@ def _sum(matrices: Sequence[_Matrix], scale: float, first: Tensor, second: Tenso
     for each in matrices:
         each.residual.add_(each.gradient, alpha=scale)
         torch.mm(each.query, each.residual.T, out=each.left)
-    dist.all_reduce(first, group=group)
+    _all_reduce(first, group)
     for each in matrices:
         _orthonormalize(each.left)
         torch.mm(each.left, each.residual, out=each.right)
         each.residual.addmm_(each.left.T, each.right, alpha=-1)
     if matrices:
-        dist.all_reduce(second, group=group)
+        _all_reduce(second, group)
     for each in matrices:
         torch.mm(each.left.T, each.right, out=each.gradient)
         each.query.copy_(each.right)
+
+
+def _all_reduce(message: Tensor, group: Any) -> None:
+    if dist.get_backend(group) != "gloo" or not is_short(message, group.size()):
+        dist.all_reduce(message, group=group)
+        return
+    one_shot = OneShotAllReduce(group, message, Reduction(dist.ReduceOp.SUM, message.dtype, group.size()))
+    one_shot.wait()
+    one_shot.combine()
 
 
 def _shape_of(parameter: Tensor) -> tuple[int, int]:

@@ -1,0 +1,74 @@
+"""The one-shot all-reduce over gloo: its results, for which sizes it is, and that it ends when a rank does not come."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
+from lightning_strategies_ext.shm.reduction import Reduction
+from tests.support.ranks import run_ranks
+
+
+def contributed(rank: int) -> torch.Tensor:
+    return torch.randn(1001, generator=torch.Generator().manual_seed(rank))
+
+
+def reduce_in_one_shot(op: ReduceOp) -> list[torch.Tensor]:
+    """Over torch's process group, and over the backend itself."""
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    found = []
+    for group in (dist.group.WORLD, dist.group.WORLD._get_backend(torch.device("cpu"))):
+        tensor = contributed(rank)
+        exchange = OneShotAllReduce(group, tensor, Reduction(op, tensor.dtype, size))
+        exchange.wait()
+        assert exchange.is_completed()
+        exchange.combine()
+        found.append(tensor)
+    return found
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX], ids=str)
+def test_tensors_are_combined_in_the_order_of_the_ranks(op: ReduceOp):
+    parts = [contributed(rank) for rank in range(3)]
+    wanted = {
+        ReduceOp.SUM: (parts[0] + parts[1]) + parts[2],
+        ReduceOp.AVG: ((parts[0] + parts[1]) + parts[2]) / 3,
+        ReduceOp.MAX: torch.stack(parts).amax(0),
+    }[op]
+    for found in run_ranks(reduce_in_one_shot, op, world_size=3):
+        assert all(torch.equal(each, wanted) for each in found)
+
+
+def wait_for_one_that_does_not_come() -> float:
+    rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    began = time.monotonic()
+    if rank == 0:
+        tensor = torch.ones(4)
+        exchange = OneShotAllReduce(
+            dist.group.WORLD, tensor, Reduction(ReduceOp.SUM, tensor.dtype, 2), timedelta(seconds=1)
+        )
+        with pytest.raises(RuntimeError):
+            exchange.wait()
+    else:
+        time.sleep(3)
+    return time.monotonic() - began
+
+
+def test_a_rank_that_does_not_come_is_an_error_at_the_timeout():
+    waited_s, _ = run_ranks(wait_for_one_that_does_not_come)
+    assert 0.9 < waited_s < 3
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_ranks", "is_it"),
+    [(4, 1000, True), (2**18, 2, True), (2**18 + 4, 2, False), (2**18, 3, False), (2**16, 5, True), (0, 2, True)],
+)
+def test_it_is_for_what_is_short_with_so_many_ranks(num_bytes: int, num_ranks: int, is_it: bool):
+    assert is_short(torch.empty(num_bytes // 4), num_ranks) == is_it
