@@ -21,6 +21,7 @@ from benchmarks.scaling_model import (
     step,
     two_levels,
 )
+from lightning_strategies_ext.shm.one_shot import is_short
 
 RING, TREE, TWO_LEVELS = "plain, ring", "plain, tree", "plain, two levels"
 BF16, POWERSGD, TOPK, LOCALSGD = "bf16", "powersgd", "topk", "localsgd"
@@ -92,10 +93,17 @@ def costs_of(
         return partial(_tree, cluster), rare_s
     if name == LOCALSGD:
         return _local(cluster, num_bytes, given, all_reduce)
+
+    def thin(num_ranks: int, size: float, link: Link) -> float:
+        # Over gloo, each rank sends what is short to all others, and adds up for itself.
+        num_sharing = cluster.ranks_per_host if cluster.num_hosts > 1 else 1
+        is_one_shot = all_reduce is ring and is_short(size, num_ranks, num_sharing)
+        return (all_gather if is_one_shot else all_reduce)(num_ranks, size, link)
+
     between: dict[str, AllReduce] = {
         TWO_LEVELS: all_reduce,
         BF16: lambda p, size, link: all_reduce(p, size / 2, link),
-        POWERSGD: lambda p, size, link: 2 * all_reduce(p, size * given.thin_share / 2, link),
+        POWERSGD: lambda p, size, link: 2 * thin(p, size * given.thin_share / 2, link),
         TOPK: lambda p, size, link: all_gather(p, 2 * given.topk_fraction * size, link),
     }
     exchange = between[name]
@@ -126,13 +134,14 @@ class Training:
 
     Attributes:
         alone_s: Seconds of a step of one rank alone.
-        computation: While as many compute as there are on a host.
+        computation: While as many compute as there are on a host, and meet in each step.
         num_bytes: Of the gradients.
         ranks_per_host: If there are as many.
         inside: Link between ranks of a host.
         between: Cable of a host.
         compressions: What is exchanged by those that compress.
         all_reduce: Between hosts, of those that have two levels.
+        apart: The computation of ranks that do not meet in each step, as those of local SGD; the same if None.
     """
 
     alone_s: float
@@ -143,6 +152,7 @@ class Training:
     between: Link
     compressions: Compressions
     all_reduce: AllReduce = ring
+    apart: Computation | None = None
 
     def step_s(self, name: str, num_ranks: int, *, overlaps: bool) -> float:
         """Seconds of a step.
@@ -154,7 +164,8 @@ class Training:
         """
         cluster = Cluster.of_ranks(num_ranks, self.ranks_per_host, self.inside, self.between)
         cost, rare_s = costs_of(name, cluster, self.num_bytes, self.compressions, self.all_reduce)
-        return step(self.computation, cost, rare_s, overlaps=overlaps)
+        computation = self.apart if name == LOCALSGD and self.apart is not None else self.computation
+        return step(computation, cost, rare_s, overlaps=overlaps)
 
     def efficiency(self, name: str, num_ranks: int, *, overlaps: bool = True) -> float:
         """Of weak scaling."""

@@ -37,9 +37,12 @@ from lightning_strategies_ext.torch_distributed.compression.power_sgd import Pow
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 
 COMPUTE, PLAIN, BF16, POWERSGD, LOCALSGD = "compute", "plain", "bf16", "powersgd", "localsgd"
+#: The computation of ranks that do not meet.
+APART = "compute, apart"
 #: Exchange → timed steps of a training, after those that do not count: whole periods of local SGD, which are 32 steps.
 LENGTHS = {
     COMPUTE: Length(3, 10),
+    APART: Length(3, 10),
     PLAIN: Length(3, 10),
     BF16: Length(3, 10),
     POWERSGD: Length(12, 10),
@@ -98,12 +101,15 @@ class Stack(pl.LightningModule):
 class BackwardPasses(Callback):
     """Notes how long backward passes take, and when each bucket of gradients is there.
 
-    Its hook divides gradients, as DDP does, and exchanges none. But ranks meet at the end of each backward pass, as
-    they do when they exchange: a step takes as long as that of the slowest rank in it, which is more than the mean of
-    any.
+    Its hook divides gradients, as DDP does, and exchanges none.
+
+    Args:
+        meet: Whether ranks meet at the end of each backward pass, as they do when they exchange: then a step takes as
+            long as that of the slowest rank in it, which is more than the mean of any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, meet: bool) -> None:
+        self._meet = meet
         self.seconds: list[float] = []
         self.buckets: list[list[tuple[int, float]]] = []
         self._began = 0.0
@@ -121,7 +127,7 @@ class BackwardPasses(Callback):
         """For DDP."""
         buffer = bucket.buffer().div_(dist.get_world_size())
         self.buckets[-1].append((buffer.nbytes, time.perf_counter() - self._began))
-        if not bucket.is_last() or dist.get_world_size() == 1:
+        if not (self._meet and bucket.is_last()) or dist.get_world_size() == 1:
             future: Future[Tensor] = Future()
             future.set_result(buffer)
             return future
@@ -138,16 +144,19 @@ class BackwardPasses(Callback):
 
 def train(job: Job, exchange: str) -> dict[str, Any]:
     """Trains once: seconds per step, and what :class:`BackwardPasses` has noted if nothing was exchanged."""
-    length, passes = LENGTHS[exchange], BackwardPasses()
-    asked: dict[str, dict[str, Any]] = {COMPUTE: {"ddp_comm_hook": passes.hook}, PLAIN: {}}
+    length, passes = LENGTHS[exchange], BackwardPasses(meet=exchange == COMPUTE)
+    is_none = exchange in (COMPUTE, APART)
+    asked: dict[str, Any] = {} if exchange == PLAIN else {"compression": exchange}
+    if is_none:
+        asked = {"ddp_comm_hook": passes.hook}
     timer = StepTimer(length)
     trainer = pl.Trainer(
-        strategy=DDPStrategy(bucket_cap_mb=job.bucket_mb, **asked.get(exchange, {"compression": exchange})),
+        strategy=DDPStrategy(bucket_cap_mb=job.bucket_mb, **asked),
         accelerator="cpu",
         devices=job.num_ranks,
         num_nodes=job.num_hosts,
         max_epochs=1,
-        callbacks=[timer, passes] if exchange == COMPUTE else [timer],
+        callbacks=[timer, passes] if is_none else [timer],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -157,7 +166,7 @@ def train(job: Job, exchange: str) -> dict[str, Any]:
         log_every_n_steps=10**9,
     )
     trainer.fit(Stack(job), Batches(Case(job.width, batch_size=job.batch_size), length))
-    noted = passes.summary(length) if exchange == COMPUTE else {}
+    noted = passes.summary(length) if is_none else {}
     return {"step_s": timer.ms_per_step / 1e3, **noted}
 
 
@@ -195,7 +204,7 @@ def main() -> None:
     job = Job(**{**given, "exchanges": tuple(given["exchanges"]), "sizes": tuple(given["sizes"])})
     silence_lightning()
     torch.set_num_threads(1)
-    contenders = [COMPUTE, *job.exchanges]
+    contenders = [COMPUTE, *([APART] if LOCALSGD in job.exchanges else []), *job.exchanges]
     train(job, COMPUTE)  # makes the process group
     is_alone = dist.get_world_size() == 1
     seen: dict[str, Any] = {"messages": {} if is_alone else reduce_messages(job)}

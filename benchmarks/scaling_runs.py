@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import namespaces
 from benchmarks.ranks import free_port
 from benchmarks.scaling_model import Bucket, Computation, Link, Sample, fit
-from benchmarks.scaling_rank import COMPUTE, Job, arguments_of
+from benchmarks.scaling_rank import APART, COMPUTE, Job, arguments_of
 
 _PORT_BETWEEN_HOSTS = 29700
 
@@ -31,6 +31,7 @@ class Case:
         compression: Exchange → seconds per step of compressing and restoring.
         steps: Exchange, or the computation alone → seconds per step, one value per round.
         computation: Medians.
+        apart: The same of ranks that do not meet; None if that was not measured.
     """
 
     num_hosts: int
@@ -39,6 +40,7 @@ class Case:
     compression: dict[str, float]
     steps: dict[str, list[float]]
     computation: Computation
+    apart: Computation | None
 
     @property
     def label(self) -> str:
@@ -135,20 +137,22 @@ def merged(job: Job, seen: Sequence[dict[str, Any]]) -> Case:
     """Puts together what the ranks have seen: a job is as slow, in each round, as its slowest rank."""
     trainings = {name: [one["trainings"][name] for one in seen] for name in seen[0]["trainings"]}
     steps = {name: _slowest([[one["step_s"] for one in rank] for rank in ranks]) for name, ranks in trainings.items()}
-    backward_s = median(_slowest([[one["backward_s"] for one in rank] for rank in trainings[COMPUTE]]))
-    buckets = [one["buckets"] for rank in trainings[COMPUTE] for one in rank]
-    ready_s = [median(times) for times in zip(*([at for _, at in one] for one in buckets), strict=True)]
+
+    def computation(name: str) -> Computation:
+        backward_s = median(_slowest([[one["backward_s"] for one in rank] for rank in trainings[name]]))
+        buckets = [one["buckets"] for rank in trainings[name] for one in rank]
+        ready_s = [median(times) for times in zip(*([at for _, at in one] for one in buckets), strict=True)]
+        with_times = tuple(Bucket(size, at) for (size, _), at in zip(buckets[0], ready_s, strict=True))
+        return Computation(median(steps[name]) - backward_s, backward_s, with_times)
+
     return Case(
         job.num_hosts,
         job.num_ranks,
         {int(size): _slowest([one["messages"][size] for one in seen]) for size in seen[0]["messages"]},
         {name: median(_slowest([one["compression"][name] for one in seen])) for name in seen[0]["compression"]},
         steps,
-        Computation(
-            median(steps[COMPUTE]) - backward_s,
-            backward_s,
-            tuple(Bucket(size, at) for (size, _), at in zip(buckets[0], ready_s, strict=True)),
-        ),
+        computation(COMPUTE),
+        computation(APART) if APART in trainings else None,
     )
 
 

@@ -20,7 +20,7 @@ from benchmarks.scaling_exchanges import (
     Training,
 )
 from benchmarks.scaling_model import Link, contended, efficiency
-from benchmarks.scaling_rank import COMPUTE, PLAIN
+from benchmarks.scaling_rank import APART, COMPUTE, PLAIN
 from benchmarks.scaling_runs import Case
 
 #: Network → by number of ranks, an exchange and its efficiency.
@@ -51,7 +51,7 @@ def held_against(case: Case, training: Training) -> list[dict[str, Any]]:
     """
     rows = []
     for exchange, times in case.steps.items():
-        if exchange == COMPUTE:
+        if exchange in (COMPUTE, APART):
             continue
         plain = TWO_LEVELS if case.has_two_levels else RING
         name = plain if exchange == PLAIN else exchange

@@ -105,7 +105,7 @@ class AllReduceAcrossHosts:
             yield from self._rounds.go_through(number_of(Kind.BROADCAST, [piece]), steps, lookahead, deadline)
 
     def _begin_between(self, piece: Tensor, reduction: Reduction, deadline: float) -> None:
-        if is_short(piece, self._leaders.size()):
+        if is_short(piece.nbytes, self._leaders.size()):
             self._between = OneShotAllReduce(self._leaders, piece, reduction, _left_until(deadline))
             return
         options = dist.AllreduceOptions()

@@ -170,11 +170,21 @@ def test_more_ranks_are_never_more_efficient_and_overlap_never_costs(name):
 
 def test_whatever_compresses_is_plain_two_levels_with_fewer_bytes_between_hosts():
     cluster = Cluster(4, 2, FREE, NO_LATENCY)
-    whole, _ = costs_of(TWO_LEVELS, cluster, 1000, GIVEN)
-    assert costs_of("bf16", cluster, 1000, GIVEN)[0](1000) == pytest.approx(whole(1000) / 2)
-    assert costs_of("powersgd", cluster, 1000, GIVEN)[0](1000) == pytest.approx(whole(1000) * GIVEN.thin_share)
+    num_bytes = 10**8
+    whole, _ = costs_of(TWO_LEVELS, cluster, num_bytes, GIVEN)
+    bf16, powersgd, topk = (costs_of(name, cluster, num_bytes, GIVEN)[0] for name in ("bf16", "powersgd", "topk"))
+    assert bf16(num_bytes) == pytest.approx(whole(num_bytes) / 2)
+    assert powersgd(num_bytes) == pytest.approx(whole(num_bytes) * GIVEN.thin_share)
     # A hundredth of the gradients, with their places, from each of the other hosts.
-    assert costs_of("topk", cluster, 1000, GIVEN)[0](1000) == pytest.approx(3 * 1000 * 0.02 * 1e-3)
+    assert topk(num_bytes) == pytest.approx(3 * num_bytes * 0.02 * 1e-3)
+
+
+def test_short_sums_are_made_in_one_shot_over_gloo():
+    cluster = Cluster(4, 1, FREE, LINK)
+    # Two messages of 5 bytes: to each of three others, where a ring has six messages of a quarter, and a tree four.
+    assert costs_of("powersgd", cluster, 1000, GIVEN)[0](1000) == pytest.approx(2 * 3 * (1 + 0.005))
+    by_tree = costs_of("powersgd", cluster, 1000, GIVEN, halving_doubling)[0](1000)
+    assert by_tree == pytest.approx(2 * (4 + 1.5 * 0.005))
 
 
 def test_the_largest_gradients_of_many_are_more_than_all_gradients():
@@ -222,7 +232,7 @@ def test_the_choice_is_what_changes_the_training_least():
 
 
 def test_where_nothing_is_efficient_enough_the_choice_is_the_fastest():
-    job = training(Link.of(30, 0.01))
+    job = training(Link.of(30, 0.05))
     name, reached = job.choice(64, enough=0.9)
     assert reached < 0.9
     assert reached == max(job.efficiency(each, 64) for each in ("bf16", "powersgd", "localsgd", RING))

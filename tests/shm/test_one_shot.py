@@ -67,8 +67,18 @@ def test_a_rank_that_does_not_come_is_an_error_at_the_timeout():
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "num_ranks", "is_it"),
-    [(4, 1000, True), (2**18, 2, True), (2**18 + 4, 2, False), (2**18, 3, False), (2**16, 5, True), (0, 2, True)],
+    ("num_bytes", "num_ranks", "num_sharing", "is_it"),
+    [
+        (0, 2, 1, True),
+        (2**18, 2, 8, True),  # two ranks send as much in a ring
+        (2**18 + 4, 2, 1, False),
+        (21_844, 4, 1, True),  # sent are 3 times as much, and 1.5 times in a ring
+        (21_848, 4, 1, False),
+        (21_844, 4, 2, False),
+        (10_920, 4, 2, True),
+        (4, 1000, 8, True),
+        (40, 1000, 8, False),
+    ],
 )
-def test_it_is_for_what_is_short_with_so_many_ranks(num_bytes: int, num_ranks: int, is_it: bool):
-    assert is_short(torch.empty(num_bytes // 4), num_ranks) == is_it
+def test_it_is_for_what_is_short(num_bytes: int, num_ranks: int, num_sharing: int, is_it: bool):
+    assert is_short(num_bytes, num_ranks, num_sharing) == is_it

@@ -102,7 +102,7 @@ class CompressedGradients:
         self._codec: Codec
         self._cast: torch.dtype | None = None
         if isinstance(compression, PowerSGD):
-            self._codec = PowerSGDCodec(compression.rank, self._residuals)
+            self._codec = PowerSGDCodec(compression.rank, self._residuals, self._levels.num_inside)
         elif isinstance(compression, TopK):
             self._codec = TopKCodec(compression.fraction, self._residuals)
         else:

@@ -44,11 +44,13 @@ class PowerSGDCodec:
     Args:
         rank: Columns of the thin matrices.
         residuals: Of this rank.
+        num_sharing: Ranks of this host that exchange at once, each with ranks of other hosts.
     """
 
-    def __init__(self, rank: int, residuals: Residuals) -> None:
+    def __init__(self, rank: int, residuals: Residuals, num_sharing: int = 1) -> None:
         self._rank = rank
         self._residuals = residuals
+        self._num_sharing = num_sharing
         self._queries: dict[Tensor, Tensor] = {}
         self._noises: dict[int, Tensor] = {}
 
@@ -71,7 +73,7 @@ class PowerSGDCodec:
             _Matrix(g.view(n, m), e.view(n, m), self._query(parameter, m), left.view(-1, n), right.view(-1, m))
             for (parameter, g, e), (n, m), left, right in zip(thin, shapes, lefts, second.parts, strict=True)
         ]
-        _sum(matrices, scale, first.whole, second.whole, group)
+        self._sum(matrices, scale, first.whole, second.whole, group)
         for part, (_, gradient, _) in zip(first.parts, whole, strict=False):
             gradient.copy_(part)
         return first.whole.nbytes + second.whole.nbytes
@@ -85,6 +87,31 @@ class PowerSGDCodec:
         for name, query in state.items():
             if name in parameters and len(query) == self._rank:
                 self._queries[parameters[name]] = query.to(parameters[name].device, copy=True)
+
+    def _sum(self, matrices: Sequence[_Matrix], scale: float, first: Tensor, second: Tensor, group: Any) -> None:
+        # One matrix after the other, of which each is in the core's caches then.
+        for each in matrices:
+            each.residual.add_(each.gradient, alpha=scale)
+            torch.mm(each.query, each.residual.T, out=each.left)
+        self._all_reduce(first, group)
+        for each in matrices:
+            _orthonormalize(each.left)
+            torch.mm(each.left, each.residual, out=each.right)
+            each.residual.addmm_(each.left.T, each.right, alpha=-1)
+        if matrices:
+            self._all_reduce(second, group)
+        for each in matrices:
+            torch.mm(each.left.T, each.right, out=each.gradient)
+            each.query.copy_(each.right)
+
+    def _all_reduce(self, message: Tensor, group: Any) -> None:
+        is_over_gloo = dist.get_backend(group) == "gloo"
+        if not (is_over_gloo and is_short(message.nbytes, group.size(), self._num_sharing)):
+            dist.all_reduce(message, group=group)
+            return
+        one_shot = OneShotAllReduce(group, message, Reduction(dist.ReduceOp.SUM, message.dtype, group.size()))
+        one_shot.wait()
+        one_shot.combine()
 
     def _is_smaller_thin(self, parameter: Tensor) -> bool:
         n, m = _shape_of(parameter)
@@ -116,32 +143,6 @@ class _Message:
     def __init__(self, sizes: Sequence[int], like: Tensor) -> None:
         self.whole = like.new_empty(sum(sizes))
         self.parts = list(self.whole.split(list(sizes))) if sizes else []
-
-
-def _sum(matrices: Sequence[_Matrix], scale: float, first: Tensor, second: Tensor, group: Any) -> None:
-    # One matrix after the other, of which each is in the core's caches then.
-    for each in matrices:
-        each.residual.add_(each.gradient, alpha=scale)
-        torch.mm(each.query, each.residual.T, out=each.left)
-    _all_reduce(first, group)
-    for each in matrices:
-        _orthonormalize(each.left)
-        torch.mm(each.left, each.residual, out=each.right)
-        each.residual.addmm_(each.left.T, each.right, alpha=-1)
-    if matrices:
-        _all_reduce(second, group)
-    for each in matrices:
-        torch.mm(each.left.T, each.right, out=each.gradient)
-        each.query.copy_(each.right)
-
-
-def _all_reduce(message: Tensor, group: Any) -> None:
-    if dist.get_backend(group) != "gloo" or not is_short(message, group.size()):
-        dist.all_reduce(message, group=group)
-        return
-    one_shot = OneShotAllReduce(group, message, Reduction(dist.ReduceOp.SUM, message.dtype, group.size()))
-    one_shot.wait()
-    one_shot.combine()
 
 
 def _shape_of(parameter: Tensor) -> tuple[int, int]:
