@@ -19,7 +19,8 @@ that exchanges nothing, in turn with the others, round by round. What compressin
 is a part of the measured median; 15 % are allowed.
 
 Ranks of one host exchange with the cores that compute, so there alpha and beta are those of as many ranks at once, and
-nothing overlaps; that is this machine, not the model.
+nothing overlaps, nor where an exchange of several hosts begins inside each of them, or computes between messages as
+PowerSGD's does; that is this machine, not the model.
 """
 
 import argparse
