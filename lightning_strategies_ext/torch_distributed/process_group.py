@@ -7,8 +7,8 @@ when the interpreter ends, so that no backend complains about a group that was n
 import atexit
 import logging
 import os
+import sys
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -43,6 +43,12 @@ _ROUND_POLL_S = 0.01
 
 #: Those between ranks of groups that this package has made, by the addresses of both ends, this process's first.
 connections: set[tuple[Any, Any]] = set()
+
+# Backends of the groups that were left last, see `_destroy`.
+_left: list[Any] = []
+
+# With a group, torch shows exceptions with the rank, one group within another: its `sys.excepthook` → what was before.
+_excepthooks: dict[Any, Any] = {}
 
 # The store where this process has met the others: (process id, address, port, rank, world size) → store, next number.
 _stores: dict[tuple[int, str, str, int, int], tuple[dist.Store, Iterator[int]]] = {}
@@ -210,6 +216,8 @@ def join(
     """Makes the default process group, of ranks that share a store which no other group has used."""
     forking.make_safe()
     connections.clear()
+    _left.clear()
+    excepthook = sys.excepthook
     with noting_connections(connections):
         dist.init_process_group(
             backend,
@@ -220,10 +228,13 @@ def join(
             device_id=device if device.type != "cpu" else None,
             pg_options=options,
         )
+    _excepthooks.clear()
+    if sys.excepthook is not excepthook:
+        _excepthooks[sys.excepthook] = excepthook
     # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
     # owns the group, closes each group once.
-    atexit.unregister(stop)
-    atexit.register(stop)
+    atexit.unregister(_stop_at_exit)
+    atexit.register(_stop_at_exit)
 
 
 def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:
@@ -292,6 +303,7 @@ def stop() -> None:
     """Leaves the default process group, if there is one."""
     if not is_initialized():
         return
+    sys.excepthook = _excepthooks.pop(sys.excepthook, sys.excepthook)
     # A group that was aborted would wait for what it has not done (seen in torch 2.11). A private name of torch's, read
     # in 2.13, which earlier versions need not have.
     forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_cut_off() else None
@@ -299,6 +311,11 @@ def stop() -> None:
         _destroy(None)
     else:
         forget()
+
+
+def _stop_at_exit() -> None:
+    stop()
+    _left.clear()
 
 
 def leave(group: Any) -> None:
@@ -310,29 +327,19 @@ def leave(group: Any) -> None:
 
 
 def _destroy(group: Any) -> None:
-    _let_backends_outlive(group)
-    dist.destroy_process_group(group)
+    """Leaves a group, or all if it is None.
 
-
-def _let_backends_outlive(group: Any) -> None:
-    """Keeps the backend of a group, or of all if it is None, until nobody has that any more, so that it ends after it.
-
-    Before torch 2.8 (seen in 2.5.1 and 2.7.1) a group that ends holds Python's lock while its gloo waits for a thread,
-    and the thread may wait for that lock, to let go of the tensors of its last collective. A gloo that ends by itself
-    does not hold the lock.
+    Its gloo outlives it, until the next group is left or made. Whoever lets go of a group last may do so with Python's
+    lock: DDP's reducer where Python collects it (seen in torch 2.13), and before torch 2.8 anybody. If that were the
+    end of gloo too, it would wait for its threads, one of which may wait for the lock, to let go of what its last
+    collective has held. Later they have nothing left to do; and a gloo that ends by itself does not hold the lock.
     """
-    if torch.__version__ >= "2.8":
-        return
     from torch.distributed.distributed_c10d import _world
 
     cpu = torch.device("cpu")
-    for each in _world.pg_map if group is None else [group]:
-        if cpu in each._device_types:
-            weakref.finalize(each, _let_go, each._get_backend(cpu)).atexit = False
-
-
-def _let_go(backend: Any) -> None:
-    """Called with what was kept until then."""
+    groups = _world.pg_map if group is None else [group]
+    _left[:] = [each._get_backend(cpu) for each in groups if cpu in each._device_types]
+    dist.destroy_process_group(group)
 
 
 def default_store() -> dist.Store:
