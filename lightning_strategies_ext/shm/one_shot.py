@@ -39,7 +39,8 @@ class OneShotAllReduce:
         group: Of gloo: torch's process group, or the backend itself.
         flat: Of one dimension, contiguous; it is read now, and written to by :meth:`combine`.
         reduction: How tensors are combined.
-        timeout: Of the exchange; the group's if None.
+        timeout: Of the exchange, where torch lets gloo have one for it (2.13 does, 2.5 does not); else, and if None, it
+            is the group's.
     """
 
     def __init__(self, group: Any, flat: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:

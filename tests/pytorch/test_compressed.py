@@ -149,7 +149,7 @@ def train_apart(period: int, outer: Any, per_host: int) -> dict[str, Tensor]:
     ("compression", "outer"),
     [
         (LocalSGD(period=5), None),
-        (DiLoCo(period=5), lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
+        (DiLoCo(period=5), lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.5, nesterov=True)),
     ],
     ids=["localsgd", "diloco"],
 )
