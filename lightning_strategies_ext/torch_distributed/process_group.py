@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -45,10 +46,11 @@ _ROUND_POLL_S = 0.01
 connections: set[tuple[Any, Any]] = set()
 
 # Backends of the groups that were left last, see `_destroy`.
-_left: list[Any] = []
+_left: deque[list[Any]] = deque(maxlen=4)
 
-# With a group, torch shows exceptions with the rank, one group within another: its `sys.excepthook` → what was before.
-_excepthooks: dict[Any, Any] = {}
+# While there is a group, torch shows exceptions with the rank: its `sys.excepthook`, and what was there before. torch
+# wraps the hook for each group anew, and would show the rank as often.
+_excepthooks: list[Any] = []
 
 # The store where this process has met the others: (process id, address, port, rank, world size) → store, next number.
 _stores: dict[tuple[int, str, str, int, int], tuple[dist.Store, Iterator[int]]] = {}
@@ -228,9 +230,7 @@ def join(
             device_id=device if device.type != "cpu" else None,
             pg_options=options,
         )
-    _excepthooks.clear()
-    if sys.excepthook is not excepthook:
-        _excepthooks[sys.excepthook] = excepthook
+    _excepthooks[:] = [sys.excepthook, excepthook]
     # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
     # owns the group, closes each group once.
     atexit.unregister(_stop_at_exit)
@@ -303,7 +303,8 @@ def stop() -> None:
     """Leaves the default process group, if there is one."""
     if not is_initialized():
         return
-    sys.excepthook = _excepthooks.pop(sys.excepthook, sys.excepthook)
+    if _excepthooks and sys.excepthook is _excepthooks[0]:
+        sys.excepthook = _excepthooks[1]
     # A group that was aborted would wait for what it has not done (seen in torch 2.11). A private name of torch's, read
     # in 2.13, which earlier versions need not have.
     forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_cut_off() else None
@@ -329,16 +330,16 @@ def leave(group: Any) -> None:
 def _destroy(group: Any) -> None:
     """Leaves a group, or all if it is None.
 
-    Its gloo outlives it, until the next group is left or made. Whoever lets go of a group last may do so with Python's
-    lock: DDP's reducer where Python collects it (seen in torch 2.13), and before torch 2.8 anybody. If that were the
-    end of gloo too, it would wait for its threads, one of which may wait for the lock, to let go of what its last
-    collective has held. Later they have nothing left to do; and a gloo that ends by itself does not hold the lock.
+    Its gloo outlives it, until some more are left, or ranks join again. Whoever lets go of a group last may do so with
+    Python's lock: DDP's reducer where Python collects it (seen in torch 2.13), and before torch 2.8 anybody. If that
+    were the end of gloo too, it would wait for its threads, one of which may wait for the lock, to let go of what its
+    last collective has held. Later they have nothing left to do; and a gloo that ends by itself does not hold the lock.
     """
     from torch.distributed.distributed_c10d import _world
 
     cpu = torch.device("cpu")
     groups = _world.pg_map if group is None else [group]
-    _left[:] = [each._get_backend(cpu) for each in groups if cpu in each._device_types]
+    _left.append([each._get_backend(cpu) for each in groups if cpu in each._device_types])
     dist.destroy_process_group(group)
 
 
