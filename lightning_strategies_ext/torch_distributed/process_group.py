@@ -46,7 +46,7 @@ _ROUND_POLL_S = 0.01
 connections: set[tuple[Any, Any]] = set()
 
 # Backends of the groups that were left last, see `_destroy`.
-_left: deque[list[Any]] = deque(maxlen=4)
+_left: deque[list[Any]] = deque(maxlen=2)
 
 # While there is a group, torch shows exceptions with the rank: its `sys.excepthook`, and what was there before. torch
 # wraps the hook for each group anew, and would show the rank as often.
@@ -330,7 +330,7 @@ def leave(group: Any) -> None:
 def _destroy(group: Any) -> None:
     """Leaves a group, or all if it is None.
 
-    Its gloo outlives it, until some more are left, or ranks join again. Whoever lets go of a group last may do so with
+    Its gloo outlives it, until two more are left, or ranks join again. Whoever lets go of a group last may do so with
     Python's lock: DDP's reducer where Python collects it (seen in torch 2.13), and before torch 2.8 anybody. If that
     were the end of gloo too, it would wait for its threads, one of which may wait for the lock, to let go of what its
     last collective has held. Later they have nothing left to do; and a gloo that ends by itself does not hold the lock.
