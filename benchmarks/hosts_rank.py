@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from benchmarks.contenders import silence_lightning
 from benchmarks.horovod_launch import variables_of_rank
 from examples.transformer import Transformer, documentation
-from lightning_strategies_ext import DDPStrategy
+from lightning_strategies_ext import DDPStrategy, DiLoCo
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.bucket_search import BucketSearch
 
@@ -34,6 +34,7 @@ SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
 BY_TRIAL = "ddp_ext, buckets by trial"
+PAPERS_DILOCO = "diloco, momentum 0.9"
 HOROVOD = "horovod_ext"
 #: Name → what makes the Trainer's strategy, anew for each training.
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -46,6 +47,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "topk": partial(DDPStrategy, compression="topk"),
     "localsgd": partial(DDPStrategy, compression="localsgd"),
     "diloco": partial(DDPStrategy, compression="diloco"),
+    PAPERS_DILOCO: partial(DDPStrategy, compression=DiLoCo(momentum=0.9)),
     HOROVOD: lambda: HOROVOD,
 }
 

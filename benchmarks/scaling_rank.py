@@ -147,13 +147,11 @@ class BackwardPasses(Callback):
 def train(job: Job, exchange: str) -> dict[str, Any]:
     """Trains once: seconds per step, and what :class:`BackwardPasses` has noted if nothing was exchanged."""
     length, passes = LENGTHS[exchange], BackwardPasses(meet=exchange == COMPUTE)
-    is_none = exchange in (COMPUTE, APART)
-    asked: dict[str, Any] = {} if exchange == PLAIN else {"compression": exchange}
-    if is_none:
-        asked = {"ddp_comm_hook": passes.hook}
+    is_none, none = exchange in (COMPUTE, APART), {"ddp_comm_hook": passes.hook}
+    asked: dict[str, dict[str, Any]] = {COMPUTE: none, APART: none, PLAIN: {}}
     timer = StepTimer(length)
     trainer = pl.Trainer(
-        strategy=DDPStrategy(bucket_cap_mb=job.bucket_mb, **asked),
+        strategy=DDPStrategy(bucket_cap_mb=job.bucket_mb, **asked.get(exchange, {"compression": exchange})),
         accelerator="cpu",
         devices=job.num_ranks,
         num_nodes=job.num_hosts,
@@ -202,10 +200,7 @@ def compress(job: Job) -> dict[str, list[float]]:
         times = []
         for _ in range(5):
             elsewhere.add_(1)
-            dist.barrier()
-            begin = time.perf_counter()
-            work(flat)
-            times.append(time.perf_counter() - begin)
+            times.append(time_block(work, flat, 1))
         return median(times)
 
     return {name: [timed(work) for _ in range(job.rounds)] for name, work in works.items()}

@@ -47,10 +47,12 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
             launching.call_children_scripts(launcher)
             _started.extend(launcher.procs)
             if launcher.procs:
-                arguments = (list(launcher.procs), have_met)
-                watch = threading.Thread(target=_wait_until_they_have_met, args=arguments, daemon=True)
-                watch.name = "script watch"
-                watch.start()
+                threading.Thread(
+                    target=_wait_until_they_have_met,
+                    args=(list(launcher.procs), have_met),
+                    daemon=True,
+                    name="script watch",
+                ).start()
         launching.set_num_threads_if_needed(num_processes=launcher.num_processes)
         yield
     except BaseException:

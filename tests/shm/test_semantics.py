@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import Outcome, outcomes_of_ranks, run_ranks
-from tests.support.shm_pools import Pool, all_pools, start_shm
+from tests.support.shm_pools import PER_HOST, Pool, all_pools, start_shm
 from tests.support.shm_programs import (
     ARITHMETIC,
     BITWISE,
@@ -95,7 +95,7 @@ def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(poo
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (3, 1)])
 def test_so_they_do_between_hosts(world_size: int, per_host: int):
-    pool = Pool(world_size, per_host=per_host)
+    pool = Pool(world_size, {PER_HOST: str(per_host)})
     try:
         run_random_programs(pool, 3)
     finally:

@@ -22,7 +22,8 @@ from tests.support.shm_programs import SHARED, SLOT_NUM_BYTES, Program, differen
 
 TIMEOUT_S = 20
 _START_TIMEOUT = timedelta(seconds=120)
-_PER_HOST = "TESTS_RANKS_PER_HOST"
+#: Of the ranks of a pool, after so many the next one takes itself to be on another host.
+PER_HOST = "TESTS_RANKS_PER_HOST"
 
 
 def start_shm(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
@@ -32,7 +33,7 @@ def start_shm(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
     """
     rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["RANK"] = str(rank)
-    if per_host := int(os.environ.get(_PER_HOST, 0)):
+    if per_host := int(os.environ.get(PER_HOST, 0)):
         rendezvous.host_identity = lambda: f"host {rank // per_host}"
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(*address, world_size, is_master=rank == 0, timeout=_START_TIMEOUT)
@@ -43,17 +44,11 @@ def start_shm(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
 
 
 class Pool:
-    """Ranks that live on from program to program; they are started when first needed, and anew after a failure.
+    """Ranks that live on from program to program; they are started when first needed, and anew after a failure."""
 
-    Args:
-        world_size: Number of ranks.
-        environment: Of theirs.
-        per_host: After so many of them, the next one takes itself to be on another host.
-    """
-
-    def __init__(self, world_size: int, environment: dict[str, str] | None = None, per_host: int = 0) -> None:
+    def __init__(self, world_size: int, environment: dict[str, str] | None = None) -> None:
         self.world_size = world_size
-        self._environment = {**(environment or {}), _PER_HOST: str(per_host)}
+        self._environment = environment or {}
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
