@@ -2,7 +2,6 @@
 
 import platform
 import socket
-import sys
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ import torch.multiprocessing
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 
+from lightning_strategies_ext.launch.processes.conditions import is_interactive
 from lightning_strategies_ext.registry import UnavailableHereError
 
 #: How the further processes of a host are started.
@@ -83,11 +83,11 @@ def check_not_interactive(way: str) -> None:
     Raises:
         RuntimeError: If this is a notebook, a prompt or ``python -i``.
     """
-    if hasattr(sys, "ps1") or sys.flags.interactive:
+    if is_interactive():
         raise RuntimeError(
-            f"{way} does not work in a notebook or at a prompt: new processes would run or import a script. Use"
-            " `strategy='ddp_notebook_ext'` or `DDPStrategy(start_method='fork')`, which fork; or `strategy='dp_ext'`,"
-            " which starts no process; or run a script."
+            f"{way} does not work in a notebook or at a prompt: new processes would run a script. Use"
+            " `strategy='ddp_spawn_ext'`, whose workers are sent what is defined here, `strategy='ddp_notebook_ext'`,"
+            " whose workers are forks, or `strategy='dp_ext'`, which starts no process; or run a script."
         )
 
 
@@ -139,6 +139,5 @@ def check_start_method_here(start_method: str) -> None:
     Raises:
         RuntimeError: If this is one.
     """
-    if start_method != "fork":
-        name = "ddp_ext" if start_method == "popen" else "ddp_spawn_ext"
-        check_not_interactive(f"`strategy={name!r}` (`start_method={start_method!r}`)")
+    if start_method == "popen":
+        check_not_interactive("`strategy='ddp_ext'` (`start_method='popen'`)")

@@ -8,7 +8,7 @@ that a subclass of list stays one (it becomes a list), or that what a collection
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from typing import Any
 
 #: ``dict`` stands first since asking an abstract class takes several times as long.
@@ -58,6 +58,11 @@ def rebuilt(collection: Any, parts: list[Any]) -> Any:
     for name, part in zip(names_of_fields(collection), parts, strict=True):
         object.__setattr__(result, name, part)  # also where the dataclass is frozen
     return result
+
+
+def identity_of(cls: type) -> Hashable:
+    """What classes have in common that are one, or that one statement has made: in each rank or replica another one."""
+    return cls.__module__, cls.__qualname__, getattr(cls, "_fields", None)
 
 
 def contains(value: Any, what: Callable[[Any], bool]) -> bool:

@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
-from lightning_strategies_ext.launch.processes.conditions import RngState
+from lightning_strategies_ext.launch.processes.conditions import RngState, is_interactive
 from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool
 from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.processes.worker import is_importing_main
@@ -52,11 +51,6 @@ class Workers:
         self._must_end = False  # since the job may have changed them
         self._kept = KeptSegments()
         _all.add(self)
-
-    @property
-    def are_interactive_compatible(self) -> bool:
-        """Whether they work in a notebook."""
-        return self._starter.knows_cells
 
     @property
     def pids(self) -> list[int]:
@@ -199,8 +193,7 @@ class Workers:
 
     def _usable_pool(self, inherited: StageJob | CallJob | None) -> WorkerPool:
         # A forked worker knows what was defined when it was forked, and in a notebook more is defined all the time.
-        is_interactive = hasattr(sys, "ps1") and (self._starter.forks or not self._starter.knows_cells)
-        must_be_new = inherited is not None or is_interactive
+        must_be_new = inherited is not None or (self._starter.forks and is_interactive())
         if self._pool is not None and (must_be_new or not self._pool.is_usable()):
             self.close()
         if self._pool is None:

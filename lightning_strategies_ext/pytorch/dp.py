@@ -257,9 +257,10 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
 
     @override
     def teardown(self) -> None:
-        """Ends the replicas' threads."""
+        """Ends the replicas' threads and unwraps the model, moves it off the device. A second call does no harm."""
         if isinstance(self.model, ReplicatedModule):
             self.model.close()
+            self.model = self.lightning_module
         super().teardown()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_strategies_ext.nested import MAPPINGS, is_collection, labels_of, parts_of, rebuilt
+from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection, labels_of, parts_of, rebuilt
 from lightning_strategies_ext.replication.splitting import is_array
 
 FRACTIONS = (float, complex, np.inexact)
@@ -225,7 +225,7 @@ def check_types(values: Sequence[Any], name: str) -> None:
     """Raises if the values are not all of one type."""
     kinds = [type(value).__name__ for value in values]
     for i, value in enumerate(values):
-        if type(value) is not type(values[0]):
+        if identity_of(type(value)) != identity_of(type(values[0])):
             raise ValueError(
                 f"`{name}` cannot be gathered: replica {i} returned a value of type {kinds[i]} and replica 0 of type "
                 f"{kinds[0]}. Return the same type whatever the samples."

@@ -67,22 +67,23 @@ class Doubled(MLP):
 
 
 try:
-    make_trainer("ddp_spawn_ext")
+    make_trainer("ddp_ext")
 except Exception as error:
     print("refused:", type(error).__name__, error)
 
-trainer = make_trainer("ddp_notebook_ext", max_epochs=1)
-first = Doubled()
-weights = state_of(first)
-trainer.fit(first, loader())
-print("trained:", trainer.global_step, trainer.callback_metrics["factor"].item())
-assert any((tensor != weights[name]).any() for name, tensor in first.state_dict().items())
+for strategy in ("ddp_notebook_ext", "ddp_spawn_ext"):
+    trainer = make_trainer(strategy, max_epochs=1)
+    first = Doubled()
+    weights = state_of(first)
+    trainer.fit(first, loader())
+    print("trained:", trainer.global_step, trainer.callback_metrics["factor"].item())
+    assert any((tensor != weights[name]).any() for name, tensor in first.state_dict().items())
 
-exec("class Tripled(Doubled):\\n    factor = 3", globals())
-trainer.fit_loop.max_epochs = 2
-second = Tripled()
-trainer.fit(second, loader())
-print("trained:", trainer.global_step, trainer.callback_metrics["factor"].item())
+    exec("class Tripled(Doubled):\\n    factor = 3", globals())
+    trainer.fit_loop.max_epochs = 2
+    second = Tripled()
+    trainer.fit(second, loader())
+    print("trained:", trainer.global_step, trainer.callback_metrics["factor"].item())
 """
 
 
@@ -113,10 +114,11 @@ def test_a_script_without_a_guard_fails_and_is_told_to_have_one(run_text):
         assert 'Put what the script does under `if __name__ == "__main__":`' in said
 
 
-def test_a_notebook_is_told_which_strategy_works_and_that_one_knows_what_was_just_defined(run_text):
+def test_a_notebook_is_told_which_strategies_work_and_they_know_what_was_just_defined(run_text):
     result = run_text(NOTEBOOK)
     assert result.returncode == 0, result.stdout
     (refused,) = [line for line in result.stdout.splitlines() if line.startswith("refused:")]
     assert "ddp_notebook_ext" in refused
+    assert "ddp_spawn_ext" in refused
     trained = [line for line in result.stdout.splitlines() if line.startswith("trained:")]
-    assert trained == ["trained: 8 2.0", "trained: 16 3.0"]
+    assert trained == ["trained: 8 2.0", "trained: 16 3.0"] * 2

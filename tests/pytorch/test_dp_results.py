@@ -3,7 +3,7 @@
 The reference is the Trainer with one device on the same batches.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -230,6 +230,26 @@ def test_predictions_are_those_of_the_whole_batch_in_order(way):
         assert our_batch["nested"][1][1].pop("note") == batch["nested"][1][1].pop("note") == "same"
         assert our_batch.pop("labels") == batch.pop("labels")
         torch.testing.assert_close(our_batch, batch)
+
+
+class MakesClasses(MLP):
+    """As libraries do that name what a network returns."""
+
+    def predict_step(self, batch, batch_idx):
+        if not hasattr(self, "output"):
+            self.output = namedtuple("Output", ["logits", "index"])
+        return self.output(self.net(batch[0]), torch.arange(len(batch[0])))
+
+
+@each_way
+def test_a_class_that_each_replica_makes_is_one(way):
+    model = MakesClasses()
+    batches = make_trainer(way(2), 1).predict(model, loader(16, batch_size=8))
+    expected = make_trainer("auto", 1).predict(model, loader(16, batch_size=8))
+    for ours, theirs in zip(batches, expected, strict=True):
+        assert type(ours) is model.output
+        torch.testing.assert_close(ours.logits, theirs.logits)
+        assert ours.index.tolist() == [*range(4)] * 2
 
 
 class ReturnsMuch(MLP):

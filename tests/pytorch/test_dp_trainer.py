@@ -142,6 +142,13 @@ def test_the_trainer_sees_one_process_and_user_code_a_data_parallel():
     assert trainer.lightning_module is model
 
 
+def test_after_a_stage_the_model_is_no_longer_wrapped():
+    trainer, model = train("dp_ext", devices=2)
+    assert trainer.model is trainer.strategy.model is model
+    trainer.validate(model, loader(), verbose=False)
+    assert trainer.model is model
+
+
 def test_fit_twice_and_no_thread_is_left():
     threads = threading.active_count()
     models = []

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,3 +77,8 @@ class RngState:
         torch.set_rng_state(torch.frombuffer(bytearray(self.torch_cpu), dtype=torch.uint8))
         if self.torch_cuda is not None and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(torch.frombuffer(bytearray(self.torch_cuda), dtype=torch.uint8))
+
+
+def is_interactive() -> bool:
+    """Whether this process is a notebook's or has a prompt: no other could import what is defined here."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)

@@ -17,12 +17,20 @@ import torch
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
-from lightning_strategies_ext.launch.processes.conditions import Conditions
+from lightning_strategies_ext.launch.processes.conditions import Conditions, is_interactive
 from lightning_strategies_ext.launch.processes.starter import END_S
-from lightning_strategies_ext.launch.processes.worker import Job, command, own_exit_handlers, serve
+from lightning_strategies_ext.launch.processes.worker import (
+    MAIN,
+    MAIN_PATH,
+    Job,
+    command,
+    imports_main,
+    own_exit_handlers,
+    serve,
+)
 from lightning_strategies_ext.launch.protocol import Order, Ping, Start
 from lightning_strategies_ext.launch.transport.channel import Channel, Packed
-from lightning_strategies_ext.launch.transport.messages import Pickled, dump
+from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump, dump_with_main
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
 from lightning_strategies_ext.peers import kill_with_forked
 
@@ -228,13 +236,11 @@ class ProcessStarter:
 
     conditions = Conditions
     address = "127.0.0.1"
-    dump = staticmethod(dump)
 
     def __init__(self, start_method: WorkerStartMethod) -> None:
         self._start_method: WorkerStartMethod = start_method
         self.name = f"start_method={start_method!r}"
         self.forks = start_method == "fork"
-        self.knows_cells = self.forks
 
     @property
     def kind(self) -> Any:
@@ -254,9 +260,9 @@ class ProcessStarter:
         """
         if self.forks and torch.cuda.is_initialized():
             raise RuntimeError(
-                "`start_method='fork'`: this process has used a GPU already, and its forks could not. Restart the"
-                " notebook or script and leave the GPU alone until training starts, or use"
-                " `strategy='ddp_spawn_ext'` in a script."
+                "`start_method='fork'`: this process has used a GPU already, and its forks could not. Use"
+                " `strategy='ddp_spawn_ext'`, whose workers are no forks of it; or restart the notebook or script and"
+                " leave the GPU alone until training starts."
             )
 
     def start(self, rank: int, num_workers: int, inherited: Job | None) -> WorkerProcess:
@@ -265,10 +271,7 @@ class ProcessStarter:
 
     def prepare(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
         """Makes workers that have just been started like this process."""
-        preparation: dict[str, Any] | None = None
-        if not self.forks:
-            preparation = multiprocessing.spawn.get_preparation_data("lightning-strategies-ext worker")
-            preparation["authkey"] = bytes(preparation["authkey"])
+        preparation = None if self.forks else _preparation()
         for worker in workers:
             with suppress(OSError):  # it died at once: who waits for its answer finds out why
                 worker.send(Start(worker.rank, preparation))
@@ -279,12 +282,29 @@ class ProcessStarter:
         (worker,) = self.prepare([self.start(dead.rank, num_workers, inherited)])
         return worker
 
+    def dump(
+        self, obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+    ) -> Pickled:
+        """Pickles a job, with what is defined in ``__main__`` if workers cannot import that."""
+        has_main = self.forks or imports_main(_preparation())
+        return (dump if has_main else dump_with_main)(obj, shared, returning, found)
+
     def pack(self, pickled: Pickled, kept: KeptSegments) -> Packed:
         """Writes a job into memory that workers can map."""
         return Packed(pickled, kept)
 
     def close(self) -> None:
         """Does nothing: the fork server is that of all pools."""
+
+
+def _preparation() -> dict[str, Any]:
+    preparation = multiprocessing.spawn.get_preparation_data("lightning-strategies-ext worker")
+    preparation["authkey"] = bytes(preparation["authkey"])
+    # The script that `python -i` has run is not all that is defined here; one that was piped in is in no file.
+    if is_interactive() or not os.path.exists(preparation.get(MAIN_PATH, "/")):
+        for name in MAIN:
+            preparation.pop(name, None)
+    return preparation
 
 
 def _serve_in_own_session(theirs: socket.socket, main_pid: int, inherited: Job | None) -> None:

@@ -121,12 +121,10 @@ class Starter(Protocol):
     Attributes:
         name: What the user wrote to have it.
         forks: Whether workers are forks of this process, and have what it has.
-        knows_cells: Whether workers know what is defined in a notebook.
     """
 
     name: str
     forks: bool
-    knows_cells: bool
 
     @property
     def conditions(self) -> type[Conditions]:

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -24,10 +24,12 @@ import torch
 from lightning_strategies_ext.launch.processes.conditions import RngState
 from lightning_strategies_ext.launch.protocol import Done, End, Failure, Notice, Order, Ping, Pull, Save, Start
 from lightning_strategies_ext.launch.transport.channel import Channel, Envelope, JobChannel
-from lightning_strategies_ext.launch.transport.messages import Pickled
+from lightning_strategies_ext.launch.transport.messages import Pickled, main_is_elsewhere
 
 #: How often a worker looks whether the main process is alive, in seconds.
 PARENT_POLL_S = 0.5
+#: By which ``multiprocessing.spawn`` is told what to import in place of the user's ``__main__``.
+MAIN = ("init_main_from_name", MAIN_PATH := "init_main_from_path")
 
 _is_importing_main = False
 
@@ -253,6 +255,8 @@ def _prepare(start: Start) -> None:
         # Forked from a process whose OpenMP threads, if it had any, are not here: one would wait for them for ever.
         torch.set_num_threads(1)
         return
+    if not imports_main(start.preparation):
+        main_is_elsewhere()
     _is_importing_main = True
     try:
         # Imports the user's script as `__mp_main__`, where its classes are looked up. `spawn.prepare` is what
@@ -260,6 +264,15 @@ def _prepare(start: Start) -> None:
         multiprocessing.spawn.prepare(start.preparation)
     finally:
         _is_importing_main = False
+
+
+def imports_main(preparation: Mapping[str, Any]) -> bool:
+    """Whether a worker imports the user's script; it cannot where there is none, as in a notebook or for ``python -c``.
+
+    Args:
+        preparation: See :class:`.Start`.
+    """
+    return any(name in preparation for name in MAIN)
 
 
 def _interrupted(state: WorkerState) -> None:

@@ -6,12 +6,14 @@ value, and comes back as what the main process has.
 """
 
 import pickle
+from collections import ChainMap
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from ray.cloudpickle import CloudPickler
 
+from lightning_strategies_ext.launch.transport import by_value
 from lightning_strategies_ext.launch.transport.channel import Envelope
 from lightning_strategies_ext.launch.transport.messages import (
     MessagePickler,
@@ -22,22 +24,25 @@ from lightning_strategies_ext.launch.transport.messages import (
 )
 from lightning_strategies_ext.launch.transport.segments import Segment
 
-
-class _ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # Ray says no types
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = MessagePickler.reducer_override(self, obj)
-        return CloudPickler.reducer_override(self, obj) if reduced is NotImplemented else reduced
+# Ray registers there how its own objects are written, references to data in its store above all.
+_DISPATCH_TABLE = ChainMap(by_value.DISPATCH_TABLE, CloudPickler.dispatch_table)
 
 
-class _SharingByValuePickler(_ByValuePickler, SharingPickler):
-    pass
+class _Pickler(MessagePickler):
+    dispatch_table = _DISPATCH_TABLE
+    sends_main = True
 
 
-def dump_by_value(
+class _SharingPickler(SharingPickler):
+    dispatch_table = _DISPATCH_TABLE
+    sends_main = True
+
+
+def dump_for_ray(
     obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
 ) -> Pickled:
-    """:func:`.messages.dump` for a reader that has no ``__main__`` of the user's."""
-    return dump_with(_ByValuePickler if shared is None else _SharingByValuePickler, obj, shared, returning, found)
+    """:func:`.messages.dump_with_main`, and how Ray's own objects are written."""
+    return dump_with(_Pickler if shared is None else _SharingPickler, obj, shared, returning, found)
 
 
 @dataclass

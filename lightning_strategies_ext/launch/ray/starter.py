@@ -20,7 +20,7 @@ from lightning_strategies_ext.launch.ray.actor import WorkerActor, versions
 from lightning_strategies_ext.launch.ray.conditions import ConditionsElsewhere
 from lightning_strategies_ext.launch.ray.demand import Demand
 from lightning_strategies_ext.launch.ray.line import Switchboard
-from lightning_strategies_ext.launch.ray.messages import Parcel, dump_by_value
+from lightning_strategies_ext.launch.ray.messages import Parcel, dump_for_ray
 from lightning_strategies_ext.launch.ray.relay import RelayedSwitchboard
 from lightning_strategies_ext.launch.ray.worker import RayWorker, SentParcel, reason_in, wait_until
 from lightning_strategies_ext.launch.transport.messages import Pickled
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 #: After how long it is said that the cluster has no room, in seconds.
 _SAY_S = 5.0
 _POLL_S = 0.2
-_PACKAGES = ("lightning_strategies_ext", "torch")
+_PACKAGES = ("lightning_strategies_ext", "torch", "cloudpickle")
 
 
 class RayStarter:
@@ -48,9 +48,8 @@ class RayStarter:
 
     name = "strategy='ddp_ray_ext'"
     forks = False
-    knows_cells = True
     conditions = ConditionsElsewhere
-    dump = staticmethod(dump_by_value)
+    dump = staticmethod(dump_for_ray)
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_strategies_ext.nested import parts_of, rebuilt
+from lightning_strategies_ext.nested import identity_of, parts_of, rebuilt
 
 IntArray = npt.NDArray[np.int64]
 
@@ -174,12 +174,12 @@ class Form:
     """What outputs must have in common for their samples to share a batch.
 
     Args:
-        kind: The type of the value.
+        kind: The type of the value; of a collection, what tells it from others.
         details: Dtype, device and shape of a row of a tensor or array; the keys of a dict; ``ENTRY_PER_SAMPLE``.
         parts: The forms of a collection's values.
     """
 
-    kind: type
+    kind: Any
     details: Hashable = None
     parts: tuple["Form", ...] = ()
 
@@ -242,7 +242,7 @@ def form_of(value: Any, num_samples: int, readings: ListReadings, position: tupl
         if form is None:
             return None
         parts.append(form)
-    return Form(type(value), tuple(value) if isinstance(value, dict) else None, tuple(parts))
+    return Form(identity_of(type(value)), tuple(value) if isinstance(value, dict) else None, tuple(parts))
 
 
 def gather(form: Form, values: list[Any], rows: list[IntArray], positions: list[IntArray]) -> Any:
@@ -256,7 +256,7 @@ def gather(form: Form, values: list[Any], rows: list[IntArray], positions: list[
         for value, row, position in zip(values, rows, positions, strict=True):
             tensor.view(dtype)[as_slice(position)] = value.detach().view(dtype)[as_slice(row)]
         return tensor
-    if issubclass(form.kind, np.ndarray):
+    if isinstance(form.kind, type) and issubclass(form.kind, np.ndarray):
         array = np.empty_like(values[0], shape=(sum(map(len, rows)), *values[0].shape[1:]))
         for value, row, position in zip(values, rows, positions, strict=True):
             array[as_slice(position)] = value[as_slice(row)]

@@ -334,7 +334,7 @@ def pickled_or_explained(job: StageJob | CallJob, dump: Dump = dump, found: dict
     except Exception as error:
         what, reason = ("What the workers need", error) if isinstance(job, CallJob) else culprit(job, error, dump)
         raise TypeError(
-            f"{what} cannot be sent to the worker processes: {reason}. Define classes and functions at the top of a"
-            " module and keep open files, locks and lambdas out of attributes, or use"
-            " `strategy='ddp_fork_ext'`, whose workers get everything by being forked."
+            f"{what} cannot be sent to the worker processes: {reason}. Keep open files, locks and the like out of"
+            " attributes (`setup` runs in the workers, and can make them), or use `strategy='ddp_fork_ext'`, whose"
+            " workers get everything by being forked."
         ) from error

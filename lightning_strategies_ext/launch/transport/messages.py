@@ -1,12 +1,13 @@
 """Objects as messages: a small pickle, and beside it the memory of tensors and arrays, which pickle never copies.
 
-Two extras over plain pickle, both for objects that travel to another process and back:
+Three extras over plain pickle, all for objects that travel to another process and back:
 
 * Tensors on the CPU and NumPy arrays become references to their memory (pickle protocol 5, PEP 574). The receiver
   rebuilds them as views of the memory it was given. Tensors that share memory share it afterwards too.
 * Objects that both sides have (:class:`Shared`) travel as a number, so that what comes back refers to the very
   objects that the user holds. Pickle itself numbers what it writes, and the reader numbers alike (its memo): whatever
   came in one message can be named in the answer.
+* Classes and functions that the other process cannot import go along (:mod:`.by_value`).
 
 What it does not promise: tensors on other devices keep their device only where the receiver has it too; ask for
 ``to_cpu`` to have them copied to the CPU.
@@ -18,15 +19,19 @@ import io
 import pickle
 import sys
 import types
+from collections import ChainMap
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
+from cloudpickle import CloudPickler
 from torch import Tensor
+
+from lightning_strategies_ext.launch.transport import by_value
 
 
 class Shared:
@@ -97,9 +102,12 @@ class Pickled:
 
 _is_main_elsewhere = False
 
+#: Of a class that goes along, pickle is told how to make it, its state, how to set that; of NoneType only the first.
+_NUM_PARTS_OF_CLASS = 6
+
 
 def main_is_elsewhere() -> None:
-    """Called in a process whose ``__main__`` is not the user's: what was defined there came by value.
+    """Called in a process whose ``__main__`` is not the user's: what was defined there comes by value.
 
     From here on it goes back by its name, so that the main process has its own.
     """
@@ -132,6 +140,13 @@ def dump(
         Exception: Whatever pickle raises for an object that it cannot take: PicklingError, TypeError, AttributeError.
     """
     return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, returning, found)
+
+
+def dump_with_main(
+    obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+) -> Pickled:
+    """:func:`dump` for a reader that has no ``__main__`` of the user's: what is defined there goes along."""
+    return dump_with(_WithMainPickler if shared is None else _SharingWithMainPickler, obj, shared, returning, found)
 
 
 def dump_with(
@@ -183,7 +198,7 @@ class _Memory:
         return _storage_from, (pickle.PickleBuffer(as_bytes),)
 
 
-class MessagePickler(pickle.Pickler):
+class MessagePickler(CloudPickler):  # type: ignore[misc]  # it has no types
     """What :func:`dump` writes with.
 
     Args:
@@ -191,7 +206,14 @@ class MessagePickler(pickle.Pickler):
         buffers: Gets the memory that it refers to.
         shared: See :func:`dump`.
         returning: See :func:`dump`.
+
+    Attributes:
+        dispatch_table: How objects of some types are written.
+        sends_main: Whether what is defined in ``__main__`` goes along.
     """
+
+    dispatch_table: ClassVar[Mapping[Any, Any]] = ChainMap(by_value.DISPATCH_TABLE, CloudPickler.dispatch_table)
+    sends_main = False
 
     def __init__(
         self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], shared: Shared | None, returning: bool
@@ -201,6 +223,7 @@ class MessagePickler(pickle.Pickler):
         self._returning = returning
         self._memories: dict[int, _Memory] = {}
         self._copies: list[Tensor] = []  # pickle's memo knows objects by their id: they must live until the end
+        self._of_classes: set[types.FunctionType] = set()  # of classes that go along
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is written, if not as pickle does."""
@@ -210,14 +233,27 @@ class MessagePickler(pickle.Pickler):
             return _of_main, (obj.__qualname__,)
         if isinstance(obj, types.FunctionType):
             name = getattr(obj, "name_in_worker", None)
-            if name is None and self._returning and not _is_importable(obj):
+            if name is None and self._returning and obj not in self._of_classes and not _is_importable(obj):
                 name = obj.__qualname__
-            return NotImplemented if name is None else (_left_behind, (name,))
+            return self._reduce_code(obj) if name is None else (_left_behind, (name,))
+        if isinstance(obj, type):
+            return self._reduce_code(obj)
         if type(obj) is types.MethodType and _belongs_to_object(obj):
             return _method_from, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
             raise pickle.PicklingError(f"{type(obj).__name__} stays in the process that made it")
         return NotImplemented
+
+    def _reduce_code(self, obj: Any) -> Any:
+        if not self.sends_main and _is_found_in_main(obj):
+            return NotImplemented
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented or not isinstance(obj, type) or len(reduced) < _NUM_PARTS_OF_CLASS:
+            return reduced
+        if not self._returning:
+            return by_value.sent(obj, reduced)
+        self._of_classes.update(by_value.functions_of(obj))
+        return by_value.sent_back(obj) or reduced
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if self._returning and tensor.device.type not in ("cpu", "meta"):
@@ -247,6 +283,14 @@ class SharingPickler(MessagePickler):
         """The number of an object that the receiver has."""
         assert self._shared is not None
         return self._shared.number_of(obj)
+
+
+class _WithMainPickler(MessagePickler):
+    sends_main = True
+
+
+class _SharingWithMainPickler(SharingPickler):
+    sends_main = True
 
 
 class _Walker(MessagePickler):
@@ -282,6 +326,17 @@ class _Unpickler(pickle.Unpickler):
 def _is_at_top_of_main(obj: Any) -> bool:
     is_defined = isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__"
     return is_defined and "<" not in obj.__qualname__
+
+
+def _is_found_in_main(obj: Any) -> bool:
+    return _is_at_top_of_main(obj) and _in_main(obj.__qualname__) is obj
+
+
+def _in_main(name: str) -> Any:
+    try:
+        return _of_main(name)
+    except AttributeError:
+        return None
 
 
 def _of_main(name: str) -> Any:
