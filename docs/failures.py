@@ -145,7 +145,7 @@ def mixed_up(strategy: str) -> None:
 def pickle(strategy: str) -> None:
     """The module has what cannot be sent to a worker."""
     model = Net()
-    model.label_of = lambda row: row.argmax()
+    model.log_file = open(os.devnull)  # noqa: SIM115
     fit(strategy, model)
 
 

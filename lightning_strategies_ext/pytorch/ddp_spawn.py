@@ -46,7 +46,7 @@ class DDPSpawnStrategy(DDPStrategy):
         timeout: See :class:`.DDPStrategy`.
         start_method: "forkserver" (the default) forks workers from a process that has imported torch and Lightning
             once, and nothing of the user's, so that it has no thread and no GPU that a fork would break. "spawn"
-            starts Python anew for each worker. "fork" forks this process: the only one for notebooks.
+            starts Python anew for each worker. "fork" forks this process: workers have what cannot be pickled.
         process_group_options: See :class:`.DDPStrategy`.
         keep_workers: Whether workers stay for the next stage. While no stage runs, a process has those of one strategy
             at most: the next one takes them over if its process group is alike and they were not forked from this
