@@ -9,8 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import Precision, TorchCheckpointIO
-from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_strategies_ext import DDPSpawnStrategy, ResultsError, WorkerRaisedError
 from tests.support.ddp_spawn_trainers import HasEverything, Node, seeded, spawn_trainer
@@ -135,10 +136,10 @@ def test_the_headline_of_a_failure_is_the_exception():
         spawn_trainer().fit(RaisesFromC(), loader())
 
 
-class HasLambda(MLP):
+class HasLockInside(MLP):
     def __init__(self) -> None:
         super().__init__()
-        self.net[1].choices = {"a": [1, lambda x: x]}
+        self.net[1].choices = {"a": [1, threading.Lock()]}
 
 
 class IsParametrized(MLP):
@@ -150,7 +151,7 @@ class IsParametrized(MLP):
 class HasUnpicklable(pl.Callback):
     def __init__(self) -> None:
         self.node = Node()
-        self.node.on_end = lambda: None
+        self.node.on_end = threading.Lock().release
 
 
 class HasLock(TorchCheckpointIO):
@@ -160,7 +161,14 @@ class HasLock(TorchCheckpointIO):
 
 class IsNotPrecise(Precision):
     def __init__(self) -> None:
-        self.on_step = lambda: None
+        lock = threading.Lock()
+        self.on_step = lambda: lock
+
+
+class HasLockInProfile(SimpleProfiler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = {"lock": threading.Lock()}
 
 
 class Slotted:
@@ -171,24 +179,24 @@ class HasSlots(MLP):
     def __init__(self) -> None:
         super().__init__()
         self.slotted = Slotted()
-        self.slotted.function = lambda: None
+        self.slotted.function = threading.Lock()
 
 
 @pytest.mark.parametrize(
     ("make_model", "options", "said"),
     [
-        (HasLambda, {}, r"`net\.1\.choices\['a'\]\[1\]` of the LightningModule HasLambda cannot be sent"),
+        (HasLockInside, {}, r"`net\.1\.choices\['a'\]\[1\]` of the LightningModule HasLockInside cannot be sent"),
         (IsParametrized, {}, r"`net\.2` of the LightningModule IsParametrized cannot be sent"),
         (MLP, {"callbacks": [HasUnpicklable()]}, r"`node\.on_end` of the callback HasUnpicklable cannot be sent"),
         (
             MLP,
-            {"profiler": "pytorch"},
-            r"`_profiler_kwargs\['schedule'\]\._schedule` of the profiler PyTorchProfiler cannot be sent",
+            {"profiler": HasLockInProfile()},
+            r"`options\['lock'\]` of the profiler HasLockInProfile cannot be sent",
         ),
         (
             MLP,
-            {"strategy": DDPSpawnStrategy(ddp_comm_hook=lambda state, bucket: None)},
-            r"`_gradient_sync\.comm_hook` of the strategy DDPSpawnStrategy cannot be sent",
+            {"strategy": DDPSpawnStrategy(ddp_comm_state=threading.Lock(), ddp_comm_hook=allreduce_hook)},
+            r"`_gradient_sync\.comm_state` of the strategy DDPSpawnStrategy cannot be sent",
         ),
         (
             MLP,
@@ -206,14 +214,15 @@ def test_what_cannot_be_sent_is_named_by_its_path(make_model, options, said):
 
 def test_what_cannot_be_sent_of_the_trainer_is_named_by_its_path():
     trainer = spawn_trainer()
-    trainer.notes = {"a": lambda: None}
+    trainer.notes = {"a": threading.Lock()}
     with pytest.raises(TypeError, match=r"`notes\['a'\]` of the Trainer cannot be sent"):
         trainer.fit(MLP(), loader())
 
 
-def test_a_profiler_goes_through_several_stages_of_forked_workers(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
+def test_a_profiler_goes_through_several_stages(strategy, tmp_path):
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")
-    trainer, model = spawn_trainer("ddp_fork_ext", max_epochs=1, profiler=profiler), MLP()
+    trainer, model = spawn_trainer(strategy, max_epochs=1, profiler=profiler), MLP()
     trainer.fit(model, loader())
     trainer.test(model, loader(), verbose=False)
     assert {path.name.split("-")[0] for path in tmp_path.glob("*.txt")} == {"fit", "test"}
