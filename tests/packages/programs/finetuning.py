@@ -1,0 +1,19 @@
+"""finetuning-scheduler: unfreezes layer after layer, and goes back to the best checkpoint before each."""
+
+import lightning.pytorch as pl
+from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, FTSEarlyStopping
+
+from tests.packages.programs.common import STRATEGY, Regression, show, sums, trainer
+
+if __name__ == "__main__":
+    pl.seed_everything(1, verbose=False)
+    scheduler = FinetuningScheduler(allow_untested=STRATEGY.endswith("_ext"))  # it knows Lightning's names only
+    stopping = FTSEarlyStopping(monitor="val_loss", patience=1, min_delta=1e-2)
+    fitting = trainer(
+        max_epochs=40,
+        enable_checkpointing=True,
+        callbacks=[scheduler, stopping, FTSCheckpoint(monitor="val_loss")],
+    )
+    model = Regression()
+    fitting.fit(model)
+    show(fitting.is_global_zero, epochs=fitting.current_epoch, depth=scheduler.curr_depth, weights=sums(model))

@@ -1,0 +1,19 @@
+"""Hydra: a sweep over two learning rates, in one process or in one for each rank."""
+
+import hydra
+import lightning.pytorch as pl
+from omegaconf import DictConfig
+
+from tests.packages.programs.common import Regression, show, sums, trainer
+
+
+@hydra.main(version_base=None)
+def main(config: DictConfig) -> None:
+    pl.seed_everything(1, verbose=False)
+    fitting, model = trainer(max_epochs=1), Regression(config.lr)
+    fitting.fit(model)
+    show(fitting.is_global_zero, lr=config.lr, weights=sums(model))
+
+
+if __name__ == "__main__":
+    main()

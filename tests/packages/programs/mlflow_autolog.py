@@ -1,0 +1,22 @@
+"""MLflow: ``autolog`` wraps ``Trainer.fit`` and gives the Trainer a callback."""
+
+import lightning.pytorch as pl
+import mlflow
+
+from tests.packages.programs.common import Regression, show, trainer
+
+if __name__ == "__main__":
+    mlflow.set_tracking_uri("sqlite:///runs.db")
+    mlflow.pytorch.autolog(log_models=False, checkpoint=False)
+    pl.seed_everything(1, verbose=False)
+    fitting = trainer(max_epochs=2)
+    if fitting.is_global_zero:
+        with mlflow.start_run() as run:
+            fitting.fit(Regression())
+        client = mlflow.MlflowClient()
+        told = client.get_run(run.info.run_id)
+        files = [file.path for file in client.list_artifacts(run.info.run_id)]
+        show(True, metrics=told.data.metrics, optimizer=told.data.params["optimizer_name"], files=files)
+    else:
+        mlflow.pytorch.autolog(disable=True)
+        fitting.fit(Regression())
