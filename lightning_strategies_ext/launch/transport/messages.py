@@ -33,6 +33,9 @@ from torch import Tensor
 
 from lightning_strategies_ext.launch.transport import by_value
 
+#: Of a class that goes along, pickle is told how to make it, its state, how to set that; of NoneType only the first.
+_NUM_PARTS_OF_CLASS = 6
+
 
 class Shared:
     """The objects that two processes both have, in the same order on both sides.
@@ -101,9 +104,6 @@ class Pickled:
 
 
 _is_main_elsewhere = False
-
-#: Of a class that goes along, pickle is told how to make it, its state, how to set that; of NoneType only the first.
-_NUM_PARTS_OF_CLASS = 6
 
 
 def main_is_elsewhere() -> None:
@@ -299,11 +299,13 @@ class _Walker(MessagePickler):
         self.unpicklable: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        reduced = NotImplemented if obj is dict else super().reducer_override(obj)
-        if obj is dict or reduced is not NotImplemented:
-            return reduced
+        if obj is dict:
+            return NotImplemented
         if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
             return dict, ()  # of no interest inside
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented:
+            return reduced
         reduce = copyreg.dispatch_table.get(type(obj))
         try:
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
