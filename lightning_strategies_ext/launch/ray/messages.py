@@ -16,25 +16,25 @@ from ray.cloudpickle import CloudPickler
 from lightning_strategies_ext.launch.transport import by_value
 from lightning_strategies_ext.launch.transport.channel import Envelope
 from lightning_strategies_ext.launch.transport.messages import (
-    MessagePickler,
+    ByValuePickler,
     Pickled,
     Shared,
-    SharingPickler,
+    SharingByValuePickler,
     dump_with,
 )
 from lightning_strategies_ext.launch.transport.segments import Segment
 
 # Ray registers there how its own objects are written, references to data in its store above all.
-_DISPATCH_TABLE = ChainMap(by_value.DISPATCH_TABLE, CloudPickler.dispatch_table)
+_REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
 
 
-class _Pickler(MessagePickler):
-    dispatch_table = _DISPATCH_TABLE
+class _Pickler(ByValuePickler):
+    dispatch_table = _REDUCERS
     sends_main = True
 
 
-class _SharingPickler(SharingPickler):
-    dispatch_table = _DISPATCH_TABLE
+class _SharingPickler(SharingByValuePickler):
+    dispatch_table = _REDUCERS
     sends_main = True
 
 

@@ -10,7 +10,6 @@ import io
 import types
 import uuid
 import weakref
-from collections import ChainMap
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -94,11 +93,9 @@ def _as_pickle_does(method: types.MethodType) -> Any:
 
 
 #: How objects are written that cloudpickle would write otherwise than pickle, though they are not code: as pickle does.
-DISPATCH_TABLE: "ChainMap[Any, Any]" = ChainMap(
-    {
-        types.CodeType: _reduce_code,
-        types.MethodType: _as_pickle_does,
-        io.TextIOWrapper: _refuse,  # not what is in the file, as if it were open in memory
-        memoryview: _refuse,
-    }
-)
+REDUCERS: dict[Any, Callable[[Any], Any]] = {
+    types.CodeType: _reduce_code,
+    types.MethodType: _as_pickle_does,
+    io.TextIOWrapper: _refuse,  # not what is in the file, as if it were open in memory
+    memoryview: _refuse,
+}

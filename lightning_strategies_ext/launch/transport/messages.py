@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from cloudpickle import CloudPickler
@@ -139,7 +139,9 @@ def dump(
     Raises:
         Exception: Whatever pickle raises for an object that it cannot take: PicklingError, TypeError, AttributeError.
     """
-    return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, returning, found)
+    with suppress(Exception):  # nearly always this is enough, and some results are hundreds of messages
+        return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, returning, found)
+    return dump_with(ByValuePickler if shared is None else SharingByValuePickler, obj, shared, returning, found)
 
 
 def dump_with_main(
@@ -198,7 +200,7 @@ class _Memory:
         return _storage_from, (pickle.PickleBuffer(as_bytes),)
 
 
-class MessagePickler(CloudPickler):  # type: ignore[misc]  # it has no types
+class MessagePickler(pickle.Pickler):
     """What :func:`dump` writes with.
 
     Args:
@@ -206,14 +208,7 @@ class MessagePickler(CloudPickler):  # type: ignore[misc]  # it has no types
         buffers: Gets the memory that it refers to.
         shared: See :func:`dump`.
         returning: See :func:`dump`.
-
-    Attributes:
-        dispatch_table: How objects of some types are written.
-        sends_main: Whether what is defined in ``__main__`` goes along.
     """
-
-    dispatch_table: ClassVar[Mapping[Any, Any]] = ChainMap(by_value.DISPATCH_TABLE, CloudPickler.dispatch_table)
-    sends_main = False
 
     def __init__(
         self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], shared: Shared | None, returning: bool
@@ -235,25 +230,12 @@ class MessagePickler(CloudPickler):  # type: ignore[misc]  # it has no types
             name = getattr(obj, "name_in_worker", None)
             if name is None and self._returning and obj not in self._of_classes and not _is_importable(obj):
                 name = obj.__qualname__
-            return self._reduce_code(obj) if name is None else (_left_behind, (name,))
-        if isinstance(obj, type):
-            return self._reduce_code(obj)
+            return NotImplemented if name is None else (_left_behind, (name,))
         if type(obj) is types.MethodType and _belongs_to_object(obj):
             return _method_from, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
             raise pickle.PicklingError(f"{type(obj).__name__} stays in the process that made it")
         return NotImplemented
-
-    def _reduce_code(self, obj: Any) -> Any:
-        if not self.sends_main and _is_found_in_main(obj):
-            return NotImplemented
-        reduced = super().reducer_override(obj)
-        if reduced is NotImplemented or not isinstance(obj, type) or len(reduced) < _NUM_PARTS_OF_CLASS:
-            return reduced
-        if not self._returning:
-            return by_value.sent(obj, reduced)
-        self._of_classes.update(by_value.functions_of(obj))
-        return by_value.sent_back(obj) or reduced
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if self._returning and tensor.device.type not in ("cpu", "meta"):
@@ -285,11 +267,44 @@ class SharingPickler(MessagePickler):
         return self._shared.number_of(obj)
 
 
-class _WithMainPickler(MessagePickler):
+_REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
+
+
+class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
+    """The same, for classes and functions that the reader cannot import.
+
+    Attributes:
+        dispatch_table: How objects of some types are written.
+        sends_main: Whether what is defined in ``__main__`` goes along.
+    """
+
+    dispatch_table = _REDUCERS
+    sends_main = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is written, if not as pickle does."""
+        reduced = super().reducer_override(obj)
+        is_code = isinstance(obj, (type, types.FunctionType))
+        if reduced is not NotImplemented or not is_code or (not self.sends_main and _is_found_in_main(obj)):
+            return reduced
+        reduced = CloudPickler.reducer_override(self, obj)
+        if reduced is NotImplemented or not isinstance(obj, type) or len(reduced) < _NUM_PARTS_OF_CLASS:
+            return reduced
+        if not self._returning:
+            return by_value.sent(obj, reduced)
+        self._of_classes.update(by_value.functions_of(obj))
+        return by_value.sent_back(obj) or reduced
+
+
+class SharingByValuePickler(ByValuePickler, SharingPickler):
+    """The same, where the receiver has some of the objects."""
+
+
+class _WithMainPickler(ByValuePickler):
     sends_main = True
 
 
-class _SharingWithMainPickler(SharingPickler):
+class _SharingWithMainPickler(SharingByValuePickler):
     sends_main = True
 
 
