@@ -62,7 +62,8 @@ def summary(failure: Failure) -> str:
 
 def message(failure: Failure) -> str:
     """What failed first; if nobody has raised an exception that says more, with what others have seen."""
-    is_said = failure.by in failure.ranks or not failure.details
+    # The watch of a stuck rank may be the first to see that; the rank itself has raised nothing.
+    is_said = (failure.by in failure.ranks and not failure.is_stuck) or not failure.details
     return summary(failure) if is_said else f"{summary(failure)}\n\n{failure.details}"
 
 

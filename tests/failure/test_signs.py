@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_strategies_ext.failure.signs import Failure, Sign, Silence, first_failure, stuck_ranks
+from lightning_strategies_ext.failure import report
+from lightning_strategies_ext.failure.signs import STUCK, Failure, Sign, Silence, first_failure, stuck_ranks
 
 PATIENCE_S = 300.0
 WAITS = Sign(0, stage=1, num_begun=7, waits_s=301, still_s=301, idle_s=301, collective="all_reduce")
@@ -112,3 +113,12 @@ def test_no_story_of_ranks_that_move_now_and_then_ends_in_an_alarm():
         signs = generator.choices(kinds, k=generator.randint(2, 5))
         if any(sign in (MOVES, COMPUTES) for sign in signs):
             assert stuck(*signs) == ()
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_the_stacks_are_told_whoever_saw_first_that_a_rank_is_stuck(by):
+    failure = Failure(
+        (1,), "here", 0.0, "train", "rank 0 has waited 2 s", details="Rank 1 is at: sleep", by=by, verb=STUCK[0]
+    )
+    assert "Rank 1 is at: sleep" in report.message(failure)
+    assert "Rank 1 is at" not in report.message(replace(failure, by=1, verb="failed"))
