@@ -20,7 +20,7 @@ from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.conditions import Conditions, is_interactive
 from lightning_strategies_ext.launch.processes.starter import END_S
 from lightning_strategies_ext.launch.processes.worker import (
-    MAIN,
+    MAIN_NAME,
     MAIN_PATH,
     Job,
     command,
@@ -30,7 +30,7 @@ from lightning_strategies_ext.launch.processes.worker import (
 )
 from lightning_strategies_ext.launch.protocol import Order, Ping, Start
 from lightning_strategies_ext.launch.transport.channel import Channel, Packed
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump, dump_with_main
+from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, WithMainPickler, dump, dump_with
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
 from lightning_strategies_ext.peers import kill_with_forked
 
@@ -286,8 +286,9 @@ class ProcessStarter:
         self, obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
     ) -> Pickled:
         """Pickles a job, with what is defined in ``__main__`` if workers cannot import that."""
-        has_main = self.forks or imports_main(_preparation())
-        return (dump if has_main else dump_with_main)(obj, shared, returning, found)
+        if self.forks or imports_main(_preparation()):
+            return dump(obj, shared, returning, found)
+        return dump_with(WithMainPickler, obj, shared, returning, found)
 
     def pack(self, pickled: Pickled, kept: KeptSegments) -> Packed:
         """Writes a job into memory that workers can map."""
@@ -302,8 +303,8 @@ def _preparation() -> dict[str, Any]:
     preparation["authkey"] = bytes(preparation["authkey"])
     # The script that `python -i` has run is not all that is defined here; one that was piped in is in no file.
     if is_interactive() or not os.path.exists(preparation.get(MAIN_PATH, "/")):
-        for name in MAIN:
-            preparation.pop(name, None)
+        preparation.pop(MAIN_NAME, None)
+        preparation.pop(MAIN_PATH, None)
     return preparation
 
 

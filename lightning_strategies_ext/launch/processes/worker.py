@@ -29,7 +29,7 @@ from lightning_strategies_ext.launch.transport.messages import Pickled, main_is_
 #: How often a worker looks whether the main process is alive, in seconds.
 PARENT_POLL_S = 0.5
 #: By which ``multiprocessing.spawn`` is told what to import in place of the user's ``__main__``.
-MAIN = ("init_main_from_name", MAIN_PATH := "init_main_from_path")
+MAIN_NAME, MAIN_PATH = "init_main_from_name", "init_main_from_path"
 
 _is_importing_main = False
 
@@ -272,7 +272,7 @@ def imports_main(preparation: Mapping[str, Any]) -> bool:
     Args:
         preparation: See :class:`.Start`.
     """
-    return any(name in preparation for name in MAIN)
+    return MAIN_NAME in preparation or MAIN_PATH in preparation
 
 
 def _interrupted(state: WorkerState) -> None:

@@ -15,34 +15,22 @@ from ray.cloudpickle import CloudPickler
 
 from lightning_strategies_ext.launch.transport import by_value
 from lightning_strategies_ext.launch.transport.channel import Envelope
-from lightning_strategies_ext.launch.transport.messages import (
-    ByValuePickler,
-    Pickled,
-    Shared,
-    SharingByValuePickler,
-    dump_with,
-)
+from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, WithMainPickler, dump_with
 from lightning_strategies_ext.launch.transport.segments import Segment
 
 # Ray registers there how its own objects are written, references to data in its store above all.
 _REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
 
 
-class _Pickler(ByValuePickler):
+class _Pickler(WithMainPickler):
     dispatch_table = _REDUCERS
-    sends_main = True
-
-
-class _SharingPickler(SharingByValuePickler):
-    dispatch_table = _REDUCERS
-    sends_main = True
 
 
 def dump_for_ray(
     obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
 ) -> Pickled:
-    """:func:`.messages.dump_with_main`, and how Ray's own objects are written."""
-    return dump_with(_Pickler if shared is None else _SharingPickler, obj, shared, returning, found)
+    """:func:`.messages.dump` for a reader that has no ``__main__`` of the user's, with objects of Ray's own."""
+    return dump_with(_Pickler, obj, shared, returning, found)
 
 
 @dataclass

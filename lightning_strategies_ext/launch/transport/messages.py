@@ -141,14 +141,7 @@ def dump(
     """
     with suppress(Exception):  # nearly always this is enough, and some results are hundreds of messages
         return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, returning, found)
-    return dump_with(ByValuePickler if shared is None else SharingByValuePickler, obj, shared, returning, found)
-
-
-def dump_with_main(
-    obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
-) -> Pickled:
-    """:func:`dump` for a reader that has no ``__main__`` of the user's: what is defined there goes along."""
-    return dump_with(_WithMainPickler if shared is None else _SharingWithMainPickler, obj, shared, returning, found)
+    return dump_with(ByValuePickler, obj, shared, returning, found)
 
 
 def dump_with(
@@ -260,7 +253,7 @@ class MessagePickler(pickle.Pickler):
 class SharingPickler(MessagePickler):
     """The same, where the receiver has some of the objects."""
 
-    # Apart, since this is asked about every single object.
+    # Apart, since this is asked about every single object of the messages that there are most of.
     def persistent_id(self, obj: Any) -> int | None:
         """The number of an object that the receiver has."""
         assert self._shared is not None
@@ -281,6 +274,10 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
     dispatch_table = _REDUCERS
     sends_main = False
 
+    def persistent_id(self, obj: Any) -> int | None:
+        """The number of an object that the receiver has."""
+        return None if self._shared is None else self._shared.number_of(obj)
+
     def reducer_override(self, obj: Any) -> Any:
         """How an object is written, if not as pickle does."""
         reduced = super().reducer_override(obj)
@@ -296,15 +293,9 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
         return by_value.sent_back(obj) or reduced
 
 
-class SharingByValuePickler(ByValuePickler, SharingPickler):
-    """The same, where the receiver has some of the objects."""
+class WithMainPickler(ByValuePickler):
+    """The same, for a reader that has no ``__main__`` of the user's."""
 
-
-class _WithMainPickler(ByValuePickler):
-    sends_main = True
-
-
-class _SharingWithMainPickler(SharingByValuePickler):
     sends_main = True
 
 
@@ -314,13 +305,11 @@ class _Walker(MessagePickler):
         self.unpicklable: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        if obj is dict:
-            return NotImplemented
+        reduced = NotImplemented if obj is dict else super().reducer_override(obj)
+        if obj is dict or reduced is not NotImplemented:
+            return reduced
         if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
             return dict, ()  # of no interest inside
-        reduced = super().reducer_override(obj)
-        if reduced is not NotImplemented:
-            return reduced
         reduce = copyreg.dispatch_table.get(type(obj))
         try:
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
@@ -346,14 +335,10 @@ def _is_at_top_of_main(obj: Any) -> bool:
 
 
 def _is_found_in_main(obj: Any) -> bool:
-    return _is_at_top_of_main(obj) and _in_main(obj.__qualname__) is obj
-
-
-def _in_main(name: str) -> Any:
     try:
-        return _of_main(name)
+        return _is_at_top_of_main(obj) and _of_main(obj.__qualname__) is obj
     except AttributeError:
-        return None
+        return False
 
 
 def _of_main(name: str) -> Any:

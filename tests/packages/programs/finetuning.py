@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, FTSEarlyStopping
 
-from tests.packages.programs.common import STRATEGY, Regression, show, sums, trainer
+from tests.packages.programs.common import STRATEGY, Classifier, show, sums, trainer
 
 if __name__ == "__main__":
     pl.seed_everything(1, verbose=False)
@@ -14,6 +14,6 @@ if __name__ == "__main__":
         enable_checkpointing=True,
         callbacks=[scheduler, stopping, FTSCheckpoint(monitor="val_loss")],
     )
-    model = Regression()
+    model = Classifier()
     fitting.fit(model)
     show(fitting.is_global_zero, epochs=fitting.current_epoch, depth=scheduler.curr_depth, weights=sums(model))

@@ -4,13 +4,13 @@ import hydra
 import lightning.pytorch as pl
 from omegaconf import DictConfig
 
-from tests.packages.programs.common import Regression, show, sums, trainer
+from tests.packages.programs.common import Classifier, show, sums, trainer
 
 
 @hydra.main(version_base=None)
 def main(config: DictConfig) -> None:
     pl.seed_everything(1, verbose=False)
-    fitting, model = trainer(max_epochs=1), Regression(config.lr)
+    fitting, model = trainer(max_epochs=1), Classifier(config.lr)
     fitting.fit(model)
     show(fitting.is_global_zero, lr=config.lr, weights=sums(model))
 

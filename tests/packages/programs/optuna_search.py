@@ -4,14 +4,14 @@ import lightning.pytorch as pl
 import optuna
 from optuna_integration import PyTorchLightningPruningCallback
 
-from tests.packages.programs.common import Regression, show, trainer
+from tests.packages.programs.common import Classifier, show, trainer
 
 
 def objective(trial: optuna.Trial) -> float:
     pruning = PyTorchLightningPruningCallback(trial, monitor="val_loss")
     pl.seed_everything(1, verbose=False)
     fitting = trainer(max_epochs=4, callbacks=[pruning])
-    fitting.fit(Regression(trial.suggest_float("lr", 1e-4, 1e-1, log=True)))
+    fitting.fit(Classifier(trial.suggest_float("lr", 1e-4, 1e-1, log=True)))
     pruning.check_pruned()
     return fitting.callback_metrics["val_loss"].item()
 

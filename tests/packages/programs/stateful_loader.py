@@ -5,16 +5,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.packages.programs.common import Regression, numbers, show, sums, trainer
+from tests.packages.programs.common import Classifier, show, sums, trainer
+from tests.support.models import dataset
 
 
-class Notes(Regression):
+class Notes(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
 
     def train_dataloader(self):
-        data, world_size = numbers(), self.trainer.world_size
+        data, world_size = dataset(), self.trainer.world_size
         sampler = DistributedSampler(data, world_size, self.trainer.global_rank, shuffle=False)
         return StatefulDataLoader(data, 4, sampler=sampler, num_workers=1)
 
