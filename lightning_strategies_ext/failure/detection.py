@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import psutil
 
@@ -68,7 +69,7 @@ def end_of_script(rank: int, waiting: Sequence[int]) -> Failure:
     """The failure of this rank, whose script has come to its end before a stage that others have begun."""
     who = " and ".join(f"rank {other}" for other in sorted(waiting))
     headline = f"its script has come to its end, and {who} wait{'s' if len(waiting) == 1 else ''} for it in a stage"
-    return _seen((rank,), Sign(rank, where="between two stages"), headline, rank)
+    return replace(_seen((rank,), Sign(rank, where="between two stages"), headline, rank), is_said=True)
 
 
 def have_ended(signs: Mapping[int, Sign], stage: int) -> set[int]:
@@ -135,4 +136,4 @@ def _seen(
     verb: str = "failed",
 ) -> Failure:
     host = socket.gethostname() if host is None else host
-    return Failure(ranks, host, time.time(), sign.where, headline, sign.frames, details, by, verb)
+    return Failure(ranks, host, time.time(), sign.where, headline, sign.frames, details, by, verb=verb)

@@ -36,13 +36,15 @@ def failure_of(exception: BaseException, rank: int, where: str) -> Failure:
         frames=tuple(described(frames_of(exception))[-_MAX_FRAMES:]),
         details="".join(traceback.format_exception(exception))[-_MAX_DETAILS:],
         by=rank,
+        is_said=True,
     )
 
 
 def failure_from_trace(trace: str, rank: int, where: str) -> Failure:
     """Describes a failure of this rank's of which there is a trace."""
     lines = trace.strip().splitlines() or ["it failed"]
-    return Failure((rank,), socket.gethostname(), time.time(), where, lines[-1], (), trace[-_MAX_DETAILS:], rank)
+    details = trace[-_MAX_DETAILS:]
+    return Failure((rank,), socket.gethostname(), time.time(), where, lines[-1], (), details, rank, is_said=True)
 
 
 def cause(failure: Failure) -> str:
@@ -53,7 +55,7 @@ def cause(failure: Failure) -> str:
 def summary(failure: Failure) -> str:
     """What failed first, in a few lines."""
     first = " first" if failure.verb == "failed" else ""
-    seen = "in" if failure.by in failure.ranks else "last seen in"
+    seen = "in" if failure.is_said else "last seen in"
     where = f", {seen} {failure.where}" if failure.where else ""
     lines = [f"{failure.named_ranks} on {failure.host} {failure.verb}{first}{where}:"]
     lines += [f"  {frame}" for frame in failure.frames]
@@ -62,9 +64,8 @@ def summary(failure: Failure) -> str:
 
 def message(failure: Failure) -> str:
     """What failed first; if nobody has raised an exception that says more, with what others have seen."""
-    # The watch of a stuck rank may be the first to see that; the rank itself has raised nothing.
-    is_said = (failure.by in failure.ranks and not failure.is_stuck) or not failure.details
-    return summary(failure) if is_said else f"{summary(failure)}\n\n{failure.details}"
+    is_whole = failure.is_said or not failure.details
+    return summary(failure) if is_whole else f"{summary(failure)}\n\n{failure.details}"
 
 
 def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path | None:

@@ -215,7 +215,7 @@ class Watch:
 
     def is_first_that_can_tell(self, failure: Failure) -> bool:
         """Whether this is rank 0, or the first that has not failed where those that have cannot tell."""
-        return self._rank == min(self._peers.keys() - _mute(failure), default=None)
+        return self._rank == min(self._peers.keys() - _mute(failure) or failure.ranks)
 
     def leave_stage(self) -> None:
         """Says that this rank is done with its stage."""
@@ -270,7 +270,7 @@ class Watch:
     def was_woken(self) -> bool:
         """Whether another rank's failure, or its own silence, is why this rank's collectives fail."""
         failure = self.failure
-        return failure is not None and not (failure.by == self._rank and self._rank in failure.ranks)
+        return failure is not None and not (failure.is_said and failure.by == self._rank)
 
     def wake_this_rank(self) -> None:
         """Lets the collective fail that this rank is in, if its backend can; returns at once."""
@@ -331,7 +331,7 @@ class Watch:
         if self._own.state != "failed":
             self._say("ended")
         if self.failure is not None:
-            if self.failure.by not in self.failure.ranks:
+            if not self.failure.is_said:
                 with self._lock:
                     self._kill_silent(self.failure)
             # Without an exception, it came to the end of its last stage before it learned of the failure.
@@ -407,9 +407,8 @@ class Watch:
             self._noticed_at = now
             self.on_failure()
         # One that raises may do so on all ranks at once, and the script may go on from there.
-        is_said = failure.by in failure.ranks
         if self._woke_at is None:
-            if not is_said or now - self._noticed_at > ANNOUNCE_S:
+            if not failure.is_said or now - self._noticed_at > ANNOUNCE_S:
                 self._woke_at = now
                 self.wake_this_rank()
         elif now - self._woke_at > (SHORT_GRACE_S if self._rank in failure.ranks else GRACE_S):
@@ -429,7 +428,7 @@ class Watch:
         # Those at their end of the stage in good order: a launcher may end them as soon as this one has ended.
         departures = _departures(signs, stage)
         mute |= set() if departures is None else set(departures.ranks)
-        return self._rank == min({self._rank, *(self._peers.keys() - mute)})
+        return all(self._rank <= rank for rank in (self._peers.keys() - mute or failure.ranks))
 
     # --- board, processes ---
 
@@ -483,8 +482,8 @@ def failure_known() -> Failure | None:
 
 
 def _mute(failure: Failure) -> set[int]:
-    """The ranks that have failed, if they did not say so themselves."""
-    return set() if failure.by in failure.ranks else set(failure.ranks)
+    """The ranks that have failed, if they did not say so. Where that leaves none, they wait for each other, and can."""
+    return set() if failure.is_said else set(failure.ranks)
 
 
 def _departures(signs: Mapping[int, Sign], stage: int) -> Departures | None:

@@ -103,7 +103,7 @@ def _wait_for_all() -> None:
         time.sleep(_POLL_S)
     failed = {rank: process for rank, process in enumerate(_started, 1) if process.poll() != 0}
     failure = failure_known()
-    if failure is not None and failure.by not in failure.ranks:  # they could not say it, whatever they ended with
+    if failure is not None and not failure.is_said:  # they could not say it, whatever they ended with
         show_block(failure)
         fail_at_exit()
     for rank, process in failed.items():

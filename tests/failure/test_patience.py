@@ -21,6 +21,8 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 
 PATIENCE_S = 2.0
 LONGER_S = 5.0
+#: Where a loader's worker is to start meanwhile, which takes its time on a busy machine.
+LOADER_PATIENCE_S = 4.0
 #: Of all ranks; known in each of them.
 pids: list[int] = []
 
@@ -116,12 +118,12 @@ class SlowOnce(Dataset):
         if index == 2 * 4 * 3 + 1:  # of two ranks' batches of four
             end = time.monotonic() + LONGER_S
             while time.monotonic() < end:
-                sum(range(1000)) if self.how == "computes" else time.sleep(LONGER_S)
+                sum(range(1000)) if self.how == "computes" else time.sleep(3600)
         return self.data[index]
 
 
 def train_on(how: str) -> int:
-    trainer = make_trainer(DDPStrategy(patience=PATIENCE_S), max_epochs=1)
+    trainer = make_trainer(DDPStrategy(patience=LOADER_PATIENCE_S), max_epochs=1)
     trainer.fit(MLP(), DataLoader(SlowOnce(how), batch_size=4, num_workers=1))
     return trainer.global_step
 
@@ -133,7 +135,7 @@ def test_one_whose_loader_takes_long_for_a_batch_is_waited_for():
 def test_one_whose_loader_does_nothing_is_not():
     outcomes = outcomes_of_ranks(train_on, "sleeps")
     assert all(outcome.exit_code for outcome in outcomes), outcomes
-    assert any("rank 1 is stuck" in outcome.output for outcome in outcomes), outcomes
+    assert any("rank 1 is stuck" in outcome.output for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -145,7 +147,7 @@ def test_one_that_sleeps_ends_all_and_the_error_has_the_stacks_of_all(backend):
     )
     begin = time.monotonic()
     with pytest.raises(
-        WorkerRaisedError, match=r"rank 1 on .* is stuck, (last seen )?in train, epoch 0, step 3"
+        WorkerRaisedError, match=r"rank 1 on .* is stuck, last seen in train, epoch 0, step 3"
     ) as caught:
         trainer.fit(MLP(), loader(80))
     assert time.monotonic() - begin < 90  # of which most is the start of workers on a busy machine
@@ -155,6 +157,32 @@ def test_one_that_sleeps_ends_all_and_the_error_has_the_stacks_of_all(backend):
     assert "in sleep_for_ever\n    time.sleep(3600)" in text
     assert "Rank 0 (train, epoch 0, step 3) waits in" in text
     assert "in training_step" in text or "in backward" in text
+
+
+class WaitsInItsOwnGroup(Callback):
+    """Each rank waits in another group for the other."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.groups = [torch.distributed.new_group() for _ in range(trainer.world_size)]
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            torch.distributed.all_reduce(torch.ones(3), group=self.groups[trainer.global_rank])
+
+
+def train_in_own_groups() -> None:
+    strategy = DDPStrategy(patience=PATIENCE_S, process_group_backend="gloo")
+    make_trainer(strategy, max_epochs=1, callbacks=[WaitsInItsOwnGroup()]).fit(MLP(), loader(80))
+
+
+def test_two_that_wait_for_each_other_end_by_themselves_and_one_of_them_says_why():
+    outcomes = outcomes_of_ranks(train_in_own_groups)
+    output = "".join(outcome.output for outcome in outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1], output
+    assert "did not end by itself" not in output
+    assert output.count("lightning-strategies-ext: rank 0 and rank 1 on") == 1, output
+    for outcome in outcomes:
+        assert "RankFailedError: rank 0 and rank 1 on" in outcome.output, outcome.output
 
 
 @pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy, ours.DDPStrategy])

@@ -121,4 +121,4 @@ def test_the_stacks_are_told_whoever_saw_first_that_a_rank_is_stuck(by):
         (1,), "here", 0.0, "train", "rank 0 has waited 2 s", details="Rank 1 is at: sleep", by=by, verb=STUCK[0]
     )
     assert "Rank 1 is at: sleep" in report.message(failure)
-    assert "Rank 1 is at" not in report.message(replace(failure, by=1, verb="failed"))
+    assert "Rank 1 is at" not in report.message(replace(failure, by=1, is_said=True, verb="failed"))

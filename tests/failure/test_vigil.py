@@ -48,7 +48,7 @@ def test_all_that_wait_for_each_other_end():
     outcomes = outcomes_of_ranks(wait_for_each_other, world_size=3)
     assert codes_of(outcomes) == [ENDED, -signal.SIGKILL, -signal.SIGKILL], "\n".join(map(str, outcomes))
     assert "rank 0 and rank 1 and rank 2 on " in outcomes[0].output
-    assert "are stuck, in step 3:" in outcomes[0].output
+    assert "are stuck, last seen in step 3:" in outcomes[0].output
     assert "rank 0 and rank 1 and rank 2 are killed: nobody is waited for in vain." in outcomes[0].output
 
 

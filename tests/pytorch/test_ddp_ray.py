@@ -256,6 +256,34 @@ def test_a_killed_worker_is_noticed_at_once():
     assert trainer.state.finished
 
 
+def test_a_worker_whose_daemon_is_gone_is_lost_also_where_that_is_all_it_can_say():
+    import ray
+    from ray.exceptions import RaySystemError
+
+    from lightning_strategies_ext.launch.protocol import Ping
+    from lightning_strategies_ext.launch.ray.line import Switchboard
+    from lightning_strategies_ext.launch.ray.worker import RayWorker
+
+    class Actor:
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def answer(self, *args: Any) -> None:
+            raise RaySystemError("Broken pipe")  # as Ray does in the moment between
+
+    switchboard = Switchboard("127.0.0.1")
+    worker = RayWorker(1, 0, 0, switchboard, {"num_cpus": 0.1}, ray.remote(Actor), may_change=False)
+    try:
+        worker.send(Ping())
+        assert worker.has_said(60)
+        answer = worker.answer()
+    finally:
+        worker.close()
+        switchboard.close()
+    assert isinstance(answer, WorkerDiedError)
+    assert "System error: Broken pipe" in str(answer)
+
+
 class Slow(MLP):
     def __init__(self, directory: Path) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError, RaySystemError, RayTaskError
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes.starter import END_S
@@ -233,9 +233,10 @@ class RayWorker:
         assert waiting is not None
         try:
             reply = waiting.result()
-        except RayTaskError as error:  # the actor is there, and its method has failed: at a class that it lacks, say
-            return _failure_of(error)
         except RayError as error:
+            # If it is another one's, the actor is there, and its method has failed: at a class that it lacks, say.
+            if isinstance(error, RayTaskError) and not _is_of_ray_itself(error):
+                return _failure_of(error)
             self._error = error
             raise EOFError("the worker is gone") from error
         self.line.wait_until_heard(reply.num_bytes_said)
@@ -367,6 +368,11 @@ def reason_in(error: BaseException) -> str:
     if found is not None and "connection error" in said:
         said += " It was killed or has crashed; the kernel kills when memory runs out."
     return said
+
+
+def _is_of_ray_itself(error: RayTaskError) -> bool:
+    """Whether it is the end of Ray's daemon on the host that a method met, and will end the actor with it."""
+    return isinstance(getattr(error, "cause", None), RaySystemError)
 
 
 def _failure_of(error: RayTaskError) -> Failure:
