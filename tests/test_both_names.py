@@ -13,10 +13,9 @@ from lightning_strategies_ext import names
 from tests.support import environments, other_name
 from tests.support.ranks import REPOSITORY, run_script
 
-#: Tests that are run once more, with the other name in them.
+#: Tests that are run once more, with the other name in them; ``make matrix CORNERS=other_name`` runs all.
 RUN_AGAIN = [
-    *("tests/pytorch/test_ddp.py", "tests/pytorch/test_dp.py", "tests/pytorch/test_command_line.py"),
-    *("tests/pytorch/test_ddp_spawn_checkpoints.py", "tests/pytorch/test_interactive.py"),
+    *("tests/pytorch/test_ddp.py", "tests/pytorch/test_command_line.py", "tests/pytorch/test_interactive.py"),
     *("tests/fabric/test_front_ends.py", "tests/lightning_private"),
 ]
 

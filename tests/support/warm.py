@@ -141,6 +141,7 @@ def start_server() -> subprocess.Popen[bytes] | None:
     for program in Path(sys.executable).parent.glob("horovodrun"):  # which is looked for beside the interpreter
         Path(directory, program.name).symlink_to(program)
     os.environ[_SERVER] = str(stand_in)
+    os.environ["PET_LOG_DIR"] = directory  # of torchrun, which makes one for each of its runs and leaves it there
     interpreter = marshal.dumps([sys.executable, sys.prefix, lean.sites()]).hex()
     command = [lean.python(), "-m", __name__, directory, str(listener.fileno()), interpreter]
     environment = {**os.environ, "PYTHONPATH": str(_REPOSITORY)}
