@@ -16,6 +16,7 @@ from torchmetrics import SumMetric
 from tests.support.ddp_spawn_trainers import ALONE, Node, seeded, spawn_trainer
 from tests.support.models import (
     MLP,
+    WithBatchNorm,
     assert_same_bits,
     dataset,
     loader,
@@ -288,3 +289,111 @@ def test_parts_that_the_stage_removed_are_gone():
         states.append(state_of(model))
     assert_same_bits(states[1], states[0])
     assert (states[1]["net.0.weight"] == 0).sum() > 50
+
+
+# --- layers that are elsewhere afterwards ---
+
+
+class Rearranged(WithBatchNorm):
+    """Its layers change place in ``setup``, once; a buffer of theirs is replaced in each step."""
+
+    is_done = False
+
+    def make_net(self) -> nn.Module:
+        layers = super().make_net()
+        layers.register_buffer("average", torch.zeros(()))
+        return layers
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def setup(self, stage):
+        if not self.is_done:
+            self.rearrange()
+            self.is_done = True
+
+    def rearrange(self) -> None:
+        raise NotImplementedError
+
+    def parts(self) -> tuple[Any, nn.Module]:
+        """The layers that hold the buffer, and all of them."""
+        return self.net, self.net
+
+    def forward(self, x):
+        layers, whole = self.parts()
+        output = whole(x)
+        if self.training:
+            layers.average = layers.average * 0.9 + output.detach().mean()
+        return self.ends(output)
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def new_layer() -> nn.Linear:
+    """Without random numbers, which a worker may have others of."""
+    layer = nn.Linear(3, 3)
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Wraps(Rearranged):
+    def rearrange(self) -> None:
+        self.net = nn.Sequential(self.net, new_layer())
+
+    def parts(self):
+        return (self.net[0] if self.is_done else self.net), self.net
+
+
+class Compiles(Rearranged):
+    def rearrange(self) -> None:
+        self.net = torch.compile(self.net, backend="eager")
+
+    def parts(self):
+        return getattr(self.net, "_orig_mod", self.net), self.net
+
+
+class Renames(Rearranged):
+    def rearrange(self) -> None:
+        self.body = self.net
+        del self.net
+
+    def parts(self):
+        return (self.body, self.body) if self.is_done else (self.net, self.net)
+
+
+class Swaps(Rearranged):
+    def rearrange(self) -> None:
+        self.ends[0], self.ends[1] = self.ends[1], self.ends[0]
+
+
+class Inserts(Rearranged):
+    def rearrange(self) -> None:
+        self.ends.insert(0, new_layer())
+
+
+class PrunesForGood(Rearranged):
+    def rearrange(self) -> None:
+        nn.utils.prune.l1_unstructured(self.ends[0], "weight", 0.5)
+
+
+@pytest.mark.parametrize("first", ["fit", "validate"])
+@pytest.mark.parametrize("kind", [Wraps, Compiles, Renames, Swaps, Inserts, PrunesForGood])
+def test_layers_that_the_stage_put_elsewhere_are_there_with_their_values(monkeypatch, kind, first):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a worker would have more threads, and sums of other bits
+    states = []
+    for strategy in ("auto", "ddp_fork_ext"):
+        model = seeded(kind)
+        held = list(model.parameters())
+        if first == "validate":
+            make_trainer(strategy, **ALONE).validate(model, loader(), verbose=False)
+        for epoch in range(2):
+            make_trainer(strategy, **ALONE, max_epochs=1).fit(model, loader())
+            states.append({f"{epoch} {name}": tensor for name, tensor in state_of(model).items()})
+        assert {id(parameter) for parameter in held} <= {id(parameter) for parameter in model.parameters()}
+        output = model.eval()(dataset().tensors[0])
+        states[-1]["output"] = output.detach()
+    assert_same_bits(states[2], states[0])
+    assert_same_bits(states[3], states[1])

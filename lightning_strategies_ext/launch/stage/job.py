@@ -25,6 +25,7 @@ from lightning_strategies_ext.launch.processes.worker import JobFailedError, Wor
 from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.stage.changes import with_identity
 from lightning_strategies_ext.launch.stage.culprit import culprit
+from lightning_strategies_ext.launch.stage.module_tree import tensors_of
 from lightning_strategies_ext.launch.stage.predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.strategy import WorkerStrategy, telling_the_others
@@ -157,8 +158,8 @@ class StageJob:
     def _results(self, before: Before, value: Any, predictions: "PredictionsOfRank | None" = None) -> Iterator[Any]:
         module = self.trainer.lightning_module
         piece: dict[Any, Tensor] = {}
-        for name, tensor in tensors_of(module).items():
-            if is_lazy(tensor) or name not in before.names or before.is_unchanged(tensor):
+        for name, tensor in before.tree.values(module):
+            if is_lazy(tensor) or before.is_unchanged(tensor):
                 continue
             for part_name, part in _parts(name, tensor.detach()):
                 if piece and sum(other.nbytes for other in piece.values()) + part.nbytes > PIECE_BYTES:
@@ -232,11 +233,6 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
     step = PIECE_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), step):
         yield (name, tensor.shape, start), flat[start : start + step]
-
-
-def tensors_of(module: Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a module by name, each once, also the buffers that no checkpoint holds."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _save(trainer: Any, path: str) -> None:

@@ -19,11 +19,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, profiler
 from torch.autograd import profiler as autograd_profiler
-from torch.nn import Module, Parameter
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_stages
 from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, Told, attributes_of, place_of
+from lightning_strategies_ext.launch.stage.module_tree import ModuleTree, put_parts
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
 from lightning_strategies_ext.launch.transport.segments import Received
@@ -78,7 +78,7 @@ class Before:
         received: Where that came in.
 
     Attributes:
-        names: The names of the module's parts: submodules, parameters and buffers.
+        tree: The module's tree.
         shared: What the main process has, with what it sent.
         received: Where that came in.
         places: Where its tensors and arrays are, by id.
@@ -86,7 +86,7 @@ class Before:
 
     def __init__(self, trainer: Any, shared: Shared, sent: Mapping[int, Any], received: Received | None) -> None:
         module = trainer.lightning_module
-        self.names = names_in(module)
+        self.tree = ModuleTree(module)
         self.received = received
         # The stage itself gives the Trainer its datamodule, later.
         datamodules = {id(obj): obj for obj in shared.objects if isinstance(obj, LightningDataModule)}
@@ -122,11 +122,6 @@ class Before:
                 yield holder
 
 
-def names_in(module: Module) -> set[str]:
-    """The names of all submodules, parameters and buffers."""
-    return {name for name, _ in (*module.named_modules(), *module.named_parameters(), *module.named_buffers())}
-
-
 @dataclass
 class TrainerSnapshot:
     """The state of a Trainer, ready to be sent.
@@ -134,8 +129,8 @@ class TrainerSnapshot:
     Attributes:
         classes: (number of a shared object, its class).
         attributes: (number of a shared object, attribute, value); no value for an attribute that vanished.
-        removed: Names of the module's parts that are not there any more.
-        training: New submodules, optimizers and schedulers, in one message since they refer to each other.
+        training: What has changed in the module's tree, optimizers and schedulers, in one message since they refer to
+            each other; of another stage than ``fit`` the first alone.
         modes: ``training`` of each submodule by name.
         trainable: ``requires_grad`` of each parameter by name.
         loaders: Where the training loaders are, of those that say it.
@@ -146,7 +141,6 @@ class TrainerSnapshot:
 
     classes: list[tuple[int, Pickled]]
     attributes: list[tuple[int, str, Told | None]]
-    removed: list[str]
     training: Told | None
     modes: dict[str, bool]
     trainable: dict[str, bool]
@@ -171,24 +165,20 @@ class TrainerSnapshot:
         """
         module, shared = trainer.lightning_module, before.shared
         teller = Teller(shared, before.received, before.places)
+        tree = [(_number(shared, holder), parts) for holder, parts in before.tree.changes(module)]
         training = loaders = None
         if trainer.state.fn == TrainerFn.FITTING:
             strategy = trainer.strategy
-            parts = (
-                list(_new_parts(module, before.names, shared)),
-                strategy.optimizers,
-                strategy.lr_scheduler_configs,
-                strategy.exchange_state,
-            )
+            parts = (tree, strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state)
             training = _told(teller, parts, "The optimizers' state")
             loaders = _told(teller, strategy.states_of_loaders, "The position in the training data")
-        now = names_in(module)
+        if training is None and tree:
+            training = _told(teller, (tree,), "What is new in the LightningModule")
         queue = ResultQueue()
         fill_queue(trainer, queue)
         return cls(
             classes=list(_classes(before)),
             attributes=list(_attributes(trainer, before, teller)),
-            removed=[name for name in before.names - now if name.rpartition(".")[0] in now],
             training=training,
             modes={name: child.training for name, child in module.named_modules()},
             trainable={name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -210,24 +200,17 @@ class TrainerSnapshot:
         module, strategy = trainer.lightning_module, trainer.strategy
         for number, pickled in self.classes:
             shared.object_of(number).__class__ = pickled.load()
-        for name in self.removed:
-            parent, _, last = name.rpartition(".")
-            delattr(module.get_submodule(parent), last)
         for number, name, told in self.attributes:
             if told is None:
                 vars(shared.object_of(number)).pop(name, None)
             else:
                 _set(shared.object_of(number), name, _loaded(told, shared, name))
         if self.training is not None:
-            new, optimizers, schedulers, strategy.exchange_state = self.training.load(shared)
-            for path, part, is_persistent in new:
-                parent, _, name = path.rpartition(".")
-                if isinstance(part, (Module, Parameter)):
-                    setattr(module.get_submodule(parent), name, part)
-                else:
-                    module.get_submodule(parent).register_buffer(name, part, is_persistent)
-            strategy.optimizers = optimizers
-            strategy.lr_scheduler_configs = schedulers
+            tree, *of_fit = self.training.load(shared)
+            for number, parts in tree:
+                put_parts(shared.object_of(number), parts)
+            if of_fit:
+                strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state = of_fit
         modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
         for name, mode in self.modes.items():
             if name in modules:
@@ -276,22 +259,6 @@ def _number(shared: Shared, obj: Any) -> int:
     number = shared.number_of(obj)
     assert number is not None
     return number
-
-
-def _new_parts(module: Module, names: set[str], shared: Shared) -> Iterator[tuple[str, Any, bool]]:
-    """What was made in the worker: (name, submodule or parameter or buffer, whether a state dict has it).
-
-    Of a new submodule only the whole, not what is inside of it.
-    """
-    persistent = module.state_dict().keys()
-    found: list[str] = []
-    for name, part in (*module.named_modules(), *module.named_parameters(), *module.named_buffers()):
-        is_new = name not in names
-        if isinstance(part, Module) and shared.number_of(part) is None:  # in the place of another
-            is_new = is_new or any(f"{name}.{inner}" not in names for inner, _ in part.named_parameters())
-        if is_new and not any(name.startswith(f"{other}.") for other in found):
-            found.append(name)
-            yield name, part, name in persistent
 
 
 def _told(teller: Teller, value: Any, what: str) -> Told | None:

@@ -1,0 +1,102 @@
+"""What a stage has done to the tree of the LightningModule: what is new in it, gone, renamed, wrapped or elsewhere.
+
+A ``setup`` may compile a part of the module or put it into another one, a callback may prune it, which renames its
+parameters. What was there keeps its identity, wherever it hangs now: it is told by which object it is, not by name.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+#: Where a module has its parts, by name and in order.
+KINDS = "_parameters", "_buffers", "_modules"
+
+#: The parts of one module, by kind.
+Parts = dict[str, dict[str, Any]]
+
+
+def tensors_of(module: Module) -> dict[str, Tensor]:
+    """All parameters and buffers of a module by name, each once, also the buffers that no checkpoint holds."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+class ModuleTree:
+    """Notes a module's tree, to tell afterwards what has become of it.
+
+    Args:
+        module: The module as it was sent.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._names = {id(tensor): name for name, tensor in tensors_of(module).items()}
+        # These references keep the ids from being another object's.
+        self._parts = {id(holder): (holder, _parts_of(holder)) for holder in module.modules()}
+
+    def values(self, module: Module) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that were sent, and the buffers in the place of others, as they are now, by the names then.
+
+        Args:
+            module: The module as it is now.
+        """
+        now, told = self._ids_in(module), set()
+        for holder in module.modules():
+            for kind, leaf, part in _leaves(holder):
+                name = self._names.get(id(self._sent_for(holder, kind, leaf, part, now)))
+                if name is not None and id(part) not in told:
+                    told.add(id(part))
+                    yield name, part
+
+    def changes(self, module: Module) -> Iterator[tuple[Module, Parts]]:
+        """Modules that were sent and have other parts now, with these.
+
+        Args:
+            module: The module as it is now.
+        """
+        now = self._ids_in(module)
+        for holder in module.modules():
+            if id(holder) in self._parts:
+                parts = {
+                    kind: {leaf: self._sent_for(holder, kind, leaf, part, now) for leaf, part in of_kind.items()}
+                    for kind, of_kind in _parts_of(holder).items()
+                }
+                if _identities(parts) != _identities(self._parts[id(holder)][1]):
+                    yield holder, parts
+
+    @staticmethod
+    def _ids_in(module: Module) -> set[int]:
+        return {id(tensor) for tensor in tensors_of(module).values()}
+
+    def _sent_for(self, holder: Module, kind: str, leaf: str, part: Any, now: set[int]) -> Any:
+        """What was sent: the part itself, or the buffer that it has replaced, which then gets its values.
+
+        A new parameter stays what it is, for the optimizers have it, too.
+        """
+        if kind != "_buffers" or part is None or id(part) in self._names or id(holder) not in self._parts:
+            return part
+        before = self._parts[id(holder)][1][kind].get(leaf)
+        return part if before is None or id(before) in now else before
+
+
+def put_parts(holder: Module, parts: Parts) -> None:
+    """Gives a module these parts in place of those that it has."""
+    for kind, of_kind in parts.items():
+        own = vars(holder)[kind]
+        own.clear()
+        own.update(of_kind)
+
+
+def _parts_of(holder: Module) -> Parts:
+    return {kind: dict(vars(holder)[kind]) for kind in KINDS}
+
+
+def _leaves(holder: Module) -> Iterator[tuple[str, str, Tensor]]:
+    for kind in ("_parameters", "_buffers"):
+        for leaf, part in vars(holder)[kind].items():
+            if part is not None:
+                yield kind, leaf, part
+
+
+def _identities(parts: Parts) -> list[tuple[str, list[tuple[str, int]]]]:
+    return [(kind, [(leaf, id(part)) for leaf, part in of_kind.items()]) for kind, of_kind in parts.items()]
