@@ -136,4 +136,4 @@ def _seen(
     verb: str = "failed",
 ) -> Failure:
     host = socket.gethostname() if host is None else host
-    return Failure(ranks, host, time.time(), sign.where, headline, sign.frames, details, by, verb=verb)
+    return Failure(ranks, host, time.time(), sign.where, headline, sign.frames, details, by, verb)

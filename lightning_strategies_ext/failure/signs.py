@@ -45,10 +45,10 @@ class Failure:
         frames: Of the user's code, where it happened, the outermost first.
         details: The whole trace, or the stacks of all ranks.
         by: The rank that says it.
-        is_said: Whether that one says it of itself, by an exception or the end of its script, and does not see it, of
-            itself or of others.
         verb: What the ranks did, or are.
         job: Process id of the first rank, which tells jobs of one directory apart; 0 where ranks have not met.
+        is_said: Whether the rank says it of itself, by an exception or the end of its script; else a watch has seen it,
+            its own perhaps.
     """
 
     ranks: tuple[int, ...]
@@ -59,9 +59,9 @@ class Failure:
     frames: tuple[str, ...] = ()
     details: str = ""
     by: int = 0
-    is_said: bool = False
     verb: str = "failed"
     job: int = 0
+    is_said: bool = False
 
     @property
     def named_ranks(self) -> str:

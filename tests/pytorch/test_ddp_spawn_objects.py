@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torchmetrics import SumMetric
 
+from lightning_strategies_ext import ResultsError
 from tests.support.ddp_spawn_trainers import ALONE, Node, seeded, spawn_trainer
 from tests.support.models import (
     MLP,
@@ -374,13 +375,25 @@ class Inserts(Rearranged):
         self.ends.insert(0, new_layer())
 
 
-class PrunesForGood(Rearranged):
+class Masks(Rearranged):
     def rearrange(self) -> None:
         nn.utils.prune.l1_unstructured(self.ends[0], "weight", 0.5)
 
 
+class Parametrizes(Rearranged):
+    def rearrange(self) -> None:
+        nn.utils.parametrizations.weight_norm(self.ends[0])
+
+
+def test_what_torch_does_not_let_be_pickled_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(ResultsError, match="Serialization of parametrized modules"):
+        make_trainer("ddp_fork_ext", **ALONE, max_epochs=1, default_root_dir=tmp_path).fit(
+            seeded(Parametrizes), loader()
+        )
+
+
 @pytest.mark.parametrize("first", ["fit", "validate"])
-@pytest.mark.parametrize("kind", [Wraps, Compiles, Renames, Swaps, Inserts, PrunesForGood])
+@pytest.mark.parametrize("kind", [Wraps, Compiles, Renames, Swaps, Inserts, Masks])
 def test_layers_that_the_stage_put_elsewhere_are_there_with_their_values(monkeypatch, kind, first):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a worker would have more threads, and sums of other bits
     states = []
@@ -393,7 +406,6 @@ def test_layers_that_the_stage_put_elsewhere_are_there_with_their_values(monkeyp
             make_trainer(strategy, **ALONE, max_epochs=1).fit(model, loader())
             states.append({f"{epoch} {name}": tensor for name, tensor in state_of(model).items()})
         assert {id(parameter) for parameter in held} <= {id(parameter) for parameter in model.parameters()}
-        output = model.eval()(dataset().tensors[0])
-        states[-1]["output"] = output.detach()
+        states[-1]["output"] = model.eval()(dataset().tensors[0]).detach()
     assert_same_bits(states[2], states[0])
     assert_same_bits(states[3], states[1])

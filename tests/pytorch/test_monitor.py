@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from pathlib import Path
+from statistics import mode
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -231,7 +232,7 @@ def test_the_slowest_rank_is_named_with_what_it_is_slow_in(tmp_path: Path) -> No
         rows = (tmp_path / name / "version_0" / "metrics.csv").read_text().splitlines()
         place = rows[0].split(",").index("communication/slowest_rank")
         said = [row.split(",")[place] for row in rows[1:] if row.split(",")[place]]
-        assert slow in map(float, said)  # on a busy machine not in each window
+        assert mode(map(float, said)) == slow, said  # on a busy machine not in each window
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
