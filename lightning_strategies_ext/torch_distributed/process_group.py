@@ -23,10 +23,13 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_strategies_ext import forking, shm
 from lightning_strategies_ext.connections import noting_connections
+from lightning_strategies_ext.failure.ending import at_end
 from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
 from lightning_strategies_ext.shm.options import ShmOptions
 
 if TYPE_CHECKING:
+    from multiprocessing.util import Finalize
+
     from lightning.fabric.plugins import ClusterEnvironment
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,9 @@ _ROUND_POLL_S = 0.01
 
 #: Those between ranks of groups that this package has made, by the addresses of both ends, this process's first.
 connections: set[tuple[Any, Any]] = set()
+
+# Leaves the default group when this process ends.
+_at_end: "Finalize[None] | None" = None
 
 # Backends of the groups that were left last, see `_destroy`.
 _left: deque[list[Any]] = deque(maxlen=2)
@@ -233,8 +239,11 @@ def join(
     _excepthooks[:] = [sys.excepthook, excepthook]
     # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
     # owns the group, closes each group once.
-    atexit.unregister(_stop_at_exit)
-    atexit.register(_stop_at_exit)
+    global _at_end
+    if _at_end is not None:
+        _at_end.cancel()
+        atexit.unregister(_at_end)
+    _at_end = at_end(_stop_at_exit)
 
 
 def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:

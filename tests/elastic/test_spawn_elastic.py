@@ -48,6 +48,11 @@ def test_a_worker_that_is_killed_is_started_anew_and_joins(rank, compression):
     assert "; 0 steps are repeated" in run.output
     assert f"worker {rank} is started anew" in run.output
     assert len({line["pid"] for line in run.having("samples")}) == 3  # the survivor is the process it was
+    # Of the devices each has the one that it had, whatever its rank is now, and the new one that of the dead one.
+    assert {(line["rank"], line["world"], line["slot"]) for line in run.having("slot")} == {
+        *((0, 2, 0), (1, 2, 1)),
+        *((0, 1, 1 - rank), (0, 2, 1 - rank), (1, 2, rank)),
+    }
 
 
 def test_two_at_once_with_accumulation_loader_workers_and_a_policy():

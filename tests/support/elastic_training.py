@@ -139,7 +139,8 @@ class Net(pl.LightningModule):
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         batch = 0 if progress.is_last_batch else progress.current.completed
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
-        self.write(world=self.trainer.world_size, epoch=epoch, batch=batch, step=self.trainer.global_step)
+        place = {"world": self.trainer.world_size, "slot": self.trainer.local_rank}
+        self.write(**place, epoch=epoch, batch=batch, step=self.trainer.global_step)
         if self.trainer.accumulate_grad_batches > 1:
             # Its first batch waits for no other rank, and could be said before rank 0 has said that the world begins.
             self.trainer.strategy.barrier()
@@ -210,11 +211,12 @@ def main() -> None:
         "default_root_dir": directory,
         **plan.get("trainer", {}),
     }
-    kind = ext.DDPSpawnStrategy if "workers" in plan else ext.HorovodStrategy
-    kind = ext.DDPRayStrategy if plan.get("is_on_ray", False) else kind
     if "local_ranks" in plan:
         strategy: Any = ext.DDPElasticStrategy(**plan.get("strategy", {}))
+    elif plan.get("is_on_ray", False):
+        strategy = ext.DDPRayStrategy(plan["workers"], elastic=True, **plan.get("strategy", {}))
     else:
+        kind = ext.DDPSpawnStrategy if "workers" in plan else ext.HorovodStrategy
         strategy = kind(elastic=True, **plan.get("strategy", {}))
     if plan.get("is_on_one_gpu", False):
         pass_for_own_host()

@@ -1,6 +1,9 @@
 """What is left of process groups that one process has made, one after another."""
 
+import multiprocessing
 import sys
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 
 import psutil
 import pytest
@@ -50,3 +53,18 @@ def test_exceptions_are_not_shown_with_the_rank_once_for_each_group():
         assert sys.excepthook is not usual
         process_group.stop()
         assert sys.excepthook is usual
+
+
+def tell_at_the_end(sender: Connection) -> None:
+    Finalize(None, lambda: sender.send(dist.is_initialized()), exitpriority=-1)
+    join()
+
+
+def test_a_process_that_multiprocessing_has_started_leaves_its_group_when_it_ends():
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("forkserver").Process(target=tell_at_the_end, args=(sender,))
+    process.start()
+    sender.close()
+    assert receiver.recv() is False
+    process.join(30)
+    assert process.exitcode == 0
