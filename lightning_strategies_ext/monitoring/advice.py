@@ -7,6 +7,7 @@ from typing import NamedTuple
 from lightning_strategies_ext.monitoring.analysis import (
     RankTimes,
     Slowest,
+    exposed_share,
     mean_over_ranks,
     share,
     slowest_of,
@@ -62,7 +63,7 @@ def advise(times: Sequence[RankTimes], job: Job) -> str:
         return max(limits, key=lambda limit: limit.share).text
     if len(times) == 1:
         return "One process: nothing is exchanged, and computation is the limit."
-    exposed = share(mean_over_ranks(times, "exposed_ms"), mean_over_ranks(times, "step_ms"))
+    exposed = exposed_share(times)
     return f"Computation is the limit: a step waits for communication for {_percent(exposed)} of its time."
 
 

@@ -1,5 +1,7 @@
 """What follows from the times that ranks have noted. Functions of numbers, in nanoseconds, that give milliseconds.
 
+Each window is of some tens of rows, for which loops are faster than arrays.
+
 An exchange on one rank::
 
     begin ............ ready ............ latest ............ end
@@ -13,11 +15,8 @@ up to there, and transfer from there on.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import isnan
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from math import isnan, nan
+from statistics import median
 
 from lightning_strategies_ext.monitoring.records import IN_BACKWARD, NUM_WARMUP_STEPS, OF_MODELS, Window
 
@@ -67,6 +66,7 @@ class RankTimes:
         return float(getattr(self, f"{phase}_ms"))
 
 
+_MEANS = tuple(field.name for field in fields(RankTimes) if field.name not in ("rank", "num_steps"))
 _TIMES = tuple(field.name for field in fields(RankTimes) if field.name.endswith("_ms"))
 
 
@@ -100,27 +100,25 @@ def clock_offsets(windows: Sequence[Window]) -> dict[int, int]:
     """
     offsets, first = {window.rank: 0 for window in windows}, windows[0]
     if any(window.host != first.host for window in windows):
-        ends = [own.exchanges["end"][at] for own, at in zip(windows, _common_places(windows), strict=True)]
-        for window, own in zip(windows, ends, strict=True):
-            if window.host != first.host and len(own):
-                offsets[window.rank] = int(np.median(own - ends[0]))
+        in_common = _in_common([window.exchanges.tolist() for window in windows])
+        for window, own in zip(windows, in_common, strict=True):
+            if window.host != first.host and own:
+                ahead = [end - first_end for (_, _, end), (_, _, first_end) in zip(own, in_common[0], strict=True)]
+                offsets[window.rank] = int(median(ahead))
     return offsets
 
 
-def waits(windows: Sequence[Window]) -> dict[int, NDArray[Any]]:
+def waits(windows: Sequence[Window]) -> dict[int, list[float]]:
     """By rank, how long it waits for others in each of its exchanges, in nanoseconds; NaN where that is not known."""
     offsets = clock_offsets(windows)
-    found = {window.rank: np.full(len(window.exchanges), np.nan) for window in windows}
-    places = _common_places(windows)
-    if not windows or not len(places[0]):
-        return found
-    ready = np.stack(
-        [window.exchanges["ready"][own] - offsets[window.rank] for window, own in zip(windows, places, strict=True)]
-    )
-    latest = ready.max(axis=0)
-    for window, own, at in zip(windows, places, ready, strict=True):
-        exposed = (window.exchanges["end"] - window.exchanges["ready"])[own]
-        found[window.rank][own] = np.minimum(latest - at, np.maximum(exposed, 0))
+    in_common = _in_common([window.exchanges.tolist() for window in windows])
+    ready = [[at - offsets[window.rank] for _, at, _ in own] for window, own in zip(windows, in_common, strict=True)]
+    latest = [max(of_ranks) for of_ranks in zip(*ready, strict=True)]
+    found = {}
+    for window, own in zip(windows, in_common, strict=True):
+        found[window.rank] = waited = [nan] * len(window.exchanges)
+        for (place, at, end), last in zip(own, latest, strict=True):
+            waited[place] = min(last - (at - offsets[window.rank]), max(end - at, 0))
     return found
 
 
@@ -129,9 +127,8 @@ def combined(times: Sequence[RankTimes]) -> RankTimes:
     times = [each for each in times if each.num_steps] or times[:1]
     weights = [max(each.num_steps, 1) for each in times]
     means = {
-        field.name: float(np.average([getattr(each, field.name) for each in times], weights=weights))
-        for field in fields(RankTimes)
-        if field.name not in ("rank", "num_steps")
+        name: sum(getattr(each, name) * weight for each, weight in zip(times, weights, strict=True)) / sum(weights)
+        for name in _MEANS
     }
     return RankTimes(times[0].rank, sum(each.num_steps for each in times), **means)
 
@@ -157,11 +154,16 @@ def logged(times: Sequence[RankTimes]) -> dict[str, float]:
     """What a logger gets of a window: means over ranks, and the slowest rank."""
     values = {f"communication/{name}": mean_over_ranks(times, name) for name in _TIMES}
     values["communication/bytes"] = mean_over_ranks(times, "num_bytes")
-    values["communication/exposed_share"] = share(values["communication/exposed_ms"], values["communication/step_ms"])
+    values["communication/exposed_share"] = exposed_share(times)
     slowest = slowest_of(times)
     if slowest is not None:
         values |= {"communication/slowest_rank": slowest.rank, "communication/slowest_by_ms": slowest.by_ms}
     return values
+
+
+def exposed_share(times: Sequence[RankTimes]) -> float:
+    """Of a step, what waits for exchanges; a mean over ranks."""
+    return share(mean_over_ranks(times, "exposed_ms"), mean_over_ranks(times, "step_ms"))
 
 
 def share(part_ms: float, whole_ms: float) -> float:
@@ -170,7 +172,7 @@ def share(part_ms: float, whole_ms: float) -> float:
 
 
 class _Sums:
-    """Sums over observed batches, in nanoseconds. Loops over some tens of rows are faster here than arrays."""
+    """Sums over observed batches, in nanoseconds."""
 
     def __init__(self, batches: list[tuple[int, ...]]) -> None:
         self.data = self.forward = self.backward = self.rest = 0
@@ -205,9 +207,9 @@ class _Exchanged:
             self.waiting += 0 if isnan(waited) else waited / num
 
 
-def _times_of(window: Window, waits: NDArray[Any]) -> RankTimes:
+def _times_of(window: Window, waiting: list[float]) -> RankTimes:
     num_steps, batches, exchanges = window.num_steps, window.batches.tolist(), window.exchanges.tolist()
-    num_bytes, waiting = window.num_bytes / max(num_steps, 1), waits.tolist()
+    num_bytes = window.num_bytes / max(num_steps, 1)
     if window.number == 0 and any(batch[0] >= NUM_WARMUP_STEPS for batch in batches):
         batches = [batch for batch in batches if batch[0] >= NUM_WARMUP_STEPS]
         waiting = [each for each, exchange in zip(waiting, exchanges, strict=True) if exchange[0] >= NUM_WARMUP_STEPS]
@@ -235,12 +237,12 @@ def _times_of(window: Window, waits: NDArray[Any]) -> RankTimes:
     )
 
 
-def _common_places(windows: Sequence[Window]) -> list[NDArray[Any]]:
-    """By rank, where the exchanges are that all ranks have noted, in the same order."""
-    keys = [window.exchanges["step"] * 4 + window.exchanges["kind"] for window in windows]
-    if all(np.array_equal(keys[0], own) for own in keys):
-        return [np.arange(len(own)) for own in keys]
-    common = keys[0]
-    for own in keys[1:]:
-        common = np.intersect1d(common, own)
-    return [np.intersect1d(common, own, return_indices=True)[2] for own in keys]
+def _in_common(exchanges: Sequence[list[tuple[int, ...]]]) -> list[list[tuple[int, int, int]]]:
+    """By rank, the exchanges that all ranks have noted, in the same order: where they are, ``ready`` and ``end``."""
+    keys = [[(step, kind) for step, _, _, _, kind in own] for own in exchanges]
+    found = [[(place, ready, end) for place, (_, _, ready, end, _) in enumerate(own)] for own in exchanges]
+    if all(own == keys[0] for own in keys):
+        return found
+    by_key = [dict(zip(*own, strict=True)) for own in zip(keys, found, strict=True)]
+    common = [key for key in by_key[0] if all(key in own for own in by_key)]
+    return [[own[key] for key in common] for own in by_key]

@@ -3,11 +3,8 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from lightning_strategies_ext.monitoring.analysis import clock_offsets, waits
 from lightning_strategies_ext.monitoring.records import OF_MODELS, Window
@@ -101,11 +98,11 @@ def _of_batches(window: Window, origin: int) -> Iterator[Span]:
             yield Span(window.rank, TRAINING, name, (start - origin) / 1e6, (stop - start) / 1e6, step)
 
 
-def _of_exchanges(window: Window, waiting: NDArray[Any], origin: int) -> Iterator[Span]:
+def _of_exchanges(window: Window, waiting: Sequence[float], origin: int) -> Iterator[Span]:
     for exchange, waited in zip(window.exchanges, waiting, strict=True):
         begin, ready, end = (int(exchange[name]) for name in ("begin", "ready", "end"))
         name = "models" if exchange["kind"] == OF_MODELS else "gradients"
-        waiting_ms = None if np.isnan(waited) else float(waited) / 1e6
+        waiting_ms = None if isnan(waited) else waited / 1e6
         hidden_ms = max(0, min(ready, end) - begin) / 1e6
         at = (begin - origin) / 1e6, (end - begin) / 1e6, int(exchange["step"])
         yield Span(window.rank, EXCHANGE, name, *at, waiting_ms, hidden_ms)

@@ -26,7 +26,7 @@ from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.gpus import clock_of
 from lightning_strategies_ext.monitoring.advice import Job, advise
-from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, logged, times_of
+from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, exposed_share, logged, times_of
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
 from lightning_strategies_ext.monitoring.records import Window
 from lightning_strategies_ext.monitoring.session import Session
@@ -283,10 +283,11 @@ class CommunicationMonitor(Callback):
             first, *others = self._history
             self._history = [first, [combined(of_rank) for of_rank in zip(*others, strict=True)]]
         self._recent = windows
-        values = logged(times)
-        self._shown = f"{values[f'{_KEY}/exposed_share']:.0%}"
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=max(0, trainer_logging.step_of_loggers(trainer) - 1))
+        self._shown = f"{exposed_share(times):.0%}"
+        if trainer.loggers:
+            values, step = logged(times), max(0, trainer_logging.step_of_loggers(trainer) - 1)
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
 
     def _show_in(self, progress_bar: Any) -> Callable[[], None]:
         """Adds a value to what the progress bar shows; not by ``self.log``, which is for the metrics of users."""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -101,15 +102,15 @@ def test_the_slowest_rank_is_named_with_the_phase() -> None:
 def test_clocks_of_hosts_are_laid_on_each_other() -> None:
     windows = [window(0), window(1, data=5, host="b", ahead=700 * MS), window(2, host="a", ahead=0)]
     assert clock_offsets(windows) == {0: 0, 1: 700 * MS, 2: 0}
-    assert waits(windows)[0] / MS == pytest.approx([4] * 4)
+    assert [wait / MS for wait in waits(windows)[0]] == pytest.approx([4] * 4)
 
 
 def test_exchanges_that_one_rank_has_not_noted_are_left_out() -> None:
     short = window(1, data=5)
     short = Window(1, "a", 1, 4, 400, short.batches, short.exchanges[1:])
     waiting = waits([window(0), short])
-    assert np.isnan(waiting[0][0])
-    assert waiting[0][1:] / MS == pytest.approx([4] * 3)
+    assert isnan(waiting[0][0])
+    assert [wait / MS for wait in waiting[0][1:]] == pytest.approx([4] * 3)
 
 
 def test_exchanges_of_models_count_in_the_steps_that_have_one() -> None:
