@@ -15,8 +15,10 @@ from tests.support.ranks import REPOSITORY, run_script
 
 #: Tests that are run once more, with the other name in them; ``make matrix CORNERS=other_name`` runs all.
 RUN_AGAIN = [
-    *("tests/pytorch/test_ddp.py", "tests/pytorch/test_command_line.py", "tests/pytorch/test_interactive.py"),
-    *("tests/fabric/test_front_ends.py", "tests/lightning_private"),
+    "tests/pytorch/test_ddp.py",
+    "tests/pytorch/test_command_line.py",
+    "tests/fabric/test_front_ends.py",
+    "tests/lightning_private",
 ]
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_strategies_ext import DDPSpawnStrategy, ResultsError, WorkerRaisedError
@@ -142,12 +141,6 @@ class HasLockInside(MLP):
         self.net[1].choices = {"a": [1, threading.Lock()]}
 
 
-class IsParametrized(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.orthogonal(self.net[2])
-
-
 class HasUnpicklable(pl.Callback):
     def __init__(self) -> None:
         self.node = Node()
@@ -186,7 +179,6 @@ class HasSlots(MLP):
     ("make_model", "options", "said"),
     [
         (HasLockInside, {}, r"`net\.1\.choices\['a'\]\[1\]` of the LightningModule HasLockInside cannot be sent"),
-        (IsParametrized, {}, r"`net\.2` of the LightningModule IsParametrized cannot be sent"),
         (MLP, {"callbacks": [HasUnpicklable()]}, r"`node\.on_end` of the callback HasUnpicklable cannot be sent"),
         (
             MLP,

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.ao import quantization
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torchmetrics import SumMetric
 
-from lightning_strategies_ext import ResultsError
 from tests.support.ddp_spawn_trainers import ALONE, Node, seeded, spawn_trainer
 from tests.support.models import (
     MLP,
@@ -385,18 +386,43 @@ class Parametrizes(Rearranged):
         nn.utils.parametrizations.weight_norm(self.ends[0])
 
 
-def test_what_torch_does_not_let_be_pickled_is_an_error_that_says_so(tmp_path):
-    with pytest.raises(ResultsError, match="Serialization of parametrized modules"):
-        make_trainer("ddp_fork_ext", **ALONE, max_epochs=1, default_root_dir=tmp_path).fit(
-            seeded(Parametrizes), loader()
-        )
+class ParametrizesMore(Rearranged):
+    def __init__(self) -> None:
+        super().__init__()
+        register_parametrization(self.ends[0], "weight", Symmetric())
+
+    def rearrange(self) -> None:
+        register_parametrization(self.ends[0], "bias", Positive())
 
 
-@pytest.mark.parametrize("first", ["fit", "validate"])
-@pytest.mark.parametrize("kind", [Wraps, Compiles, Renames, Swaps, Inserts, Masks])
+class ParametrizesNoMore(Rearranged):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.ends[0])
+
+    def rearrange(self) -> None:
+        remove_parametrizations(self.ends[0], "weight")
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+class Positive(nn.Module):
+    def forward(self, bias):
+        return bias.abs()
+
+
+KINDS = [Wraps, Compiles, Renames, Swaps, Inserts, Masks, Parametrizes, ParametrizesMore, ParametrizesNoMore]
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [*((kind, "fit") for kind in KINDS), (Wraps, "validate"), (Swaps, "validate")]
+)
 def test_layers_that_the_stage_put_elsewhere_are_there_with_their_values(monkeypatch, kind, first):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a worker would have more threads, and sums of other bits
-    states = []
+    states, are_there = [], []
     for strategy in ("auto", "ddp_fork_ext"):
         model = seeded(kind)
         held = list(model.parameters())
@@ -405,7 +431,43 @@ def test_layers_that_the_stage_put_elsewhere_are_there_with_their_values(monkeyp
         for epoch in range(2):
             make_trainer(strategy, **ALONE, max_epochs=1).fit(model, loader())
             states.append({f"{epoch} {name}": tensor for name, tensor in state_of(model).items()})
-        assert {id(parameter) for parameter in held} <= {id(parameter) for parameter in model.parameters()}
+        are_there.append([any(own is each for own in model.parameters()) for each in held])
         states[-1]["output"] = model.eval()(dataset().tensors[0]).detach()
+    assert are_there[1] == are_there[0]
     assert_same_bits(states[2], states[0])
     assert_same_bits(states[3], states[1])
+
+
+class Quantized(WithBatchNorm):
+    """Its observers have one number for all channels before the first step, and then one for each."""
+
+    def make_net(self) -> nn.Module:
+        net = super().make_net().train()
+        net.qconfig = quantization.get_default_qat_qconfig("x86")
+        return quantization.prepare_qat(net)
+
+
+class IsParametrized(WithBatchNorm):
+    def make_net(self) -> nn.Module:
+        net = super().make_net()
+        nn.utils.parametrizations.weight_norm(net[0])
+        return nn.Sequential(
+            *net,
+            nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+            nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
+        )
+
+
+@pytest.mark.parametrize("kind", [IsParametrized, Quantized])
+def test_layers_that_torch_makes_special_are_sent_trained_and_come_back(monkeypatch, kind):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    states = []
+    for name in ("auto", "ddp_fork_ext", "ddp_spawn_ext"):
+        model = seeded(kind)
+        held = [*model.parameters(), *model.buffers()]
+        for _ in range(2):
+            make_trainer(name, **ALONE, max_epochs=1).fit(model, loader())
+        assert all(any(own is each for own in (*model.parameters(), *model.buffers())) for each in held)
+        states.append({**state_of(model), "output": model.eval().net(dataset().tensors[0]).detach()})
+    assert_same_bits(states[1], states[0])
+    assert_same_bits(states[2], states[0])

@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
+from lightning_strategies_ext.launch.transport.parametrized import class_before, own_state
 from lightning_strategies_ext.launch.transport.segments import Received
 
 _NOT_OBJECTS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
@@ -153,7 +154,7 @@ def _is_updatable(obj: Any) -> bool:
 def pickles_own_state(obj: Any) -> bool:
     """Whether an object's class says itself what pickle takes of it."""
     # Every object has the method from Python 3.11 on.
-    return getattr(type(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
+    return getattr(class_before(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
 
 
 def _slots_of(kind: type) -> list[str]:
@@ -182,7 +183,7 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
     elif isinstance(obj, tuple):  # it stays what it is, and what is in it may have changed
         contents = tuple(obj)
     if pickles_own_state(obj):
-        return contents, obj.__getstate__()
+        return contents, own_state(obj)
     attributes, slots = dict(getattr(obj, "__dict__", {})), in_slots(obj)
     return contents, (attributes or None, slots) if slots else attributes
 
@@ -278,7 +279,7 @@ def attributes_of(holder: Any) -> dict[str, Any]:
     if isinstance(holder, Module):
         state = {name: value for name, value in state.items() if name not in _OF_THE_TREE}
     if pickles_own_state(holder):
-        own = holder.__getstate__()
+        own = own_state(holder)
         if isinstance(own, dict):  # what it empties is this process's, and the main process has its own
             return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
     return state

@@ -26,6 +26,7 @@ from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, 
 from lightning_strategies_ext.launch.stage.module_tree import ModuleTree, put_parts
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
+from lightning_strategies_ext.launch.transport.parametrized import names_of_computed
 from lightning_strategies_ext.launch.transport.segments import Received
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Before:
         # The stage itself gives the Trainer its datamodule, later.
         datamodules = {id(obj): obj for obj in shared.objects if isinstance(obj, LightningDataModule)}
         self._holders = [*module.modules(), *datamodules.values()]
-        self._classes = [type(holder) for holder in self._holders]
+        self._classes = [_class_of(holder) for holder in self._holders]
         self._fingerprints = Fingerprints(self._holders, shared, received)
         self.shared = shared.with_message(sent)
         tensors = (*module.parameters(), *module.buffers(), *sent.values())
@@ -116,9 +117,9 @@ class Before:
                 yield holder, name
 
     def changed_classes(self) -> Iterator[Any]:
-        """Those that are of another class now, as a lazy layer is once it has seen a batch."""
+        """Those that are of another class now: a lazy layer is once it has seen a batch, a parametrized one is."""
         for holder, before in zip(self._holders, self._classes, strict=True):
-            if type(holder) is not before:
+            if _class_of(holder) != before:
                 yield holder
 
 
@@ -226,6 +227,10 @@ class TrainerSnapshot:
         module.trainer = trainer
         read_queue(trainer, ResultQueue(item.load(shared) for item in self.queue))
         return None if self.value is None else self.value.load(shared)
+
+
+def _class_of(holder: Any) -> tuple[type, list[str]]:
+    return type(holder), names_of_computed(type(holder))
 
 
 def _classes(before: Before) -> Iterator[tuple[int, Pickled]]:
