@@ -57,11 +57,6 @@ def test_tensors_arrive_as_they_were(tensor, returning):
         assert arrived.stride() == tensor.stride()
 
 
-def test_a_tensor_of_few_numbers_may_grow():
-    arrived = copied([torch.ones(1), torch.ones(1, dtype=torch.int64)])
-    assert arrived[0].resize_(1000).shape == arrived[1].resize_(1000).shape == (1000,)
-
-
 def test_memory_is_not_in_the_pickle():
     pickled = dump({"tensor": torch.ones(1 << 20), "array": np.ones(1 << 17)})
     assert len(pickled.data) < 1000

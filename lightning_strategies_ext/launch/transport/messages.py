@@ -3,8 +3,7 @@
 Three extras over plain pickle, all for objects that travel to another process and back:
 
 * Tensors on the CPU and NumPy arrays become references to their memory (pickle protocol 5, PEP 574). The receiver
-  rebuilds them as views of the memory it was given, but for the smallest. Tensors that share memory share it
-  afterwards too.
+  rebuilds them as views of the memory it was given. Tensors that share memory share it afterwards too.
 * Objects that both sides have (:class:`Shared`) travel as a number, so that what comes back refers to the very
   objects that the user holds. Pickle itself numbers what it writes, and the reader numbers alike (its memo): whatever
   came in one message can be named in the answer.
@@ -35,9 +34,6 @@ from torch.nn import Module
 
 from lightning_strategies_ext.launch.transport import by_value, parametrized
 
-#: Tensors may be views of memory that they cannot grow out of, but for those of so few bytes. Observers of quantization
-#: have one number for all channels at first.
-_RESIZABLE_BYTES = 64
 #: Of a class that goes along, pickle is told how to make it, its state, how to set that; of NoneType only the first.
 _NUM_PARTS_OF_CLASS = 6
 
@@ -366,10 +362,7 @@ def _method_from(function: Callable[..., Any], obj: Any) -> types.MethodType:
 
 
 def _storage_from(buffer: Any) -> torch.UntypedStorage:
-    as_bytes = torch.frombuffer(buffer, dtype=torch.uint8)
-    if as_bytes.numel() <= _RESIZABLE_BYTES:
-        as_bytes = as_bytes.clone()
-    return as_bytes.untyped_storage()
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
 def _tensor_from(
