@@ -44,9 +44,15 @@ def at_end(function: Callable[[], None], priority: int = _USUAL) -> "Finalize[No
     Returns:
         What takes it back: its ``cancel``.
     """
-    finalizer = Finalize(None, function, exitpriority=priority)
+    finalizer = _AtEnd(None, function, exitpriority=priority)
     atexit.register(finalizer)
     return finalizer
+
+
+class _AtEnd(Finalize):
+    def cancel(self) -> None:
+        super().cancel()
+        atexit.unregister(self)
 
 
 def end_process(exit_code: int = ENDED) -> NoReturn:

@@ -98,27 +98,20 @@ def clock_offsets(windows: Sequence[Window]) -> dict[int, int]:
 
     Ranks of other hosts end the same all-reduce at nearly the same time, so the median difference of ends is taken.
     """
-    offsets, first = {window.rank: 0 for window in windows}, windows[0]
-    if any(window.host != first.host for window in windows):
-        in_common = _in_common([window.exchanges.tolist() for window in windows])
-        for window, own in zip(windows, in_common, strict=True):
-            if window.host != first.host and own:
-                ahead = [end - first_end for (_, _, end), (_, _, first_end) in zip(own, in_common[0], strict=True)]
-                offsets[window.rank] = int(median(ahead))
-    return offsets
+    return _offsets(windows, _in_common(windows))
 
 
 def waits(windows: Sequence[Window]) -> dict[int, list[float]]:
     """By rank, how long it waits for others in each of its exchanges, in nanoseconds; NaN where that is not known."""
-    offsets = clock_offsets(windows)
-    in_common = _in_common([window.exchanges.tolist() for window in windows])
+    in_common = _in_common(windows)
+    offsets = _offsets(windows, in_common)
     ready = [[at - offsets[window.rank] for _, at, _ in own] for window, own in zip(windows, in_common, strict=True)]
     latest = [max(of_ranks) for of_ranks in zip(*ready, strict=True)]
     found = {}
-    for window, own in zip(windows, in_common, strict=True):
+    for window, own, own_ready in zip(windows, in_common, ready, strict=True):
         found[window.rank] = waited = [nan] * len(window.exchanges)
-        for (place, at, end), last in zip(own, latest, strict=True):
-            waited[place] = min(last - (at - offsets[window.rank]), max(end - at, 0))
+        for (place, at, end), is_ready, last in zip(own, own_ready, latest, strict=True):
+            waited[place] = min(last - is_ready, max(end - at, 0))
     return found
 
 
@@ -237,8 +230,18 @@ def _times_of(window: Window, waiting: list[float]) -> RankTimes:
     )
 
 
-def _in_common(exchanges: Sequence[list[tuple[int, ...]]]) -> list[list[tuple[int, int, int]]]:
+def _offsets(windows: Sequence[Window], in_common: list[list[tuple[int, int, int]]]) -> dict[int, int]:
+    offsets = {window.rank: 0 for window in windows}
+    for window, own in zip(windows, in_common, strict=True):
+        if window.host != windows[0].host and own:
+            ahead = [end - first_end for (_, _, end), (_, _, first_end) in zip(own, in_common[0], strict=True)]
+            offsets[window.rank] = int(median(ahead))
+    return offsets
+
+
+def _in_common(windows: Sequence[Window]) -> list[list[tuple[int, int, int]]]:
     """By rank, the exchanges that all ranks have noted, in the same order: where they are, ``ready`` and ``end``."""
+    exchanges: list[list[tuple[int, ...]]] = [window.exchanges.tolist() for window in windows]
     keys = [[(step, kind) for step, _, _, _, kind in own] for own in exchanges]
     found = [[(place, ready, end) for place, (_, _, ready, end, _) in enumerate(own)] for own in exchanges]
     if all(own == keys[0] for own in keys):

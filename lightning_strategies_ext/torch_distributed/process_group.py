@@ -4,7 +4,6 @@ Both front ends start the group here. It is left open between stages (``fit`` â†
 when the interpreter ends, so that no backend complains about a group that was not destroyed.
 """
 
-import atexit
 import logging
 import os
 import sys
@@ -242,7 +241,6 @@ def join(
     global _at_end
     if _at_end is not None:
         _at_end.cancel()
-        atexit.unregister(_at_end)
     _at_end = at_end(_stop_at_exit)
 
 

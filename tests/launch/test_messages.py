@@ -133,7 +133,7 @@ def test_a_message_of_any_size_arrives(size):
 
 
 def test_receivers_of_one_message_do_not_see_what_the_others_write():
-    packed = Packed(dump(torch.zeros(100)))
+    packed = Packed(dump(torch.zeros(3)))
     arrived = []
     for _ in range(2):
         ours, theirs = channels()
@@ -145,9 +145,9 @@ def test_receivers_of_one_message_do_not_see_what_the_others_write():
     received = Received(first_envelope.parts)
     assert received.is_unchanged(first)
     first.fill_(5)
-    assert second.tolist() == [0] * 100
+    assert second.tolist() == [0, 0, 0]
     assert not received.is_unchanged(first)
-    assert not received.is_unchanged(torch.zeros(100))
+    assert not received.is_unchanged(torch.zeros(3))
     first.zero_()
     assert received.is_unchanged(first)
     first_envelope.close()

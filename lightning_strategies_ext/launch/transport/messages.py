@@ -30,7 +30,6 @@ from typing import Any, NoReturn, Protocol
 import torch
 from cloudpickle import CloudPickler
 from torch import Tensor
-from torch.nn import Module
 
 from lightning_strategies_ext.launch.transport import by_value, parametrized
 
@@ -229,11 +228,7 @@ class MessagePickler(pickle.Pickler):
             return _method_from, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
             raise pickle.PicklingError(f"{type(obj).__name__} stays in the process that made it")
-        if isinstance(obj, type) and parametrized.is_made_by_torch(obj):
-            return parametrized.reduced_class(obj)
-        if isinstance(obj, Module) and parametrized.is_made_by_torch(type(obj)):
-            return parametrized.reduced_module(obj)
-        return NotImplemented
+        return parametrized.reduced(obj)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if self._returning and tensor.device.type not in ("cpu", "meta"):

@@ -5,44 +5,44 @@ them be pickled. All that they consist of can be, but for that class; it is made
 """
 
 import copyreg
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
 
-def is_made_by_torch(kind: type) -> bool:
-    """Whether a class is one that torch has made for a parametrized module."""
-    getstate = vars(kind).get("__getstate__")
-    return getattr(getstate, "__module__", None) == parametrize.__name__
+def reduced(obj: Any) -> Any:
+    """How a parametrized module, or its class, is pickled; NotImplemented for all else, as pickle wants it."""
+    if isinstance(obj, type) and _is_made_by_torch(obj):
+        return _made_anew, (obj.__bases__[0], names_of_computed(obj))
+    if isinstance(obj, Module) and _is_made_by_torch(type(obj)):
+        return copyreg.__newobj__, (type(obj),), own_state(obj)  # type: ignore[attr-defined]  # as pickle does
+    return NotImplemented
 
 
 def class_before(obj: Any) -> type:
     """The class of an object; of a parametrized module, the one that it had before."""
     kind = type(obj)
-    return kind.__bases__[0] if is_made_by_torch(kind) else kind
+    return kind.__bases__[0] if _is_made_by_torch(kind) else kind
 
 
 def names_of_computed(kind: type) -> list[str]:
-    """The tensors that a class of torch's computes; of another class, what it has of properties."""
+    """The tensors that a class computes, if torch has made it."""
+    if not _is_made_by_torch(kind):
+        return []
     return [name for name, value in vars(kind).items() if isinstance(value, property)]
-
-
-def reduced_class(kind: type) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """How a class that torch has made is pickled."""
-    return _made_anew, (kind.__bases__[0], names_of_computed(kind))
-
-
-def reduced_module(module: Module) -> tuple[Any, ...]:
-    """How a parametrized module is pickled."""
-    return copyreg.__newobj__, (type(module),), own_state(module)  # type: ignore[attr-defined]  # as pickle does
 
 
 def own_state(obj: Any) -> Any:
     """What an object's ``__getstate__`` gives; that of a parametrized module's class before where torch's raises."""
     getstate = getattr(class_before(obj), "__getstate__", None)  # every object has one from Python 3.11 on
     return dict(vars(obj)) if getstate is None else getstate(obj)
+
+
+def _is_made_by_torch(kind: type) -> bool:
+    getstate = vars(kind).get("__getstate__")
+    return getattr(getstate, "__module__", None) == parametrize.__name__
 
 
 def _made_anew(kind: type[Module], names: Sequence[str]) -> type:
