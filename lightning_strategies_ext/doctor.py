@@ -137,6 +137,7 @@ def _horovod() -> str:
         horovod_problem,
         marker,
         package_directory,
+        what_is_not_fixed,
     )
 
     package = package_directory("horovod")
@@ -147,7 +148,8 @@ def _horovod() -> str:
     content = marker()
     carriers = ["gloo", *(name for name in ("mpi", "nccl") if content and content.get(name))]
     has = f", with {', '.join(carriers)}" if content else ""
-    return f"{_version_of('horovod')} for torch {built_for_torch(package)}{has}"
+    older = ", to be built again" if what_is_not_fixed() else ""
+    return f"{_version_of('horovod')} for torch {built_for_torch(package)}{has}{older}"
 
 
 def _mpi() -> str:

@@ -7,6 +7,7 @@ import atexit
 import os
 import socket
 import threading
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed import Store, TCPStore
 from lightning_strategies_ext import forking
 from lightning_strategies_ext.failure import watch
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
-from lightning_strategies_ext.horovod_build.installed import horovod_problem
+from lightning_strategies_ext.horovod_build.installed import horovod_problem, what_is_not_fixed
 from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
@@ -57,6 +58,8 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
         )
     process_sets = [] if process_set is None else [process_set]
     forking.make_safe()
+    if launch.rank == 0 and (said := what_is_not_fixed()) is not None:
+        warnings.warn(said, stacklevel=2)
     if not hvd.is_initialized():
         if device.type == "cpu" and launch.launcher not in ("python", "horovodrun"):
             set_defaults_for_cpus_over_mpi()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 #: Part of the key of a wheel: raise it when a fix changes, so that wheels of the former fixes are built again.
-REVISION = 1
+REVISION = 2
 
 
 class UnknownSourceError(Exception):
@@ -101,6 +101,67 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
         "from shutil import which as find_executable",
         "Python 3.12 has no distutils, and horovodrun imports this module at its start",
     )
+    yield from _fixes_of_hangs()
+
+
+def _fixes_of_hangs() -> Iterator[Fix]:
+    # When another rank is lost, Horovod's own thread fails what is under way and lets go of its tensors. For that torch
+    # takes Python's lock (seen with 2.13), and Horovod does it under locks of its own.
+    holds_no_lock = (
+        "whoever began an operation then waited for Horovod's locks with Python's, and Horovod's thread for Python's "
+        "with its own: the rank hung for ever"
+    )
+    file = "horovod/torch/mpi_ops_v2.cc"
+    yield Fix(
+        file,
+        "PYBIND11_MODULE(mpi_lib_v2, m) {",
+        "namespace {\n"
+        "struct ModuleWithoutGil {\n"
+        "  py::module_& module;\n"
+        "  template <typename F> void def(const char* name, F function) {\n"
+        "    module.def(name, function, py::call_guard<py::gil_scoped_release>());\n"
+        "  }\n"
+        "};\n"
+        "} // namespace\n\n"
+        "PYBIND11_MODULE(mpi_lib_v2, module) {\n"
+        "  ModuleWithoutGil m{module};",
+        holds_no_lock,
+    )
+    yield Fix(
+        file,
+        'm.def("horovod_torch_wait_and_clear", &WaitAndClear);',
+        'module.def("horovod_torch_wait_and_clear", &WaitAndClear);',
+        "it gives Python's lock away by itself",
+    )
+    is_not_lost = "what was put into the queue after Horovod's thread had failed all that was in it never ended"
+    yield Fix(
+        "horovod/common/tensor_queue.h",
+        "  void FinalizeTensorQueue(const Status& status);",
+        "  void FinalizeTensorQueue(const Status& status);\n\n  void Reopen();",
+        is_not_lost,
+    )
+    yield Fix(
+        "horovod/common/tensor_queue.h",
+        "  std::queue<Request> message_queue_;",
+        "  std::queue<Request> message_queue_;\n\n"
+        "  // What is added gets this status when it is not OK.\n"
+        "  Status status_;",
+        is_not_lost,
+    )
+    for old in (
+        "Status TensorQueue::AddToTensorQueue(TensorTableEntry& e, Request& message) {\n"
+        "  std::lock_guard<std::mutex> guard(mutex_);",
+        "                                          std::vector<Request>& messages) {\n"
+        "  std::lock_guard<std::mutex> guard(mutex_);",
+    ):
+        new = f"{old}\n  if (!status_.ok()) {{\n    return status_;\n  }}"
+        yield Fix("horovod/common/tensor_queue.cc", old, new, is_not_lost)
+    old = "void TensorQueue::FinalizeTensorQueue(const Status& status) {\n  std::lock_guard<std::mutex> guard(mutex_);"
+    reopen = "void TensorQueue::Reopen() {\n  std::lock_guard<std::mutex> guard(mutex_);\n  status_ = Status::OK();\n}"
+    yield Fix("horovod/common/tensor_queue.cc", old, f"{reopen}\n\n{old}\n  status_ = status;", is_not_lost)
+    for library in ("MPI", "Gloo"):
+        old = f'  LOG(TRACE) << "Initializing new process set with {library}: "'
+        yield Fix("horovod/common/process_set.cc", old, f"  tensor_queue.Reopen();\n{old}", is_not_lost)
 
 
 def apply_fixes(

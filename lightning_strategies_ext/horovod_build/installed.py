@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_strategies_ext.horovod_build.fixes import REVISION
+
 COMMAND = "python -m lightning_strategies_ext install-horovod"
 #: Stands in the dist-info directory of wheels that this package built; its content is :meth:`.key.BuildKey.as_json`.
 MARKER = "lightning_strategies_ext.json"
@@ -31,13 +33,24 @@ def horovod_problem() -> str | None:
         return "PyTorch is not installed, and Horovod is built for an installed PyTorch. Install torch first."
     if package is None:
         return f"Horovod is not installed. Build it for this PyTorch with: {COMMAND}"
-    command = " ".join([COMMAND, *_options(marker())])
+    command = _command()
     if not (package / "torch" / f"mpi_lib_v2{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
         return f"The installed Horovod was built without PyTorch, or for another Python. Build it with: {command}"
     built_for = built_for_torch(package)
     if built_for is not None and built_for != torch:
         return f"The installed Horovod was built for torch {built_for}, and torch is {torch}. Build it with: {command}"
     return None
+
+
+def what_is_not_fixed() -> str | None:
+    """Says what an earlier version of this package has not fixed in the Horovod that it built; None if nothing."""
+    content = marker()
+    if content is None or content.get("fixes", REVISION) >= REVISION:
+        return None
+    return (
+        "The installed Horovod was built by an earlier version of lightning-strategies-ext, and a rank may hang in it"
+        f" for ever when another one is lost. Build it again with: {_command()}"
+    )
 
 
 def torch_version() -> str | None:
@@ -94,6 +107,7 @@ def value_in(file: Path, pattern: str) -> str | None:
     return match[1] if match else None
 
 
-def _options(content: dict[str, Any] | None) -> list[str]:
-    """The options that the installed Horovod was built with, so that the advice does not take MPI from a user."""
-    return [f"--{name}" for name in ("mpi", "nccl") if content and content.get(name)]
+def _command() -> str:
+    # With the options that the installed Horovod was built with, so that the advice does not take MPI from a user.
+    content = marker()
+    return " ".join([COMMAND, *(f"--{name}" for name in ("mpi", "nccl") if content and content.get(name))])

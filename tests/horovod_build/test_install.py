@@ -13,6 +13,7 @@ import sys
 import tarfile
 import time
 import venv
+import warnings
 import zipfile
 from functools import partial
 from importlib.util import find_spec
@@ -21,9 +22,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
-from lightning_strategies_ext import user_cache
+from lightning_strategies_ext import doctor, user_cache
 from lightning_strategies_ext.__main__ import main
+from lightning_strategies_ext.horovod import runtime
+from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod_build import command, installed
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes, fixes
@@ -184,6 +188,23 @@ def test_after_an_upgrade_of_torch_horovod_is_built_again(
     assert "is installed already" in capsys.readouterr().out
 
 
+def start_with_build_of_earlier_version() -> list[str]:
+    earlier = {**json.loads(BuildKey.here("2.13.0+cpu", mpi="openmpi-5.0.11").as_json()), "fixes": 1}
+    installed.marker = lambda: earlier
+    with warnings.catch_warnings(record=True) as caught:
+        runtime.start(Launch("python", 0, 1, 0, 1), torch.device("cpu"))
+    said = [str(warning.message) for warning in caught if "Horovod" in str(warning.message)]
+    return [*said, doctor.facts()["Horovod"]]
+
+
+def test_a_build_of_an_earlier_version_is_to_be_built_again():
+    assert installed.what_is_not_fixed() is None, "neither the one that was just built, nor one of another origin"
+    said, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
+    assert "a rank may hang in it for ever when another one is lost" in said
+    assert said.endswith(f"Build it again with: {COMMAND} --mpi")
+    assert in_doctor.endswith(", to be built again")
+
+
 def test_a_kept_wheel_needs_no_compiler(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command, "find_toolchain", lambda *_: (Toolchain({}, 17, "", ""), [Missing("g++", "apt: g++")]))
     monkeypatch.setattr(command, "launchers", lambda *args, **kwargs: [])
@@ -304,7 +325,7 @@ def test_the_fixes_are_refused_by_a_source_they_do_not_know(tmp_path: Path):
         file = tmp_path / fix.file
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text((file.read_text() if file.exists() else "") + fix.old + "\n")
-    assert [fix.new in (tmp_path / fix.file).read_text() for fix in apply_fixes(tmp_path, 17)] == [True] * 10
+    assert all(fix.new in (tmp_path / fix.file).read_text() for fix in apply_fixes(tmp_path, 17))
     with pytest.raises(UnknownSourceError, match=r"CMAKE_CXX_STANDARD 14.*found 0 times in CMakeLists.txt.*C\+\+20"):
         apply_fixes(tmp_path, 20)
     with pytest.raises(UnknownSourceError, match=r"there is no file CMakeLists.txt"):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_strategies_ext.connections import noting_connections, shut_down_connections
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.launch import Launch
 from tests.support.horovod_ranks import run_horovod, try_horovod
@@ -65,6 +67,39 @@ def test_a_failing_rank_ends_the_others(launcher):
     assert outcomes[1].name == "ValueError"
     assert "a bad sample" in output or "a bad sample" in outcomes[1].text
     assert outcomes.get(0) is None or outcomes[0].name != "NoneType"
+
+
+def begin_while_another_is_lost() -> str:
+    import horovod.torch as hvd
+
+    launch, connections = Launch.find(), set()
+    assert launch is not None
+    with noting_connections(connections):
+        runtime.start(launch, torch.device("cpu"))
+    hvd.allreduce(torch.ones(1), name="both are here")
+    if launch.rank == 1:
+        time.sleep(0.5)  # the other one has begun what it will not end
+        shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in connections)
+        return "left"
+    time.sleep(0.1)  # Horovod's thread lets go of what has been reduced
+    sys.setswitchinterval(60)  # who has Python's lock keeps it, and Horovod's thread has to wait
+    for number in range(8):
+        hvd.allreduce_async(torch.ones(1), name=f"begun {number}")
+    lost_at = time.monotonic() + 1
+    while time.monotonic() < lost_at:
+        pass
+    try:
+        hvd.allreduce_async(torch.ones(1), name="another")
+    except hvd.HorovodInternalError as error:
+        return str(error)
+    return "begun"
+
+
+def test_a_rank_that_begins_an_operation_while_another_is_lost_hears_of_it():
+    """Two locks: Horovod's, under which its thread lets go of tensors, and Python's, which is needed for that."""
+    first, second = run_horovod("horovodrun", begin_while_another_is_lost, timeout_s=60)
+    assert "Horovod has been shut down" in first
+    assert second == "left"
 
 
 def shut_down_at_once() -> list[bool]:
