@@ -17,7 +17,7 @@ from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
 from lightning_strategies_ext.launch.processes.conditions import RngState, is_interactive
-from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool
+from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool, wait_until_closed
 from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.processes.worker import is_importing_main
 from lightning_strategies_ext.launch.stage.job import CallJob, StageJob
@@ -202,10 +202,12 @@ class Workers:
             if taken is None:
                 self._rendezvous = _rendezvous(self._strategy)
                 passed_through = (trainer_stages.TunerExitException, SIGTERMException, KeyboardInterrupt)
+                wait_until_closed()  # what they had may be needed
                 starter = copy(self._starter)  # each pool has its own, and may be another strategy's later
                 taken = WorkerPool(self._strategy.num_processes, starter, passed_through, inherited)
             self._pool = taken
-            self._finalizer = weakref.finalize(self, self._pool.close)
+            self._finalizer = weakref.finalize(self, self._pool.close_as_garbage)
+            self._finalizer.atexit = False  # all pools are closed then
         return self._pool
 
     def _num_threads(self) -> int:

@@ -252,11 +252,13 @@ def test_reduce_boolean_decision_asks_all_or_any():
 
 def barrier_with_a_missing_rank() -> None:
     rank = rank_env()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
-    collectives = TorchCollectives(lambda: torch.device("cpu"))
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=3))
     if rank == 0:
-        collectives.barrier("the meeting")
+        store.set("rank 0", "has connected")
+        TorchCollectives(lambda: torch.device("cpu")).barrier("the meeting")
     else:
+        store.wait(["rank 0"])
         raise KeyError("left early")
 
 

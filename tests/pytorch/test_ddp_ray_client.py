@@ -1,5 +1,6 @@
 """``ddp_ray_ext`` from outside of the cluster, by Ray Client: the promises are those of a main process inside."""
 
+import gc
 import importlib.util
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from tests.pytorch.test_ddp_ray import (  # noqa: F401  # each runs again here
 from tests.support import warm
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, start_command
-from tests.support.ray_clusters import FOREVER_S, HALF, needs_ray
+from tests.support.ray_clusters import FOREVER_S, HALF, assert_nothing_is_left, needs_ray
 
 pytestmark = [
     needs_ray,
@@ -138,6 +139,19 @@ def test_what_stands_for_a_main_process_ends_when_that_says_nothing():
 
     with pytest.raises(RayActorError):
         ask()
+
+
+def test_workers_whose_trainer_is_garbage_end_after_the_call_that_was_interrupted(cluster):
+    from ray.util.client import ray as client
+
+    trainer = make_trainer(DDPRayStrategy(**HALF), max_epochs=1)
+    trainer.fit(MLP(), loader())
+    pids = trainer.strategy.launcher.pids
+    assert len(pids) == 2
+    with client.get_context().client_worker.data_client.lock:  # as a call has it within which garbage is collected
+        del trainer
+        gc.collect()
+    assert_nothing_is_left(pids)
 
 
 def test_what_ray_client_needs_is_named_where_it_is_missing(monkeypatch):

@@ -40,6 +40,8 @@ _POLL_S = 0.5
 Answers = dict[int, Done | Failure | WorkerDiedError]
 
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
+#: Threads in which pools are closed.
+_closing: list[threading.Thread] = []
 
 
 @dataclass
@@ -235,6 +237,23 @@ class WorkerPool:
             worker.close()
         self._starter.close()
 
+    def close_as_garbage(self) -> None:
+        """The same, when what it was for is garbage: at once, or in a thread.
+
+        Garbage is collected within whatever this process is at. Within a call of Ray Client, which has a lock then, the
+        calls that end workers on Ray would wait for that for ever.
+        """
+        if not self._starter.ends_by_calls:
+            self.close()
+            return
+        thread = threading.Thread(target=self.close, daemon=True, name="lightning-strategies-ext end of workers")
+        try:
+            thread.start()
+        except RuntimeError:  # none starts any more when the interpreter ends
+            self.close()
+        else:
+            _closing.append(thread)
+
     def give(self, worker: Worker, order: Order, job: SentJob | None) -> None:
         """Orders a worker to run a job; None is the one that it inherited."""
         with suppress(OSError):  # it died: who waits for its answer finds out why
@@ -336,7 +355,14 @@ def _has_results(answer: Done | Failure | WorkerDiedError) -> bool:
     return isinstance(answer, Done) or (isinstance(answer, Failure) and answer.has_results)
 
 
+def wait_until_closed() -> None:
+    """Returns when all pools are closed that were garbage."""
+    while _closing:
+        _closing.pop().join()
+
+
 def _close_all() -> None:
+    wait_until_closed()
     for pool in list(_pools):
         pool.close()
     fork_server.close()

@@ -236,6 +236,7 @@ class ProcessStarter:
 
     conditions = Conditions
     address = "127.0.0.1"
+    ends_by_calls = False
 
     def __init__(self, start_method: WorkerStartMethod) -> None:
         self._start_method: WorkerStartMethod = start_method

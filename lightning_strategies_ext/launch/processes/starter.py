@@ -121,10 +121,12 @@ class Starter(Protocol):
     Attributes:
         name: What the user wrote to have it.
         forks: Whether workers are forks of this process, and have what it has.
+        ends_by_calls: Whether ending workers takes calls of a library that has locks of its own.
     """
 
     name: str
     forks: bool
+    ends_by_calls: bool
 
     @property
     def conditions(self) -> type[Conditions]:

@@ -48,6 +48,7 @@ class RayStarter:
 
     name = "strategy='ddp_ray_ext'"
     forks = False
+    ends_by_calls = True
     conditions = ConditionsElsewhere
     dump = staticmethod(dump_for_ray)
 
