@@ -107,7 +107,7 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
 def _fixes_of_hangs() -> Iterator[Fix]:
     # When another rank is lost, Horovod's own thread fails what is under way and lets go of its tensors. For that torch
     # takes Python's lock (seen with 2.13), and Horovod does it under locks of its own.
-    holds_no_lock = (
+    deadlock = (
         "whoever began an operation then waited for Horovod's locks with Python's, and Horovod's thread for Python's "
         "with its own: the rank hung for ever"
     )
@@ -125,7 +125,7 @@ def _fixes_of_hangs() -> Iterator[Fix]:
         "} // namespace\n\n"
         "PYBIND11_MODULE(mpi_lib_v2, module) {\n"
         "  ModuleWithoutGil m{module};",
-        holds_no_lock,
+        deadlock,
     )
     yield Fix(
         file,
@@ -133,12 +133,12 @@ def _fixes_of_hangs() -> Iterator[Fix]:
         'module.def("horovod_torch_wait_and_clear", &WaitAndClear);',
         "it gives Python's lock away by itself",
     )
-    is_not_lost = "what was put into the queue after Horovod's thread had failed all that was in it never ended"
+    lost = "what was put into the queue after Horovod's thread had failed all that was in it never ended"
     yield Fix(
         "horovod/common/tensor_queue.h",
         "  void FinalizeTensorQueue(const Status& status);",
         "  void FinalizeTensorQueue(const Status& status);\n\n  void Reopen();",
-        is_not_lost,
+        lost,
     )
     yield Fix(
         "horovod/common/tensor_queue.h",
@@ -146,7 +146,7 @@ def _fixes_of_hangs() -> Iterator[Fix]:
         "  std::queue<Request> message_queue_;\n\n"
         "  // What is added gets this status when it is not OK.\n"
         "  Status status_;",
-        is_not_lost,
+        lost,
     )
     for old in (
         "Status TensorQueue::AddToTensorQueue(TensorTableEntry& e, Request& message) {\n"
@@ -155,13 +155,13 @@ def _fixes_of_hangs() -> Iterator[Fix]:
         "  std::lock_guard<std::mutex> guard(mutex_);",
     ):
         new = f"{old}\n  if (!status_.ok()) {{\n    return status_;\n  }}"
-        yield Fix("horovod/common/tensor_queue.cc", old, new, is_not_lost)
+        yield Fix("horovod/common/tensor_queue.cc", old, new, lost)
     old = "void TensorQueue::FinalizeTensorQueue(const Status& status) {\n  std::lock_guard<std::mutex> guard(mutex_);"
     reopen = "void TensorQueue::Reopen() {\n  std::lock_guard<std::mutex> guard(mutex_);\n  status_ = Status::OK();\n}"
-    yield Fix("horovod/common/tensor_queue.cc", old, f"{reopen}\n\n{old}\n  status_ = status;", is_not_lost)
+    yield Fix("horovod/common/tensor_queue.cc", old, f"{reopen}\n\n{old}\n  status_ = status;", lost)
     for library in ("MPI", "Gloo"):
         old = f'  LOG(TRACE) << "Initializing new process set with {library}: "'
-        yield Fix("horovod/common/process_set.cc", old, f"  tensor_queue.Reopen();\n{old}", is_not_lost)
+        yield Fix("horovod/common/process_set.cc", old, f"  tensor_queue.Reopen();\n{old}", lost)
 
 
 def apply_fixes(

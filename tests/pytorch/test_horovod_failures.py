@@ -5,6 +5,8 @@ import signal
 import sys
 import threading
 import time
+from mmap import mmap
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,35 +71,46 @@ def test_a_failing_rank_ends_the_others(launcher):
     assert outcomes.get(0) is None or outcomes[0].name != "NoneType"
 
 
-def begin_while_another_is_lost() -> str:
+def begin_while_another_is_lost(path: Path) -> str:
     import horovod.torch as hvd
 
+    with path.open("r+b") as file:
+        said = mmap(file.fileno(), 2)  # which can be read without giving Python's lock away
     launch, connections = Launch.find(), set()
     assert launch is not None
     with noting_connections(connections):
         runtime.start(launch, torch.device("cpu"))
     hvd.allreduce(torch.ones(1), name="both are here")
     if launch.rank == 1:
-        time.sleep(0.5)  # the other one has begun what it will not end
+        while not said[0]:
+            time.sleep(0.01)
         shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in connections)
+        said[1] = 1
         return "left"
     time.sleep(0.1)  # Horovod's thread lets go of what has been reduced
     sys.setswitchinterval(60)  # who has Python's lock keeps it, and Horovod's thread has to wait
     for number in range(8):
         hvd.allreduce_async(torch.ones(1), name=f"begun {number}")
-    lost_at = time.monotonic() + 1
-    while time.monotonic() < lost_at:
+    said[0] = 1
+    while not said[1]:
+        pass
+    is_noticed_at = time.monotonic() + 1
+    while time.monotonic() < is_noticed_at:
         pass
     try:
-        hvd.allreduce_async(torch.ones(1), name="another")
+        for number in range(10_000):  # on a busy machine it may be noticed later
+            hvd.allreduce_async(torch.ones(1), name=f"another {number}")
+            time.sleep(0.001)
     except hvd.HorovodInternalError as error:
         return str(error)
     return "begun"
 
 
-def test_a_rank_that_begins_an_operation_while_another_is_lost_hears_of_it():
+def test_a_rank_that_begins_an_operation_while_another_is_lost_hears_of_it(tmp_path):
     """Two locks: Horovod's, under which its thread lets go of tensors, and Python's, which is needed for that."""
-    first, second = run_horovod("horovodrun", begin_while_another_is_lost, timeout_s=60)
+    path = tmp_path / "said"
+    path.write_bytes(bytes(2))
+    first, second = run_horovod("horovodrun", begin_while_another_is_lost, path, timeout_s=60)
     assert "Horovod has been shut down" in first
     assert second == "left"
 
