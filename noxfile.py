@@ -29,13 +29,16 @@ class Corner(NamedTuple):
     lightning: str
 
 
+#: Excludes malicious releases: GHSA-w37p-236h-pfx3.
+LIGHTNING = "lightning!=2.6.2,!=2.6.3"
+PYTORCH_LIGHTNING = f"pytorch-{LIGHTNING}"
 CORNERS = {
-    "default": Corner(os.environ.get("PYTHON", "python3"), os.environ.get("TORCH", "torch"), "lightning"),
+    "default": Corner(os.environ.get("PYTHON", "python3"), os.environ.get("TORCH", "torch"), LIGHTNING),
     "py310": Corner("3.10", "torch==2.5.1", "lightning==2.5.0"),
     "py311": Corner("3.11", "torch==2.7.1", "lightning==2.5.6"),
     "py312": Corner("3.12", "torch==2.8.0", "lightning==2.6.0"),
-    "py313": Corner("3.13", "torch", "lightning"),
-    "other_name": Corner(os.environ.get("PYTHON", "python3"), os.environ.get("TORCH", "torch"), "pytorch-lightning"),
+    "py313": Corner("3.13", "torch", LIGHTNING),
+    "other_name": Corner(os.environ.get("PYTHON", "python3"), os.environ.get("TORCH", "torch"), PYTORCH_LIGHTNING),
 }
 # An index that has a smaller torch than PyPI's, such as CPU builds.
 TORCH_INDEX = os.environ.get("MATRIX_TORCH_INDEX")
@@ -162,7 +165,7 @@ def packages(session: nox.Session) -> None:
     """What others wrote for Lightning."""
     try:
         install(session, CORNERS["default"])
-        session.install(CORNERS["default"].torch, *PACKAGES)
+        session.install(CORNERS["default"].torch, LIGHTNING, PYTORCH_LIGHTNING, *PACKAGES)
         session.run("python", "-m", "pytest", "-m", "long", "tests/packages", *session.posargs)
         session.run("python", "-m", "pip", "list")
     finally:

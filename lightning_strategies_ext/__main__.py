@@ -3,13 +3,14 @@
 import argparse
 import json
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_strategies_ext import names
+from lightning_strategies_ext import discovery, names
 from lightning_strategies_ext.horovod_build.command import add_arguments, install_horovod
 from lightning_strategies_ext.registry import COMPRESSIONS
 
@@ -37,22 +38,35 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def examine(console: Console, *, as_json: bool = False) -> int:
-    """Prints what is here and which strategies can run; returns 1 if one of them cannot and should."""
-    doctor: Any = names.in_use().load("lightning_strategies_ext.doctor")
-    findings = list(doctor.examine())
+    """Prints what is here and which strategies can run.
+
+    Returns:
+        1 if a strategy cannot run and should, or if a malicious release of Lightning is installed; otherwise 0.
+    """
+    doctor: Any = import_module(names.in_use().path("lightning_strategies_ext.doctor"))
+    malicious = discovery.find_malicious_releases()
+    findings = [] if malicious else list(doctor.examine())
     found = doctor.facts()
     if as_json:
-        print(json.dumps({"facts": found, "strategies": [asdict(finding) for finding in findings]}, indent=2))  # noqa: T201
+        strategies = [asdict(finding) for finding in findings]
+        print(json.dumps({"facts": found, "malicious": malicious, "strategies": strategies}, indent=2))  # noqa: T201
     else:
-        _print_tables(console, found, doctor.families(findings))
-    return int(any(finding.is_fault for finding in findings))
+        _print_facts(console, found)
+        if malicious:
+            console.print(f"\n[bold red]{escape(discovery.describe_malicious_releases(malicious))}")
+        else:
+            _print_strategies(console, doctor.families(findings))
+    return int(bool(malicious) or any(finding.is_fault for finding in findings))
 
 
-def _print_tables(console: Console, facts: dict[str, str], has_variants: dict[Any, bool]) -> None:
+def _print_facts(console: Console, facts: dict[str, str]) -> None:
     here = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
         here.add_row(f"[bold]{name}", escape(value))
     console.print(here)
+
+
+def _print_strategies(console: Console, has_variants: dict[Any, bool]) -> None:
     table = Table("strategy", "Trainer", "Fabric", "engine", "can run here")
     reasons = []
     for finding, has_variant in has_variants.items():

@@ -18,10 +18,11 @@ Other packages can offer strategies the same way, through entry-point groups of 
     my_strategy = "my_package.strategies:MyStrategy"
 """
 
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -37,19 +38,27 @@ GROUPS = {
 #: Module of torch's that knows the backends of process groups.
 BACKENDS = "torch.distributed.distributed_c10d"
 
+#: Releases on the package index that steal credentials as soon as they are imported (2026-04-30).
+MALICIOUS_VERSIONS = ("2.6.2", "2.6.3")
+ADVISORY = "GHSA-w37p-236h-pfx3"
+
 _installed = False
 
 
 def install() -> None:
     """Arranges that torch's and Lightning's registries are filled when their modules are imported (or at once).
 
-    Calling it again does nothing. Never raises.
+    Registers nothing, and prints a warning, if a malicious release of Lightning is installed. Calling it again does
+    nothing. Never raises.
     """
     global _installed
     if _installed:
         return
     _installed = True
     try:
+        if malicious := find_malicious_releases():
+            _say(f"no strategy is registered: {describe_malicious_releases(malicious)}")
+            return
         from wrapt import register_post_import_hook
 
         register_post_import_hook(name_backend, BACKENDS)
@@ -57,6 +66,42 @@ def install() -> None:
             register_post_import_hook(fill_registry, module_name)
     except Exception as error:
         _say(f"its strategies could not be registered ({type(error).__name__}: {error}).")
+
+
+@cache
+def find_malicious_releases() -> dict[str, str]:
+    """Finds installed releases of Lightning that are malware, from the metadata of the distributions.
+
+    Lightning itself is not imported, because the malware runs during the import. The search takes 0.2 ms after
+    another search for metadata, such as torch's for entry points.
+
+    Returns:
+        Name of each malicious distribution → its version.
+    """
+    found = {}
+    for name in ("lightning", "pytorch-lightning"):
+        distribution = next(iter(distributions(name=name)), None)  # an import uses the first one, too
+        if distribution is None:
+            continue
+        metadata = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        version = re.search(r"^Version:\s*(\S+)", metadata, re.MULTILINE)
+        if version is not None and version[1] in MALICIOUS_VERSIONS:
+            found[name] = version[1]
+    return found
+
+
+def describe_malicious_releases(found: dict[str, str]) -> str:
+    """Returns one line that names the malicious releases, their danger, and the fix.
+
+    Args:
+        found: Result of :func:`find_malicious_releases`, not empty.
+    """
+    releases = " and ".join(f"{name} {version}" for name, version in found.items())
+    return (
+        f"{releases} is malware that steals credentials as soon as it is imported ({ADVISORY}). Run"
+        f" `pip uninstall {' '.join(found)}`, revoke every credential that this machine can read, and install"
+        " Lightning 2.6.4 or later."
+    )
 
 
 def lazy_names(

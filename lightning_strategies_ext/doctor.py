@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import lightning.fabric.strategies as fabric_strategies
-import lightning.pytorch.strategies as pytorch_strategies
-
+from lightning_strategies_ext import discovery, names
 from lightning_strategies_ext.registry import COMPRESSIONS, STRATEGIES, LazyStrategy, UnavailableHereError
 
 _ABSENT = "not installed"
@@ -42,12 +40,21 @@ class Finding:
 
 
 def facts() -> dict[str, str]:
-    """What is installed and at hand here, by name."""
-    return {
+    """What is installed and at hand here, by name.
+
+    Only versions, read from metadata, if a malicious release of Lightning is installed.
+    """
+    versions = {
         "this package": _version_of("lightning-strategies-ext"),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "torch": _torch(),
+        "torch": _version_of("torch"),
         "Lightning": ", ".join(filter(None, map(_name_and_version_of, ("lightning", "pytorch-lightning")))),
+    }
+    if discovery.find_malicious_releases():
+        return versions
+    return {
+        **versions,
+        "torch": _torch(),
         "Horovod": _horovod(),
         "MPI": _mpi(),
         "GPUs": _gpus(),
@@ -59,8 +66,15 @@ def facts() -> dict[str, str]:
 
 
 def examine() -> Iterator[Finding]:
-    """Examines every name that this package, or another one through our entry points, has registered."""
+    """Examines every name that this package, or another one through our entry points, has registered.
+
+    Raises:
+        ImportError: If Lightning is not installed, or a malicious release of it is.
+    """
     registered: dict[str, dict[str, Any]] = {}
+    flavor = names.name_of(__name__)
+    pytorch_strategies: Any = flavor.import_module(f"{flavor.trainer}.strategies")
+    fabric_strategies: Any = flavor.import_module(f"{flavor.fabric}.strategies")
     registries = (("Trainer", pytorch_strategies.StrategyRegistry), ("Fabric", fabric_strategies.STRATEGY_REGISTRY))
     for front_end, registry in registries:
         for name, entry in registry.items():

@@ -13,6 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType, ModuleType
 
+from lightning_strategies_ext import discovery
+
 PACKAGE = "lightning_strategies_ext"
 #: The package of the modules for ``pytorch_lightning``.
 TWIN = f"{PACKAGE}.pytorch_lightning"
@@ -47,9 +49,16 @@ class Name:
 
         Raises:
             ModuleNotFoundError: If it needs Lightning, which is not installed.
+            ImportError: If a malicious release of Lightning is installed. Nothing of it has been imported.
         """
+        return self.import_module(self.path(path))
+
+    def import_module(self, path: str) -> ModuleType:
+        """Imports a module of Lightning, or one that needs Lightning. Raises like :meth:`load`."""
+        if malicious := discovery.find_malicious_releases():
+            raise ImportError(discovery.describe_malicious_releases(malicious))
         try:
-            return import_module(self.path(path))
+            return import_module(path)
         except ModuleNotFoundError as error:
             if error.name not in (LIGHTNING.package, PYTORCH_LIGHTNING.package, PYTORCH_LIGHTNING.fabric):
                 raise
