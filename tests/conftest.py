@@ -8,19 +8,17 @@ import signal
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
 
-from tests.support import environments, ranks, warm
+from tests.support import environments, ranks
 
 # Lightning's detection of MPI initializes it in every rank that makes a Trainer, which takes half a second and leaves a
 # file in /dev/shm for each rank that is killed or forked. Before 2.6 it fails where mpi4py finds no MPI; there, MPI is
 # told to share no memory, which takes a tenth of a second. The one test that uses MPI takes this back.
 os.environ.update(ranks.WITHOUT_MPI)
-
-warm.become_worker_of_pytest()
 
 # A shell that runs tests in the background has them, and all that they start, ignore Ctrl-C, which some of them press.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,8 +36,6 @@ os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 #: Files that are among the longest and would be among the last: they come first, so that nobody is left alone with one.
 _FIRST = {"test_wheels.py", "test_uneven_inputs.py"}
-#: The server of :mod:`tests.support.warm`, which ends when it is let go.
-_WARM = pytest.StashKey[subprocess.Popen[bytes] | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,12 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # With --numprocesses this process runs no tests, and starts those that do, which find its server of programs.
-    is_one_of_several = hasattr(session.config, "workerinput")
+    # With --numprocesses, this process runs no tests itself.
     starts_several = bool(session.config.getoption("numprocesses", None))
     starts_none = session.config.getoption("--no-processes")
-    if not is_one_of_several and (starts_several or not starts_none):
-        session.config.stash[_WARM] = warm.start_server()
     if starts_several:
         return
     if not starts_none:
@@ -67,14 +60,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     multiprocessing.process.BaseProcess.start = skip
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """Processes that run tests are programs of the server's, too, if there is one: each would import for seconds."""
-    if config.stash[_WARM] is not None:
-        for spec in specs:
-            spec.python = warm.worker_of_pytest()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _FIRST)
     if config.getoption("--no-processes"):
@@ -87,6 +72,12 @@ def pytest_collection_finish() -> None:
     """All that is imported stays: no collection looks through it, in a forked test or in a worker that a test forks."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torchrun_logs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Has torchrun create its log directories where pytest removes them. By default it leaves them in /tmp."""
+    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
 
 
 @pytest.fixture(scope="session")

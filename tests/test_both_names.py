@@ -1,7 +1,6 @@
 """Whoever says ``pytorch_lightning`` gets the same: from modules that are made from those for ``lightning``."""
 
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def test_tests_pass_with_the_other_name_in_them(tmp_path):
     other_name.write(tmp_path)
     pytest_there = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *RUN_AGAIN)
     environment = {"PYTHONPATH": str(tmp_path)}
-    result = run_script(*pytest_there, cwd=tmp_path, env=environment, timeout_s=800, python=sys.executable)
+    result = run_script(*pytest_there, cwd=tmp_path, env=environment, timeout_s=800)
     assert result.returncode == 0, result.stdout
 
 
@@ -126,10 +125,8 @@ def test_both_in_one_process_train_alike_and_the_strategies_of_one_are_refused_b
 def without_lightning(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> environments.Environment:
     """Where there is ``pytorch_lightning`` only."""
     pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
-    environment, site = environments.make_environment(wheel, tmp_path_factory.mktemp("without_lightning"))
-    for entry in [site / "lightning", *site.glob("lightning-*.dist-info")]:
-        entry.unlink()
-    return environment
+    directory = tmp_path_factory.mktemp("without_lightning")
+    return environments.make_environment(wheel, directory, without=("lightning", "lightning-*"))[0]
 
 
 FIT = """
@@ -229,10 +226,8 @@ print(type(cli.trainer.strategy).__module__, cli.trainer.global_step)
 
 
 def test_without_any_lightning_there_is_an_error_that_says_what_to_install(wheel, tmp_path):
-    environment, site = environments.make_environment(wheel, tmp_path)
-    for entry in [*site.glob("lightning*"), *site.glob("pytorch_lightning*")]:
-        if entry.name != "lightning_utilities" and not entry.name.startswith(names.PACKAGE):
-            entry.unlink()
+    lightning = ("lightning", "lightning-*", "lightning_fabric*", "pytorch_lightning*")
+    environment, _ = environments.make_environment(wheel, tmp_path, without=lightning)
     for command in (("-m", names.PACKAGE), ("-c", "from lightning_strategies_ext import DDPStrategy")):
         result = environment.run(*command)
         assert result.returncode == 1

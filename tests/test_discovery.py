@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments import MPIEnvironment
 from lightning_strategies_ext import __main__, doctor
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
 from tests.support.environments import PACKAGE, Environment, Report, make_environment, table
-from tests.support.ranks import REPOSITORY, run_warm
+from tests.support.ranks import REPOSITORY, run_script
 
 #: What torch calls, beside the package.
 AUTOLOAD = f"{PACKAGE}_autoload"
@@ -367,7 +367,7 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
 
 
 def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() -> None:
-    result = run_warm("-m", PACKAGE, env={"COLUMNS": "80"})
+    result = run_script("-m", PACKAGE, env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines())) <= 80
     rows = [re.split("│", line)[1].strip() for line in result.stdout.splitlines() if "│" in line]
     families = [
@@ -388,7 +388,7 @@ def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # A script that has trained with Horovod starts the launcher that starts this.
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY", str(os.getpid()))
     names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
-    result = run_warm("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
+    result = run_script("-m", PACKAGE, "--json", env=dict(zip(names, "0101", strict=True)))
     assert json.loads(result.stdout)["facts"]["ranks here"] == "started by horovodrun"
 
 

@@ -2,9 +2,9 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
-from tests.support import lean
 from tests.support.from_wheel import NET
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
 
@@ -88,7 +88,7 @@ def run_on(system: str, script: str, directory: Path) -> list[str]:
     (directory / "script.py").write_text(TRAINING + NET + script)
     environment = {**clean_environment(), "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [lean.python(), "script.py"],
+        [sys.executable, "script.py"],
         env=environment,
         cwd=directory,
         stdout=subprocess.PIPE,

@@ -1,12 +1,9 @@
 """``examples/tour.py``: what a script sees after ``fit``, ``test`` and ``predict`` is what it sees with one device."""
 
-import sys
-
 import pytest
 
 from examples import tour
-from tests.support import warm
-from tests.support.ranks import REPOSITORY, run_warm
+from tests.support.ranks import REPOSITORY, run_script
 
 #: Ranks of scripts have their own share of the predictions each, as with Lightning's strategies.
 OF_ALL_RANKS = {"ddp_spawn_ext": 360, "ddp_fork_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}
@@ -14,7 +11,6 @@ OF_ALL_RANKS = {"ddp_spawn_ext": 360, "ddp_fork_ext": 360, "dp_ext": 360, "ddp_e
 
 def run(strategy):
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "executable", warm.python())
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         return tour.run(strategy)
 
@@ -45,7 +41,7 @@ def test_what_comes_back_is_what_one_device_gives(strategy, alone):
 )
 def test_the_table_has_a_column_for_each_and_says_what_is_lost_with_stock(strategy, columns, steps, predictions):
     tour_py = REPOSITORY / "examples/tour.py"
-    result = run_warm(tour_py, "--strategy", strategy, env={"COLUMNS": "120"}, timeout_s=240)
+    result = run_script(tour_py, "--strategy", strategy, env={"COLUMNS": "120"}, timeout_s=240)
     assert result.returncode == 0, result.stdout
     table = [line.replace("┃", "│").split("│") for line in result.stdout.splitlines()]
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in table if len(cells) > 2}

@@ -21,7 +21,7 @@ from lightning_strategies_ext.elastic.kept import Memory, layout_of
 from lightning_strategies_ext.registry import UnavailableHereError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
 from tests.support.elastic_training import NUM_EPOCHS
-from tests.support.ranks import kill_tree, start_warm
+from tests.support.ranks import kill_tree, start_script
 
 #: The first layers are trained from the second epoch on.
 UNFREEZING = {"strategy": STRATEGY, "unfreezes_at": 1}
@@ -133,7 +133,7 @@ def test_the_keeper_ends_with_the_agent(tmp_path: Path, ending: str):
     (tmp_path / "rank.py").write_text(RANK)
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
     options = f"--nproc-per-node=1 {run_id} --no-python {sys.executable} {tmp_path / 'rank.py'}"
-    agent = start_warm("-m", "torch.distributed.run", *options.split(), 1 if ending == "by itself" else 100)
+    agent = start_script("-m", "torch.distributed.run", *options.split(), 1 if ending == "by itself" else 100)
     try:
         assert "is kept\n" in agent.stdout
         assert len(keepers_of(tmp_path.name)) == 1

@@ -22,7 +22,7 @@ from tests.support.elastic_runs import (
 )
 from tests.support.elastic_training import NUM_EPOCHS
 from tests.support.models import MLP, fit
-from tests.support.ranks import run_warm
+from tests.support.ranks import run_script
 
 
 def sizes_of(run: Run) -> list[int]:
@@ -190,7 +190,7 @@ if __name__ == "__main__":
 def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, number: signal.Signals):
     script = tmp_path / "script.py"
     script.write_text(ASKED_TO_STOP)
-    result = run_warm(script, str(int(number)), tmp_path)
+    result = run_script(script, str(int(number)), tmp_path)
     assert "is lost" not in result.stdout, result.stdout
     assert result.returncode == {signal.SIGINT: 1, signal.SIGTERM: 0}[number], result.stdout  # as without elastic
     (path,) = tmp_path.glob("*.ckpt")

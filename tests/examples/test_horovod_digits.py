@@ -3,11 +3,11 @@
 import os
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 
 from benchmarks.horovod_launch import FIRST, SECOND, start_of
-from tests.support import warm
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
 from tests.support.ranks import SELDOM, kill_tree, run_command, start_command
 
@@ -17,7 +17,7 @@ ENVIRONMENT = {**WIDE, **SELDOM, "OMP_NUM_THREADS": "1"}
 
 
 def test_two_ranks_of_horovodrun() -> None:
-    command = [*warm.launcher(start_of("horovodrun", 2)), warm.python(), SCRIPT, "--epochs", "4"]
+    command = [*start_of("horovodrun", 2), sys.executable, SCRIPT, "--epochs", "4"]
     result = run_command(*command, env=ENVIRONMENT, timeout_s=LIMIT_S)
     assert result.returncode == 0, result.stdout
     assert rows(result.stdout)["ranks in the course of training"] == ["2"]
@@ -37,9 +37,9 @@ def test_one_goes_on_when_the_other_is_killed(tmp_path: Path) -> None:
 def run_and_kill_rank_1(environment: dict[str, str]) -> tuple[str, int]:
     """What the example prints, and the exit code, if rank 1 is killed as soon as it says which process it is."""
     job = start_command(
-        *warm.launcher([*start_of("horovodrun", 2), "--min-np", "1", "--max-np", "4"]),
+        *(*start_of("horovodrun", 2), "--min-np", "1", "--max-np", "4"),
         *("--host-discovery-script", EXAMPLES / "horovod_hosts.sh"),
-        *(warm.python(), SCRIPT, "--elastic", "--epochs", "24"),
+        *(sys.executable, SCRIPT, "--elastic", "--epochs", "24"),
         env=environment,
     )
     limit = threading.Timer(LIMIT_S, kill_tree, [job.pid])

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
-from tests.support.ranks import REPOSITORY, free_port, run_command, run_warm
+from tests.support.ranks import REPOSITORY, free_port, run_command, run_script
 from tests.support.slurm import sbatch
 
 BATCH_SCRIPT = EXAMPLES / "hosts/digits.slurm"
@@ -26,7 +26,7 @@ def test_torchrun_with_an_agent_for_each_host(tmp_path: Path) -> None:
     digits = (EXAMPLES / "digits.py", *ON_TWO_HOSTS, "--epochs", "4", "--dir", tmp_path)
 
     def run_agent(_: int) -> subprocess.CompletedProcess[str]:
-        return run_warm(*torchrun, *where, *digits, env={**WIDE, "GLOO_SOCKET_IFNAME": "lo"}, timeout_s=LIMIT_S)
+        return run_script(*torchrun, *where, *digits, env={**WIDE, "GLOO_SOCKET_IFNAME": "lo"}, timeout_s=LIMIT_S)
 
     with ThreadPoolExecutor(2) as hosts:
         results = list(hosts.map(run_agent, range(2)))

@@ -1,34 +1,29 @@
 """``examples/shm_without_lightning.py``: torch's own DDP trains over ``shm`` where there is no Lightning."""
 
 import os
-import sys
 from pathlib import Path
 
-import torch
-
-from tests.support import warm
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
-from tests.support.ranks import REPOSITORY, run_script, run_warm
+from tests.support.ranks import REPOSITORY, run_script
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 
 
-def run_without_lightning(backend: str, directory: Path, python: str) -> str:
+def run_without_lightning(backend: str, directory: Path) -> str:
     for name in ("lightning", "pytorch_lightning", "lightning_fabric"):
         (directory / name).mkdir(exist_ok=True)
         (directory / name / "__init__.py").write_text("raise AssertionError('Lightning is imported')\n")
     environment = {**WIDE, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}"}
     script = (EXAMPLES / "shm_without_lightning.py", "--backend", backend, "--epochs", "10")
-    result = run_script(*TORCHRUN, *script, env=environment, timeout_s=LIMIT_S, python=python)
+    result = run_script(*TORCHRUN, *script, env=environment, timeout_s=LIMIT_S)
     assert result.returncode == 0, result.stdout
     assert rows(result.stdout)["process group"] == [backend]
     return result.stdout
 
 
 def test_it_trains_the_same_bits_as_over_gloo_and_imports_no_lightning(tmp_path: Path) -> None:
-    ours = run_without_lightning("shm", tmp_path, sys.executable)
-    # In a process that was forked, gloo of torch 2.5 waits for ever when it is left.
-    theirs = run_without_lightning("gloo", tmp_path, sys.executable if torch.__version__ < "2.6" else warm.python())
+    ours = run_without_lightning("shm", tmp_path)
+    theirs = run_without_lightning("gloo", tmp_path)
     assert rows(ours)["Lightning was imported"] == ["no"]
     assert rows(ours)["ranks"] == ["2"]
     assert number(ours, "accuracy on held-out images") > 0.9
@@ -36,6 +31,6 @@ def test_it_trains_the_same_bits_as_over_gloo_and_imports_no_lightning(tmp_path:
 
 
 def test_without_torchrun_it_says_how_to_start_it() -> None:
-    result = run_warm(EXAMPLES / "shm_without_lightning.py")
+    result = run_script(EXAMPLES / "shm_without_lightning.py")
     assert result.returncode == 2
     assert "torchrun --nproc-per-node 2 examples/shm_without_lightning.py" in result.stdout

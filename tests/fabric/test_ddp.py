@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from lightning_strategies_ext import WorkerRaisedError
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from tests.support.models import MLP, assert_same_bits, dataset, state_of
-from tests.support.ranks import REPOSITORY, leave_process_group, run_ranks, run_warm
+from tests.support.ranks import REPOSITORY, leave_process_group, run_ranks, run_script
 
 
 def train_under_fabric(name: str) -> tuple[dict, str, float]:
@@ -84,7 +84,7 @@ def test_fabric_saves_and_loads_without_the_prefix_of_the_wrapper(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_spawn_ext", "dp_ext"])
 def test_one_example_trains_with_each_strategy(strategy, tmp_path):
-    result = run_warm(
+    result = run_script(
         REPOSITORY / "examples/fabric_digits.py", "--strategy", strategy, "--epochs", "4", "--batch-size", "16",
         "--checkpoint", tmp_path / "digits.ckpt",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_warm
+from tests.support.ranks import run_script
 
 SCRIPT = """
 import atexit
@@ -56,7 +56,7 @@ def test_the_others_end_too(tmp_path: Path, how: str, reason: str, rank: int):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     begin = time.monotonic()
-    result = run_warm(script, how, str(rank), cwd=tmp_path)
+    result = run_script(script, how, str(rank), cwd=tmp_path)
     assert time.monotonic() - begin < 60  # patience is five minutes
     assert result.returncode != 0, result.stdout
     assert re.search(reason.format(rank=rank), result.stdout), result.stdout
@@ -67,7 +67,7 @@ def test_the_others_end_too(tmp_path: Path, how: str, reason: str, rank: int):
 def test_they_do_not_wait_for_the_end_of_the_process(tmp_path: Path, rank: int):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    result = run_warm(script, "teardown", str(rank), cwd=tmp_path)
+    result = run_script(script, "teardown", str(rank), cwd=tmp_path)
     assert result.returncode != 0
     before, _, _ = result.stdout.partition("gone")
     assert re.search(f"rank {rank} on .* failed first, .*:\n(.*\n)+ValueError: no plot", before), result.stdout
@@ -93,7 +93,7 @@ if fabric.global_rank == 1:
 def test_under_fabric_the_first_rank_waits_at_its_end_for_one_that_fails_later_and_says_why(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(LATE_SCRIPT)
-    result = run_warm(script, cwd=tmp_path)
+    result = run_script(script, cwd=tmp_path)
     assert result.returncode == 1, result.stdout
     block = r"rank 1 on .* failed first, .*:\n(.*\n)*.*script.py:\d+ in <module>\nValueError: no plot"
     assert re.search(block, result.stdout), result.stdout

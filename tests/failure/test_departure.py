@@ -17,7 +17,7 @@ from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.watch import Watch
 from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
-from tests.support.ranks import outcomes_of_ranks, run_ranks, run_warm
+from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
 
 
 class Uneven(MLP):
@@ -111,7 +111,7 @@ if __name__ == "__main__":
 def test_it_is_told_of_where_the_process_of_the_other_ends_too(tmp_path: Path, short: int, backend: str):
     script = tmp_path / "script.py"
     script.write_text(UNEVEN_SCRIPT)
-    result = run_warm(script, str(short), backend)
+    result = run_script(script, str(short), backend)
     assert result.returncode != 0
     longer = 1 - short
     reason = f"UnevenInputsError: rank {longer} waits in a collective for rank {short}, which has ended its stage"
@@ -140,7 +140,7 @@ if __name__ == "__main__":
 def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(KILLED_SCRIPT)
-    result = run_warm(script)
+    result = run_script(script)
     assert result.returncode != 0, result.stdout
     assert re.search(r"rank 1 on .* failed first.*\n.*is gone", result.stdout), result.stdout
 

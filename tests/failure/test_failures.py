@@ -23,7 +23,7 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.failure import ending, watch
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, fit, loader, make_trainer, state_of
-from tests.support.ranks import outcomes_of_ranks, run_ranks, start_warm
+from tests.support.ranks import outcomes_of_ranks, run_ranks, start_script
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 NUM_STEPS = 240
@@ -155,7 +155,7 @@ class Run:
         self.script = directory / "script.py"
         self.script.write_text(SCRIPT)
         # One thread, as the ranks have that the weights are compared with.
-        self.process = start_warm(*launcher, self.script, directory, what.__name__)
+        self.process = start_script(*launcher, self.script, directory, what.__name__)
 
     def pids(self, moment: str, timeout_s: float = 180) -> list[int]:
         """The pids of the two ranks, as soon as both have come to the moment: "training" or "validating"."""

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from lightning_strategies_ext.peers import kill_with_forked
-from tests.support.ranks import start_warm
+from tests.support.ranks import start_script
 
 fork = multiprocessing.get_context("fork")
 
@@ -71,7 +71,7 @@ make_trainer("ddp_ext", max_epochs=1, num_sanity_val_steps=0).fit(Fails(), *load
 def test_they_end_where_a_rank_raises_and_the_others_end_because_of_it(tmp_path: Path):
     (tmp_path / "pids").mkdir()
     (tmp_path / "script.py").write_text(SCRIPT_WITH_LOADERS)
-    process = start_warm(tmp_path / "script.py", tmp_path / "pids", cwd=tmp_path)
+    process = start_script(tmp_path / "script.py", tmp_path / "pids", cwd=tmp_path)
     assert process.wait(120) != 0
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) >= 3

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.faults.cases import KINDS, OURS, Case, Result, all_cases, try_case
-from tests.support import warm
 from tests.support.hosts import NoHostsError, two_hosts
 from tests.support.ranks import WITHOUT_MPI
 
@@ -54,7 +53,6 @@ def main() -> int:
             print(f"Nothing is tried on two hosts: {error}", flush=True)
             cases = [case for case in cases if case.hosts == 1]
     os.environ.update(WITHOUT_MPI)
-    server = warm.start_server()
     if options.minutes is not None:
         results = [tried(case) for case in drawn(cases, options)]
     else:
@@ -65,8 +63,6 @@ def main() -> int:
         print(f"{len(again)} that were late are tried again, alone.", flush=True)
         for index in again:
             results[index] = tried(results[index].case)
-    if server is not None:
-        server.communicate()
     print(table(results))
     return int(any(result.problems for result in results if result.case.strategy != "ddp"))
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +17,6 @@ import torch
 from benchmarks.horovod_launch import BIN
 from benchmarks.ranks import free_port
 from tests.faults.program import PATIENCE_S
-from tests.support import warm
 from tests.support.hosts import ADDRESSES, put_ssh, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment
 
@@ -226,8 +226,6 @@ def is_possible(kind: str, moment: str, rank: int, strategy: str) -> bool:
 def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Result:
     """Runs the script of a case, and waits until all its processes have ended.
 
-    It is forked as in :mod:`tests.support.warm`, and what it starts, too, but for Horovod's ranks.
-
     Args:
         case: The case.
         directory: An empty one.
@@ -236,14 +234,13 @@ def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Resul
     Raises:
         NoHostsError: If it takes two hosts, and they cannot be had.
     """
-    program = [warm.python(), str(Path(__file__).parent / "program.py"), json.dumps(asdict(case)), str(directory)]
+    program = [sys.executable, str(Path(__file__).parent / "program.py"), json.dumps(asdict(case)), str(directory)]
     env = {**clean_environment(), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", _NAME: str(directory)}
     if case.accelerator != "cpu":
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environments = [env | {"NODE_RANK": str(index)} for index in range(case.hosts)]
         return _try([program] * case.hosts, environments, case, directory, limit_s)
     if case.hosts == 1:
-        env |= warm.children() if case.strategy == "horovod_ext" else {}
         return _try([program], [env], case, directory, limit_s)
     with two_hosts(directory) as hosts:
         if case.strategy != "horovod_ext":
@@ -254,7 +251,7 @@ def try_case(case: Case, directory: Path, limit_s: float | None = None) -> Resul
         slots = ",".join(f"{host.name}:{case.world_size // case.hosts}" for host in hosts)
         start = ["horovodrun", "-np", str(case.world_size), "-H", slots, "--gloo", "--network-interfaces", "eth0"]
         env |= {"PATH": f"{directory}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}"}
-        return _try([[*hosts[0].enter(), *warm.launcher(start), *program]], [env], case, directory, limit_s)
+        return _try([[*hosts[0].enter(), *start, *program]], [env], case, directory, limit_s)
 
 
 def _try(

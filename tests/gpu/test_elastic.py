@@ -4,6 +4,7 @@ Each run trains digits for as many epochs as an undisturbed one, counts every sa
 """
 
 import json
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 
 from benchmarks.ranks import free_port
 from tests.gpu.devices import ON_CPU, Ranks
-from tests.support import elastic_runs, warm
+from tests.support import elastic_runs
 from tests.support.elastic_runs import STRATEGY, UNTIL_IT_JOINS, awaits, check_is_as_good_as_undisturbed, run_workers
-from tests.support.ranks import kill_tree, start_warm
+from tests.support.ranks import kill_tree, start_script
 
 SHARED = {"is_on_one_gpu": not ON_CPU}
 
@@ -52,9 +53,9 @@ def test_ranks_that_torchrun_starts_anew_go_on_from_the_memory_of_their_hosts(tw
     rendezvous = f"--rdzv-backend=c10d --rdzv-id={tmp_path.name} --rdzv-endpoint=127.0.0.1:{free_port()}"
     torchrun = "-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --max-restarts=3 --monitor-interval=0.1"
     with tempfile.TemporaryDirectory() as directory:
-        script = warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)
+        script = sys.executable, "-m", "tests.support.elastic_training", directory, json.dumps(plan)
         command = [*torchrun.split(), *rendezvous.split(), "--no-python", *script]
-        agents = [start_warm(*command, env={"OMP_NUM_THREADS": "1"}) for _ in range(2)]
+        agents = [start_script(*command, env={"OMP_NUM_THREADS": "1"}) for _ in range(2)]
         try:
             with ThreadPoolExecutor() as pool:
                 outputs = list(pool.map(lambda agent: agent.communicate(timeout=200)[0], agents))

@@ -15,7 +15,6 @@ import time
 import venv
 import warnings
 import zipfile
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,11 +37,9 @@ from lightning_strategies_ext.horovod_build.requirements import Missing, Toolcha
 from lightning_strategies_ext.horovod_build.source import SourceError, unpack_source
 from lightning_strategies_ext.horovod_build.wheel import build_environment
 from tests.support import ranks
-from tests.support.ranks import REPOSITORY
+from tests.support.ranks import REPOSITORY, run_script, start_script
 
 # What it looks for and installs is in the environment of these tests.
-run_script = partial(ranks.run_script, python=sys.executable)
-start_script = partial(ranks.start_script, python=sys.executable)
 CLI = ("-m", "lightning_strategies_ext", "install-horovod")
 
 #: Runs the command on a source of one file; the name of what its setup.py does comes first.

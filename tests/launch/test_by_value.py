@@ -1,6 +1,7 @@
 """What workers could not import goes to them all the same, and comes back as what the main process has."""
 
 import subprocess
+import sys
 from collections import namedtuple
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_strategies_ext import WorkerRaisedError
-from tests.support import lean
 from tests.support.models import MLP, loader, make_trainer, state_of
 from tests.support.ranks import REPOSITORY, clean_environment
 
@@ -177,7 +177,7 @@ print("TRAINED", type(model) is Here, trainer.global_step, all(p.isfinite().all(
 @pytest.mark.parametrize("how", ["-c", "-"])
 def test_a_program_that_is_in_no_file_trains_too(how: str) -> None:
     process = subprocess.run(
-        [lean.python(), how, PROGRAM] if how == "-c" else [lean.python(), how],
+        [sys.executable, how, PROGRAM] if how == "-c" else [sys.executable, how],
         input=None if how == "-c" else PROGRAM,
         env={**clean_environment(), "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

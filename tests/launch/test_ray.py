@@ -11,7 +11,7 @@ from lightning_strategies_ext.launch.ray import cluster, words
 from lightning_strategies_ext.launch.ray.demand import Demand
 from lightning_strategies_ext.peers import Peer
 from tests.support.models import MLP, loader, make_trainer
-from tests.support.ranks import run_warm
+from tests.support.ranks import run_script
 from tests.support.ray_clusters import needs_ray
 
 
@@ -71,7 +71,7 @@ except Exception as error:
 
 
 def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
-    result = run_warm("-c", WITHOUT_RAY)
+    result = run_script("-c", WITHOUT_RAY)
     assert result.returncode == 0, result.stdout
     assert "UnavailableHereError `strategy='ddp_ray_ext'` needs Ray" in result.stdout
     assert "pip install 'lightning-strategies-ext[ray]'" in result.stdout

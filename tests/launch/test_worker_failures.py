@@ -9,7 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -21,7 +21,6 @@ from torch.nn import Module
 from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DDPSpawnStrategy, WorkerDiedError, WorkerRaisedError
-from tests.support import warm
 from tests.support.models import MLP, loader, make_trainer, state_of
 from tests.support.ranks import run_script
 
@@ -156,9 +155,7 @@ def is_alive(process: psutil.Process) -> bool:
 def test_an_exception_in_a_worker_is_raised_here_with_rank_and_trace_and_another_try_works(start_method, rank):
     model = Acts({rank: raise_value_error})
     trainer = spawning(start_method)
-    # The server that others are forked from is a child of this process, where tests look for what is left.
-    how = warm.spawned_processes if start_method == "spawn" else nullcontext
-    with how(), pytest.raises(WorkerRaisedError) as caught, within(FAILURE_WITHIN_S):
+    with pytest.raises(WorkerRaisedError) as caught, within(FAILURE_WITHIN_S):
         trainer.fit(model, loader())
     error = caught.value
     assert str(error).startswith(f"rank {rank} (pid {error.error_pid}) failed: ValueError: bad sample\n")
@@ -171,8 +168,7 @@ def test_an_exception_in_a_worker_is_raised_here_with_rank_and_trace_and_another
     assert trainer.strategy.launcher.pids == []
     assert not psutil.pid_exists(error.error_pid)
     model.actions = {}
-    with how():
-        assert_trains(trainer, model)
+    assert_trains(trainer, model)
 
 
 @pytest.mark.parametrize("action", [raise_what_cannot_be_pickled, raise_what_only_this_process_knows])

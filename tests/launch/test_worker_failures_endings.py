@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -33,7 +34,6 @@ from tests.launch.test_worker_failures import (
     raise_value_error,
     spawning,
 )
-from tests.support import lean
 from tests.support.models import MLP, loader, make_trainer, state_of
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
 from tests.support.shared_memory import PrivateSharedMemory, private_shared_memory
@@ -81,7 +81,7 @@ class Run:
         environment = {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [*prefix, lean.python(), str(script), what.__name__, *map(str, args)],
+                [*prefix, sys.executable, str(script), what.__name__, *map(str, args)],
                 env={**clean_environment(), **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import DDPSpawnPlugin, DDPSpawnStrategy, DDPStrategy
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
-from tests.support.ranks import run_warm
+from tests.support.ranks import run_script
 
 DDP_DEFAULTS = {
     name: parameter.default
@@ -72,7 +72,7 @@ TRAINER = [
 def fit(directory: Path, *options: str) -> str:
     script = directory / "script.py"
     script.write_text(SCRIPT)
-    result = run_warm(script, "fit", *options, cwd=directory)
+    result = run_script(script, "fit", *options, cwd=directory)
     assert result.returncode == 0, result.stdout
     return result.stdout
 
@@ -143,5 +143,5 @@ def test_an_optimizer_that_is_an_option_reaches_the_workers(strategy: str, tmp_p
     script = tmp_path / "script.py"
     script.write_text(OPTIMIZER_BY_OPTION)
     options = ("--optimizer=Adam", "--optimizer.lr=0.125", f"--trainer.strategy={strategy}")
-    result = run_warm(script, "fit", *TRAINER, *options, cwd=tmp_path)
+    result = run_script(script, "fit", *TRAINER, *options, cwd=tmp_path)
     assert "trained: Adam 0.125 2 True" in result.stdout, result.stdout

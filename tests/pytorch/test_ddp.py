@@ -32,7 +32,7 @@ from tests.support.models import (
     make_trainer,
     state_of,
 )
-from tests.support.ranks import REPOSITORY, outcomes_of_ranks, run_ranks, run_warm
+from tests.support.ranks import REPOSITORY, outcomes_of_ranks, run_ranks, run_script
 
 START_METHODS = {row.name: row.init_params["start_method"] for row in STRATEGIES if "start_method" in row.init_params}
 POPEN_NAMES = [name for name, start_method in START_METHODS.items() if start_method == "popen"]
@@ -167,14 +167,14 @@ if __name__ == "__main__":
 def test_every_fork_name_trains_under_both_front_ends(name, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    result = run_warm(script, name)
+    result = run_script(script, name)
     assert result.returncode == 0, result.stdout
     assert "at 2" in result.stdout
     assert "sum 1.0" in result.stdout
 
 
 def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
-    result = run_warm(REPOSITORY / "examples/digits.py", "--dir", tmp_path, "--epochs", "6", env={"COLUMNS": "120"})
+    result = run_script(REPOSITORY / "examples/digits.py", "--dir", tmp_path, "--epochs", "6", env={"COLUMNS": "120"})
     assert result.returncode == 0, result.stdout
     [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]
     assert float(row.split("│")[2]) >= 0.97

@@ -24,7 +24,6 @@ from tests.pytorch.test_ddp_ray import (  # noqa: F401  # each runs again here
     test_what_workers_print_is_shown_here_before_fit_returns,
     test_workers_stay_and_predictions_come_in_the_order_of_the_dataset,
 )
-from tests.support import warm
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, start_command
 from tests.support.ray_clusters import FOREVER_S, HALF, assert_nothing_is_left, needs_ray
@@ -42,7 +41,7 @@ def cluster() -> Iterator[str]:
     import ray
 
     # Its own process has those that it starts below it, and these are forked from the server that has imported all.
-    starts_ray = f"import sys; sys.executable = {warm.python()!r}; from ray.scripts.scripts import main; main()"
+    starts_ray = f"import sys; sys.executable = {sys.executable!r}; from ray.scripts.scripts import main; main()"
     port = free_port()
     environment = {
         **clean_environment(),

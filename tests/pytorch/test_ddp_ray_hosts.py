@@ -5,10 +5,10 @@ is skipped.
 """
 
 import json
+import sys
 
 import pytest
 
-from tests.support import warm
 from tests.support.hosts import NoHostsError
 from tests.support.ranks import run_command
 from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray, ray_on_two_hosts
@@ -105,7 +105,7 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
         with ray_on_two_hosts(tmp_path, (2, 1)) as (hosts, environment, short):
             program = run_command(
                 *hosts[0].enter(),
-                warm.python(),
+                sys.executable,
                 tmp_path / "program.py",
                 tmp_path,
                 short,

@@ -7,7 +7,6 @@ Lightning's own single-process training.
 import csv
 import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch.nn import functional
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy
 from tests.pytorch.test_against_stock import single_process_reference
-from tests.support import lean
 from tests.support.ddp_spawn_trainers import Stateful, seeded, spawn_trainer
 from tests.support.models import MLP, NUM_CLASSES, assert_same_bits, dataset, loader, make_trainer, state_of
 from tests.support.ranks import run_ranks
@@ -51,9 +49,7 @@ class History(pl.Callback):
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_the_weights_are_those_of_ddp_on_the_whole_batch(start_method, monkeypatch):
-    if start_method == "spawn":
-        monkeypatch.setattr(sys, "executable", str(lean.python()))
+def test_the_weights_are_those_of_ddp_on_the_whole_batch(start_method):
     model = seeded()
     trainer = spawn_trainer(DDPSpawnStrategy(start_method=start_method))
     trainer.fit(model, loader(batch_size=4))

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from tests.support import warm
-from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, run_warm, start_warm
+from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, run_script, start_script
 
 
 class NotesStart(pl.Callback):
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 def test_a_sigterm_to_the_main_process_stops_all_ranks_and_the_state_comes_back(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN_UNTIL_SIGTERM)
-    process = start_warm(script, tmp_path / "started")
+    process = start_script(script, tmp_path / "started")
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "started").exists() and process.poll() is None and time.monotonic() < deadline:
@@ -81,7 +81,7 @@ def test_two_hosts_share_the_work_and_each_has_the_results(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(FIT_AND_PREDICT.replace("{kwargs}", "{'num_nodes': 2, 'devices': 1}"))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    hosts = [start_warm(script, env={**place, "NODE_RANK": str(rank)}) for rank in range(2)]
+    hosts = [start_script(script, env={**place, "NODE_RANK": str(rank)}) for rank in range(2)]
     try:
         outputs = [host.communicate(timeout=90)[0] for host in hosts]
     finally:
@@ -99,7 +99,7 @@ def test_a_tiny_dev_shm_is_no_obstacle(tmp_path):
         pytest.skip("mounting a small /dev/shm needs root and unshare")
     script = tmp_path / "train.py"
     script.write_text(FIT_AND_PREDICT.replace("{kwargs}", "{'devices': 2}"))
-    command = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {warm.python()} {script}"
+    command = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {sys.executable} {script}"
     environment = {**clean_environment(), "PYTHONPATH": str(REPOSITORY)}
     result = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command], env=environment, capture_output=True, text=True, timeout=90
@@ -108,7 +108,7 @@ def test_a_tiny_dev_shm_is_no_obstacle(tmp_path):
 
 
 def test_the_example_knows_its_accuracy_without_reading_a_checkpoint(tmp_path):
-    result = run_warm(
+    result = run_script(
         REPOSITORY / "examples/digits.py", "--strategy", "ddp_spawn_ext", "--dir", tmp_path, "--epochs", "6",
         env={"COLUMNS": "120"},
     )  # fmt: skip

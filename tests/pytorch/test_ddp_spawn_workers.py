@@ -17,7 +17,6 @@ import torch
 
 from lightning_strategies_ext import DDPSpawnStrategy
 from lightning_strategies_ext.launch.transport import segments
-from tests.support import lean
 from tests.support.ddp_spawn_trainers import Configurable, Stateful, seeded, spawn_trainer
 from tests.support.models import (
     MLP,
@@ -163,8 +162,6 @@ def test_workers_run_their_exit_handlers_and_have_the_threads_that_were_asked_fo
     start_method, num_threads, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    if start_method == "spawn":
-        monkeypatch.setattr(sys, "executable", str(lean.python()))
     atexit.register(in_main, str(tmp_path / "main"))
     try:
         with DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2, start_method=start_method) as strategy:

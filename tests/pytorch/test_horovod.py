@@ -25,7 +25,6 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from benchmarks.horovod_launch import start_of
 from lightning_strategies_ext import HorovodStrategy
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
-from tests.support import warm
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.horovod_training import assert_close, train, weights_after
 from tests.support.models import (
@@ -38,7 +37,7 @@ from tests.support.models import (
     make_trainer,
     state_of,
 )
-from tests.support.ranks import REPOSITORY, SELDOM, run_ranks, run_warm
+from tests.support.ranks import REPOSITORY, SELDOM, run_ranks, run_script
 
 LAUNCHERS = ("horovodrun", "mpirun")
 
@@ -367,7 +366,7 @@ def ranks_that_are_started_afterwards() -> list[str]:
         "strategy = train('horovod_ext', max_epochs=1, devices=1)[0].strategy",
         "print(f'\\nseen: {strategy.global_rank} of {strategy.world_size}')",
     )
-    command = [*warm.launcher(start_of("horovodrun", num_ranks=2)), warm.python(), "-c", "; ".join(program)]
+    command = [*start_of("horovodrun", num_ranks=2), sys.executable, "-c", "; ".join(program)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return sorted(re.findall(r"seen: (\d of \d)", output))
 
@@ -389,9 +388,9 @@ def old_name() -> bool:
 @pytest.mark.parametrize("name", ["digits", "fabric_digits"])
 def test_the_examples_train(name, tmp_path):
     where = ["--dir", tmp_path] if name == "digits" else ["--checkpoint", tmp_path / "digits.ckpt"]
-    result = run_warm(
+    result = run_script(
         REPOSITORY / f"examples/{name}.py", "--strategy", "horovod_ext", "--epochs", "4", *where,
-        env={"COLUMNS": "120"} | SELDOM | warm.children(sys.executable),
+        env={"COLUMNS": "120"} | SELDOM,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
     [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]

@@ -6,7 +6,6 @@ import sys
 import pytest
 from lightning.fabric import Fabric
 
-from tests.support import lean
 from tests.support.models import make_trainer
 from tests.support.ranks import REPOSITORY, WITHOUT_MPI, clean_environment
 
@@ -35,7 +34,7 @@ ACCEPTED = ["ddp_spawn_ext", "ddp_notebook_ext", "ddp_fork_ext", "dp_ext", "an i
 
 def test_a_prompt_is_told_of_the_strategies_that_work_there() -> None:
     process = subprocess.run(
-        [lean.python(), "-i"],
+        [sys.executable, "-i"],
         input=f"STRATEGIES = {REFUSED + ACCEPTED[:-1]}\n{TYPED}",
         env={**clean_environment(), **WITHOUT_MPI, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import DDPStrategy
 from tests.support.models import MLP, loader, make_trainer
-from tests.support.ranks import REPOSITORY, run_ranks, run_warm
+from tests.support.ranks import REPOSITORY, run_ranks, run_script
 
 CASES = {
     "whole gradients": {},
@@ -83,7 +83,7 @@ if __name__ == "__main__":
 def test_a_trainer_is_collected_when_its_user_lets_go_of_it(tmp_path):
     script = tmp_path / "lets_go.py"
     script.write_text(LETS_GO)
-    output = run_warm(script, env={"PYTHONPATH": str(REPOSITORY)}).stdout
+    output = run_script(script, env={"PYTHONPATH": str(REPOSITORY)}).stdout
     assert [line for line in output.splitlines() if line.endswith("]")] == [
         f"{name} [True, True, True]" for name in ("dp_ext", "ddp_spawn_ext", "ddp_ext")
     ], output

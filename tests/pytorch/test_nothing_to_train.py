@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback
 
 from tests.support.models import MLP, loader, make_trainer
-from tests.support.ranks import run_ranks, run_warm
+from tests.support.ranks import run_ranks, run_script
 
 CPU, NO_GPU = torch.device("cpu"), torch.device("cuda", torch.cuda.device_count())
 
@@ -64,7 +64,7 @@ make_trainer("ddp_ext").fit(Frozen(), loader())
 def test_a_model_with_nothing_to_train_is_refused_before_a_second_process_starts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    result = run_warm(script)
+    result = run_script(script)
     assert result.returncode != 0
     assert result.stdout.count("a process starts") == 1, result.stdout
     assert result.stdout.count("No parameter of Frozen needs a gradient") == 1, result.stdout

@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler
 
 from tests.support import elastic_runs, models
 from tests.support.hosts import ONE_THREAD, Host, NoHostsError, run, two_hosts
-from tests.support.ranks import REPOSITORY, kill_tree, run_warm
+from tests.support.ranks import REPOSITORY, kill_tree, run_script
 
 DIGITS = REPOSITORY / "examples" / "digits.py"
 
@@ -222,7 +222,7 @@ def test_two_hosts_train_what_two_processes_on_one_host_train(start_job: StartJo
     assert values["processes"] == "2"
     assert float(values["accuracy on 360 held-out images"]) > 0.9
 
-    assert run_warm(DIGITS, *epochs, "--dir", tmp_path / "one", env=ONE_THREAD).returncode == 0
+    assert run_script(DIGITS, *epochs, "--dir", tmp_path / "one", env=ONE_THREAD).returncode == 0
     two, one = (torch.load(tmp_path / name / "digits.ckpt", weights_only=True) for name in ("two", "one"))
     assert two["global_step"] == one["global_step"] > 0
     models.assert_same_bits(two["state_dict"], one["state_dict"])

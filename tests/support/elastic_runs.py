@@ -2,6 +2,7 @@
 left."""
 
 import json
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 
 from benchmarks.horovod_launch import FIRST, SECOND, count_ranks, elastic_horovodrun
-from tests.support import warm
 from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED
 from tests.support.ranks import SELDOM, run_command
 
@@ -115,7 +115,7 @@ def run_elastic(
     def command(directory: Path) -> list[str]:
         interface = "eth0" if enter else "lo"
         start = elastic_horovodrun(directory, hosts, min_ranks, *arguments, interface=interface)
-        return [*enter, *warm.launcher(start)]
+        return [*enter, *start]
 
     return _run(command, plan, timeout_s, keep, variables)
 
@@ -162,7 +162,7 @@ def run_torchrun(ranks: int, timeout_s: float = 150, **plan: Any) -> Run:
     def command(directory: Path) -> list[str]:
         run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={directory.name}"
         options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id}"
-        return [warm.python(), "-m", "torch.distributed.run", *options.split(), "--no-python"]
+        return [sys.executable, "-m", "torch.distributed.run", *options.split(), "--no-python"]
 
     return _run(command, plan, timeout_s, None)
 
@@ -178,7 +178,7 @@ def _run(
         directory = temporary if keep is None else str(keep)
         result = run_command(
             *command(Path(directory)),
-            *(warm.python(), "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
+            *(sys.executable, "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
             env={"OMP_NUM_THREADS": "1", **SELDOM, **(variables or {})},
             timeout_s=timeout_s,
         )

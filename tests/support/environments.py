@@ -1,16 +1,25 @@
-"""Environments of a test's own, with this project as its wheel, which is installed by unpacking it."""
+"""Virtual environments with this project's wheel, for tests of what is installed.
+
+    environment, site = make_environment(build_wheel(directory), tmp_path)
+    assert environment.report("import json, torch; print(json.dumps(torch.ones(2).tolist()))").value == [1.0, 1.0]
+
+The packages that the project needs are those of the interpreter that runs the tests; nothing is downloaded.
+"""
 
 import json
 import os
 import re
 import subprocess
 import sys
+import venv
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 
-from tests.support import lean
-from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
+from tests.support.ranks import LIMIT_S, REPOSITORY, clean_environment, kill_tree
 
 PACKAGE = "lightning_strategies_ext"
 
@@ -23,12 +32,12 @@ class Environment:
     work_dir: Path
 
     def run(
-        self, *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120
+        self, *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = LIMIT_S
     ) -> "subprocess.CompletedProcess[str]":
         """Runs the interpreter away from the repository, so that only what is installed can be imported."""
         process = subprocess.Popen(
             [self.python, *command],
-            env={**clean_environment(), "PYTHONPATH": "", "COLUMNS": "400", **(env or {})},
+            env={"OMP_NUM_THREADS": "1", **clean_environment(), "PYTHONPATH": "", "COLUMNS": "400", **(env or {})},
             cwd=self.work_dir,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -69,7 +78,7 @@ def table(output: str) -> list[list[str]]:
 def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] | None = None) -> Path:
     """This project's wheel, made of a checkout or of a released source."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, source]
-    build = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=300)
+    build = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=LIMIT_S)
     assert build.returncode == 0, build.stdout + build.stderr
     (path,) = directory.glob("*.whl")
     return path
@@ -78,18 +87,40 @@ def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] 
 def build_editable(directory: Path, checkout: Path) -> Path:
     """What pip installs of a checkout with ``--editable``."""
     build = f"from hatchling.build import build_editable; build_editable({str(directory)!r})"
-    done = subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = directory.glob("*.whl")
     return path
 
 
-def make_environment(
-    wheel: Path, directory: Path, without: tuple[str, ...] = lean.LEFT_OUT
-) -> tuple[Environment, Path]:
-    """An environment with that wheel and all else that there is but some, and where its packages are."""
-    site = lean.make_environment(directory / "venv", (*without, PACKAGE))
+def make_environment(wheel: Path, directory: Path, without: Sequence[str] = ()) -> tuple[Environment, Path]:
+    """Makes a virtual environment with a wheel, and with all that this interpreter has installed.
+
+    Args:
+        wheel: The wheel. It takes precedence over an installed package of the same name.
+        directory: An empty directory for the environment.
+        without: Patterns for the names of packages, and of their metadata, that the environment lacks.
+
+    Returns:
+        The environment, and its own directory for packages.
+    """
+    venv.create(directory / "venv", symlinks=True)
+    (site,) = (directory / "venv" / "lib").glob("python*/site-packages")
+    installed = [Path(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    if without:
+        installed = [_links(installed, directory / "links", without)]
+    (site / "installed.pth").write_text("".join(f"{path}\n" for path in installed))
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     (directory / "work").mkdir()
     return Environment(directory / "venv" / "bin" / "python", directory / "work"), site
+
+
+def _links(sources: Sequence[Path], directory: Path, without: Sequence[str]) -> Path:
+    """Fills a directory with links to the entries of others, except those that match a pattern; returns it."""
+    directory.mkdir()
+    for entry in chain.from_iterable(source.iterdir() for source in sources):
+        link = directory / entry.name
+        if not link.exists() and not any(fnmatch(entry.name, pattern) for pattern in without):
+            link.symlink_to(entry)
+    return directory

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.support.environments import table
-from tests.support.ranks import REPOSITORY, run_warm
+from tests.support.ranks import REPOSITORY, run_script
 
 EXAMPLES = REPOSITORY / "examples"
 #: Many times what an example takes: only one that hangs comes to that.
@@ -14,7 +14,7 @@ WIDE = {"COLUMNS": "160"}
 
 def run_example(name: str, *options: str | Path, directory: Path) -> str:
     """What an example prints, with a directory for what it leaves; it must succeed."""
-    result = run_warm(EXAMPLES / name, *options, env=WIDE, cwd=directory, timeout_s=LIMIT_S)
+    result = run_script(EXAMPLES / name, *options, env=WIDE, cwd=directory, timeout_s=LIMIT_S)
     assert result.returncode == 0, result.stdout
     return result.stdout
 

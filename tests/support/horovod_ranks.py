@@ -18,12 +18,11 @@ from typing import Any
 
 from benchmarks.horovod_launch import BIN, start_of
 from lightning_strategies_ext.horovod.launch import Launch
-from tests.support import warm
-from tests.support.ranks import SELDOM, run_command
+from tests.support.ranks import LIMIT_S, SELDOM, run_command
 
 
 def run_horovod(
-    launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_s: float = 120
+    launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_s: float = LIMIT_S
 ) -> list[Any]:
     """Returns each rank's value.
 
@@ -39,20 +38,19 @@ def run_horovod(
 
 
 def try_horovod(
-    launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_s: float = 120
+    launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_s: float = LIMIT_S
 ) -> tuple[str, dict[int, Any]]:
     """Returns the output, and what each rank that got so far has returned, or the :class:`Failed` of what it raised."""
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "arguments").write_bytes(pickle.dumps(args))
         # Ranks that are killed leave the files there that Open MPI shares memory through.
-        start = warm.launcher(start_of(launcher, num_ranks, directory))
+        start = start_of(launcher, num_ranks, directory)
         name = f"{function.__module__}:{function.__qualname__}"
         environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        environment |= warm.children() if launcher == "python" else {}
         environment |= SELDOM if launcher != "mpirun" else {}
         environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
         result = run_command(
-            *start, warm.python(), "-m", __name__, name, directory, env=environment, timeout_s=timeout_s
+            *start, sys.executable, "-m", __name__, name, directory, env=environment, timeout_s=timeout_s
         )
         outcomes = {
             int(path.name): pickle.loads(path.read_bytes())

@@ -9,7 +9,6 @@ from pathlib import Path
 from benchmarks import namespaces
 from benchmarks.namespaces import NoHostsError as NoHostsError
 from benchmarks.namespaces import run as run
-from tests.support import warm
 from tests.support.ranks import REPOSITORY, clean_environment
 
 # One thread each: with more, sums of floats come in another order and the last bits differ.
@@ -53,7 +52,7 @@ class Host(namespaces.Host):
         """Starts a program on the host; its output goes to the file ``log``."""
         with log.open("wb") as output:
             return subprocess.Popen(
-                [*self.enter(), warm.python(), *map(str, command)],
+                [*self.enter(), sys.executable, *map(str, command)],
                 env={**clean_environment(), **ONE_THREAD, "PYTHONPATH": str(REPOSITORY), **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,

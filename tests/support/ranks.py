@@ -5,8 +5,10 @@
 
     assert run_ranks(one_rank, 3) == [[1.0] * 3] * 2
 
-The functions must be importable, so they stand at the top level of a test module. Ranks are forked from a server that
-has torch and Lightning imported already, which makes a two-rank test take a second and not seven.
+The functions stand at the top level of a test module, so that ranks can import them. Ranks are forked from a
+multiprocessing forkserver that has imported torch and Lightning. :func:`run_script` runs a program as a user would:
+
+    assert run_script("-m", "lightning_strategies_ext").returncode == 0
 """
 
 import io
@@ -31,9 +33,10 @@ from lightning_utilities.core.imports import RequirementCache
 
 from benchmarks.ranks import free_port
 from lightning_strategies_ext.torch_distributed import process_group
-from tests.support import lean, warm
 
 REPOSITORY = Path(__file__).parents[2]
+#: Seconds until ranks and programs are killed. Only a hang reaches this limit: most take a hundredth of it.
+LIMIT_S = 300
 #: What keeps Lightning's detection of MPI from its costs in each rank.
 WITHOUT_MPI = (
     {"MPI4PY_MPIABI": "none"} if RequirementCache("lightning>=2.6") else {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
@@ -70,7 +73,7 @@ class Outcome:
         return f"--- rank {self.rank}: exit code {self.exit_code}\n{self.output}\n{self.error or ''}"
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = LIMIT_S) -> list[Any]:
     """Runs ``function(*args)`` in ``world_size`` processes and returns their values in rank order.
 
     Raises:
@@ -83,7 +86,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
 
 
 def outcomes_of_ranks(
-    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 120
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = LIMIT_S
 ) -> list[Outcome]:
     """Like :func:`run_ranks`, for ranks that are expected to fail: returns every rank's outcome."""
     port = free_port()
@@ -127,29 +130,16 @@ def leave_process_group() -> None:
 
 
 def run_script(
-    *command: str | Path,
-    env: dict[str, str] | None = None,
-    timeout_s: float = 120,
-    cwd: Path | None = None,
-    python: str | Path | None = None,
+    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = LIMIT_S, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program as a user would, with the interpreter of :mod:`.lean` or another one; kills all it started when it
-    takes too long."""
-    return run_command(python or lean.python(), *command, env=env, timeout_s=timeout_s, cwd=cwd)
-
-
-def run_warm(
-    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Like :func:`run_script`, but what the program imports is there already, see :mod:`.warm`; it has one thread."""
-    environment = {"OMP_NUM_THREADS": "1", **(env or {})}
-    return run_command(warm.python(), *command, env=environment, timeout_s=timeout_s, cwd=cwd)
+    """Runs a program with this interpreter, as a user would. Kills all that it has started if it exceeds the limit."""
+    return run_command(sys.executable, *command, env=env, timeout_s=timeout_s, cwd=cwd)
 
 
 def run_command(
-    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = 120, cwd: Path | None = None
+    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = LIMIT_S, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs any program; kills all it started when it takes too long."""
+    """Runs any program. Kills all that it has started if it exceeds the limit."""
     process = start_command(*command, env=env, cwd=cwd)
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -161,25 +151,19 @@ def run_command(
 
 
 def start_script(
-    *command: str | Path,
-    env: dict[str, str] | None = None,
-    cwd: Path | None = None,
-    python: str | Path | None = None,
-) -> Any:
-    """Starts a program like :func:`run_script`; its standard output and error come together."""
-    return start_command(python or lean.python(), *command, env=env, cwd=cwd)
+    *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> "subprocess.Popen[str]":
+    """Starts a program like :func:`run_script`; its standard output and standard error are one stream."""
+    return start_command(sys.executable, *command, env=env, cwd=cwd)
 
 
-def start_warm(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
-    """Like :func:`start_script`, for a program such as :func:`run_warm` runs."""
-    return start_command(warm.python(), *command, env={"OMP_NUM_THREADS": "1", **(env or {})}, cwd=cwd)
-
-
-def start_command(*command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
-    """Starts any program; its standard output and error come together."""
+def start_command(
+    *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None
+) -> "subprocess.Popen[str]":
+    """Starts any program; its standard output and standard error are one stream. It has one thread by default."""
     return subprocess.Popen(
         [*map(str, command)],
-        env={**clean_environment(), "PYTHONPATH": str(REPOSITORY), **(env or {})},
+        env={"OMP_NUM_THREADS": "1", **clean_environment(), "PYTHONPATH": str(REPOSITORY), **(env or {})},
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -209,14 +193,10 @@ def kill_tree(pid: int) -> None:
 
 
 def start_server() -> None:
-    """Starts the server that ranks are forked from, so that the first test does not pay for it.
-
-    It is forked from the server of :mod:`.warm` itself, where that runs.
-    """
-    with warm.spawned_processes():
-        process = _context.Process(target=int)
-        process.start()
-        process.join()
+    """Starts the server that ranks are forked from, before a test changes the environment that the server inherits."""
+    process = _context.Process(target=int)
+    process.start()
+    process.join()
 
 
 def _receive(receivers: list[Connection], deadline: float) -> list[tuple[Any, str | None]]:

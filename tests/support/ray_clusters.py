@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support import warm
 from tests.support.hosts import Host, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment, run_command
 
@@ -33,15 +33,14 @@ HALF = {"num_cpus_per_worker": 0.5}
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """Ray on this machine, started as the strategy starts it, for several Trainers; what it starts imports nothing."""
+    """Ray on this machine, started as the strategy starts it, for several Trainers."""
     from lightning_strategies_ext.launch.ray import cluster
     from lightning_strategies_ext.launch.ray.demand import Demand
 
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(REPOSITORY)
     try:
-        with warm.spawned_processes():
-            cluster.join("local", Demand(0.5), 1, None)
+        cluster.join("local", Demand(0.5), 1, None)
         yield
     finally:
         cluster.leave()
@@ -96,7 +95,7 @@ def ray_on_two_hosts(
         **settings,
     }
     short = f"/tmp/r{directory.stat().st_ino}"  # Ray's sockets are in it, whose paths must not be long
-    start = [warm.python(), "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--node-ip-address"]
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--node-ip-address"]
     try:
         with two_hosts(directory) as (first, second):
             address = f"{first.address}:6379"

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support import warm
 from tests.support.ranks import free_port, run_command
 
 _SRUN = """\
@@ -82,7 +81,7 @@ def sbatch(
     srun = programs / "srun"
     srun.write_text(_SRUN.format(python=sys.executable))
     srun.chmod(0o755)
-    (programs / "python").symlink_to(warm.python())
+    (programs / "python").symlink_to(sys.executable)
     variables = {**variables_of_job(num_nodes, per_node, name=asked["job-name"]), "SLURM_CPUS_PER_TASK": "1"}
     # Two of these may run at once, so the port is not that of the job's number.
     here = {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "160"}
