@@ -4,13 +4,19 @@ Each run trains digits for as many epochs as an undisturbed one, counts every sa
 """
 
 import os
+from functools import partial
 
 import pytest
 
 from benchmarks.horovod_launch import BIN, FIRST, SECOND, THIRD
 from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_elastic
-from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED
-from tests.support.hosts import NoHostsError, put_ssh, two_hosts
+from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED, Net, fail, kill, once, stop, terminate
+from tests.support.hosts import NoHostsError, put_ssh, two_hosts, unplug
+
+
+def change_hosts(net: Net, hosts: tuple[str, ...]) -> None:
+    """Writes the hosts that the discovery script prints."""
+    (net.directory / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
 
 
 def test_an_undisturbed_run():
@@ -23,7 +29,7 @@ def test_an_undisturbed_run():
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():
-    run = run_elastic(strategy=STRATEGY, events=[{"do": "kill", "step": 70, "rank": 1}], again=True)
+    run = run_elastic(once(kill, rank=1, step=70), strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 60), (1, 0)]  # the last of another `fit`
     assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
@@ -34,8 +40,8 @@ def test_a_rank_that_is_killed_in_the_middle_of_an_epoch():
 
 def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
     run = run_elastic(
+        once(kill, rank=0, step=35),
         strategy={"commit_every_n_steps": 10},
-        events=[{"do": "kill", "step": 35, "rank": 0}],
         num_workers=1,
         trainer={"accumulate_grad_batches": 2, "max_epochs": 2 * NUM_EPOCHS},
         policy={"ScaleLearningRate": {}},
@@ -47,20 +53,23 @@ def test_rank_0_that_is_killed_with_accumulation_and_workers_and_a_policy():
 
 
 def test_a_rank_that_is_added_trains_what_the_other_has_unfrozen():
-    events = [{"do": "hosts", "step": 60, "hosts": [FIRST, SECOND]}]
-    run = run_elastic(hosts=(FIRST,), strategy=STRATEGY, pause_s=0.03, events=events, unfreezes_at=0)
+    added = once(partial(change_hosts, hosts=(FIRST, SECOND)), rank=0, step=60)
+    run = run_elastic(added, hosts=(FIRST,), strategy=STRATEGY, pause_s=0.03, unfreezes_at=0)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [1, 2]
     assert "with 2 ranks, 1 of them new" in run.output
     assert "; 0 steps are repeated" in run.output
 
 
+def kill_rank_0_of_three(net: Net, at: str) -> None:
+    is_there = net.size == 3 and net.num_batches >= 5 and net.trainer.global_step >= 90
+    if at == "train" and net.global_rank == 0 and is_there and net.first("kill"):
+        kill(net)
+
+
 def test_a_rank_that_is_added_and_one_that_is_killed():
-    events = [
-        {"do": "hosts", "step": 60, "hosts": [FIRST, SECOND, THIRD]},
-        {"do": "kill", "step": 90, "rank": 0, "world": 3, "batches": 5},
-    ]
-    run = run_elastic(strategy=STRATEGY, pause_s=0.1, events=events, policy={"KeepGlobalBatch": {}})
+    added = once(partial(change_hosts, hosts=(FIRST, SECOND, THIRD)), rank=0, step=60)
+    run = run_elastic(added, kill_rank_0_of_three, strategy=STRATEGY, pause_s=0.1, policy={"KeepGlobalBatch": {}})
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 3, 2]
     assert "2 -> 3 ranks: the batch of all ranks keeps its size, and is divided by 3" in run.output
@@ -74,12 +83,12 @@ def test_a_host_that_goes_without_a_word_is_missed_and_the_other_goes_on(tmp_pat
         with two_hosts(tmp_path) as hosts:
             put_ssh(hosts, tmp_path, hears_cable=True)
             run = run_elastic(
+                once(unplug, rank=0, step=70),
                 hosts=tuple(host.name for host in hosts),
                 arguments=("--gloo-timeout-seconds", "600"),
                 enter=tuple(hosts[0].enter()),
                 variables={"PATH": os.pathsep.join([str(tmp_path), str(BIN), os.environ["PATH"]])},
                 strategy=STRATEGY,
-                events=[{"do": "unplug", "step": 70, "rank": 0}],
             )
     except NoHostsError as error:
         pytest.skip(str(error))
@@ -89,23 +98,21 @@ def test_a_host_that_goes_without_a_word_is_missed_and_the_other_goes_on(tmp_pat
 
 
 def test_a_rank_that_is_killed_during_a_commit():
-    run = run_elastic(strategy=STRATEGY, events=[{"do": "kill", "at": "commit", "step": 60, "rank": 1}])
+    run = run_elastic(once(kill, rank=1, step=60, during="commit"), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 40)]
     assert "; 20 steps are repeated" in run.output
 
 
 def test_a_rank_that_is_killed_during_validation():
-    events = [{"do": "kill", "at": "validation", "step": 50, "rank": 0}]
-    run = run_elastic(strategy=STRATEGY, events=events, is_manual=True)
+    run = run_elastic(once(kill, rank=0, step=50, during="validation"), strategy=STRATEGY, is_manual=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 80)]
     assert "; 10 steps are repeated" in run.output
 
 
 def test_a_rank_that_the_others_wait_for_in_vain_is_killed():
-    event = {"do": "signal", "signal": "SIGSTOP", "step": 70, "rank": 1}
-    run = run_elastic(strategy={**STRATEGY, "patience": 4}, events=[event])
+    run = run_elastic(once(stop, rank=1, step=70), strategy={**STRATEGY, "patience": 4})
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 60)]
     assert "rank 1 is stopped" in run.output
@@ -114,11 +121,11 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_killed():
 
 def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
     run = run_elastic(
+        once(kill, rank=1, step=70),
         min_ranks=2,
         arguments=("--elastic-timeout", "8"),
         keep=tmp_path,
         strategy=STRATEGY,
-        events=[{"do": "kill", "step": 70, "rank": 1}],
     )
     assert run.code != 0
     assert "WorldTooSmallError: This rank got a SIGTERM before it was in a new world" in run.output
@@ -131,8 +138,8 @@ def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):
 
 
 def test_a_host_that_is_taken_away():
-    events = [{"do": "hosts", "step": 60, "hosts": [FIRST]}]
-    run = run_elastic(strategy=STRATEGY, pause_s=0.1, events=events)
+    taken_away = once(partial(change_hosts, hosts=(FIRST,)), rank=0, step=60)
+    run = run_elastic(taken_away, strategy=STRATEGY, pause_s=0.1)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "; 0 steps are repeated" in run.output
@@ -140,7 +147,7 @@ def test_a_host_that_is_taken_away():
 
 
 def test_a_host_of_two_ranks_of_which_one_is_killed():
-    run = run_elastic(hosts=(f"{FIRST}:2", SECOND), strategy=STRATEGY, events=[{"do": "kill", "step": 50, "rank": 1}])
+    run = run_elastic(once(kill, rank=1, step=50), hosts=(f"{FIRST}:2", SECOND), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(3, 0), (1, 40)]
     assert "This rank ends: its host has been taken away, or is blacklisted" in run.output
@@ -153,8 +160,7 @@ def test_a_host_of_two_ranks_of_which_one_is_killed():
     ("at", "pause_s", "num_repeated"), [("train", 0.0, 0), ("validation", 0.2, 0), ("validation", 1.8, 5)]
 )
 def test_a_rank_that_gets_a_sigterm_leaves(at, pause_s, num_repeated):
-    event = {"do": "signal", "signal": "SIGTERM", "at": at, "step": 30, "rank": 1}
-    run = run_elastic(strategy=STRATEGY, events=[event], validation_pause_s=pause_s)
+    run = run_elastic(once(terminate, rank=1, step=30, during=at), strategy=STRATEGY, validation_pause_s=pause_s)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1]
     assert "This rank leaves after a SIGTERM." in run.output
@@ -162,7 +168,7 @@ def test_a_rank_that_gets_a_sigterm_leaves(at, pause_s, num_repeated):
 
 
 def test_a_rank_that_raises():
-    run = run_elastic(strategy=STRATEGY, events=[{"do": "raise", "step": 70, "rank": 0}])
+    run = run_elastic(once(fail, rank=0, step=70), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 60)]
     assert "ValueError: a bad sample" in run.output

@@ -20,7 +20,7 @@ from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
 from lightning_strategies_ext.elastic.kept import Memory, layout_of
 from lightning_strategies_ext.registry import UnavailableHereError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
-from tests.support.elastic_training import NUM_EPOCHS
+from tests.support.elastic_training import NUM_EPOCHS, Net, kill, once, terminate
 from tests.support.ranks import kill_tree, start_script
 
 #: The first layers are trained from the second epoch on.
@@ -39,11 +39,8 @@ def check_is_as_undisturbed(run: Run, undisturbed: Run) -> None:
 
 
 def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_workers(undisturbed):
-    events = [
-        {"do": "kill", "step": 70, "rank": 0},
-        {"do": "kill", "at": "validation", "step": 100, "rank": 1, "after": 0},
-    ]
-    run = run_torchrun(2, events=events, num_workers=1, **UNFREEZING)
+    first, second = once(kill, rank=0, step=70), once(kill, rank=1, step=100, during="validation")
+    run = run_torchrun(2, first, second, num_workers=1, **UNFREEZING)
     check_is_as_good_as_undisturbed(run)
     check_is_as_undisturbed(run, undisturbed)
     assert run.worlds == [(2, 0), (2, 60), (2, 120)]
@@ -51,11 +48,10 @@ def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_work
 
 
 def test_two_at_once_with_accumulation_and_a_policy():
-    events = [{"do": "kill", "step": 35, "rank": rank} for rank in (0, 2)]
     run = run_torchrun(
         3,
+        *(once(kill, rank=rank, step=35) for rank in (0, 2)),
         strategy={"commit_every_n_steps": 10},
-        events=events,
         trainer={"accumulate_grad_batches": 2, "max_epochs": 2 * NUM_EPOCHS},
         policy={"KeepGlobalBatch": {}},
     )
@@ -64,19 +60,22 @@ def test_two_at_once_with_accumulation_and_a_policy():
     assert run.worlds in ([(3, 0), (3, 30)], [(3, 0), (3, 30), (3, 30)])
 
 
+def kill_the_restarted_rank_1(net: Net, at: str) -> None:
+    if at == "setup" and net.global_rank == 1 and net.is_replacement and net.first("kill again"):
+        kill(net)
+
+
 def test_one_is_killed_during_a_commit_in_manual_optimization_and_again_before_it_has_joined():
-    events = [
-        {"do": "kill", "at": "commit", "step": 60, "rank": 1},
-        {"do": "kill", "at": "setup", "step": 0, "rank": 1, "after": 0},
-    ]
-    run = run_torchrun(2, strategy={**STRATEGY, "process_group_backend": "gloo"}, events=events, is_manual=True)
+    first = once(kill, rank=1, step=60, during="commit")
+    strategy = {**STRATEGY, "process_group_backend": "gloo"}
+    run = run_torchrun(2, first, kill_the_restarted_rank_1, strategy=strategy, is_manual=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds[0] == (2, 0)
     assert run.worlds[1][1] in (40, 60)  # the other may have had the time
 
 
 def test_a_sigterm_to_one_rank_lets_all_commit_before_they_are_started_anew(undisturbed):
-    run = run_torchrun(2, events=[{"do": "signal", "signal": "SIGTERM", "step": 70, "rank": 1}], **UNFREEZING)
+    run = run_torchrun(2, once(terminate, rank=1, step=70), **UNFREEZING)
     check_is_as_good_as_undisturbed(run)
     check_is_as_undisturbed(run, undisturbed)
     assert len(run.worlds) == 2
@@ -85,21 +84,33 @@ def test_a_sigterm_to_one_rank_lets_all_commit_before_they_are_started_anew(undi
 
 
 def test_one_that_is_lost_before_the_first_step_begins_again():
-    run = run_torchrun(2, strategy=STRATEGY, events=[{"do": "kill", "at": "setup", "step": 0, "rank": 1}])
+    run = run_torchrun(2, once(kill, rank=1, during="setup"), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0)]
 
 
+def forget(net: Net) -> None:
+    """Kills the process that keeps the commits, and this rank."""
+    for process in keepers_of(os.environ[RUN_ID]):
+        process.kill()
+    kill(net)
+
+
 def test_where_commits_are_lost_too_it_goes_on_from_disk():
-    run = run_torchrun(2, strategy=STRATEGY, events=[{"do": "forget", "step": 100, "rank": 0}], ckpt_path="last")
+    run = run_torchrun(2, once(forget, rank=0, step=100), strategy=STRATEGY, ckpt_path="last")
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 90)]  # the end of the second epoch
     assert "No host has a commit of this `fit`" in run.output
 
 
+def kill_rank_1_in_validate(net: Net, at: str) -> None:
+    is_there = at == "validation" and net.trainer.state.fn == "validate"
+    if is_there and net.global_rank == 1 and net.first("kill"):
+        kill(net)
+
+
 def test_what_is_lost_after_fit_trains_nothing_again():
-    events = [{"do": "kill", "at": "validation", "step": 0, "rank": 1, "fn": "validate"}]
-    run = run_torchrun(2, strategy=STRATEGY, events=events, again=True)
+    run = run_torchrun(2, kill_rank_1_in_validate, strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
     assert len({line["pid"] for line in run.lines}) == 4

@@ -16,11 +16,10 @@ from tests.support.elastic_runs import (
     STRATEGY,
     UNTIL_IT_JOINS,
     Run,
-    awaits,
     check_is_as_good_as_undisturbed,
     run_workers,
 )
-from tests.support.elastic_training import NUM_EPOCHS
+from tests.support.elastic_training import NUM_EPOCHS, Net, fail, joins_later, kill, once, sleep, stop
 from tests.support.models import MLP, fit
 from tests.support.ranks import run_script
 
@@ -37,9 +36,9 @@ def test_an_undisturbed_run_and_other_stages_after_it():
 
 @pytest.mark.parametrize(("rank", "compression"), [(0, None), (1, "powersgd")])
 def test_a_worker_that_is_killed_is_started_anew_and_joins(rank, compression):
-    events = [{"do": "kill", "step": 70, "rank": rank}, awaits()]
+    killed = once(kill, rank=rank, step=70)
     strategy = {**STRATEGY, "compression": compression}
-    run = run_workers(2, strategy=strategy, events=events, unfreezes_at=rank, **UNTIL_IT_JOINS)
+    run = run_workers(2, killed, joins_later, strategy=strategy, unfreezes_at=rank, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
     assert run.worlds[1] == (1, 60)
@@ -56,15 +55,15 @@ def test_a_worker_that_is_killed_is_started_anew_and_joins(rank, compression):
 
 
 def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
-    events = [{"do": "kill", "step": 35, "rank": rank} for rank in (0, 2)] + [awaits(0), awaits(1)]
     run = run_workers(
         3,
+        *(once(kill, rank=rank, step=35) for rank in (0, 2)),
+        joins_later,
         strategy={"commit_every_n_steps": 10},
-        events=events,
         num_workers=1,
         trainer={"accumulate_grad_batches": 2, "max_epochs": 2 * NUM_EPOCHS},
         policy={"KeepGlobalBatch": {}},
-        pause_s=0.04,
+        pause_s=0.1,
         pauses_in=[1, 2],
     )
     check_is_as_good_as_undisturbed(run, num_epochs=2 * NUM_EPOCHS)
@@ -75,77 +74,90 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
 
 
 def test_a_worker_that_is_killed_during_a_commit():
-    events = [{"do": "kill", "at": "commit", "step": 60, "rank": 1}, awaits()]
-    run = run_workers(2, strategy=STRATEGY, events=events)
+    run = run_workers(2, once(kill, rank=1, step=60, during="commit"), joins_later, strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds[:2] == [(2, 0), (1, 40)]
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_worker_that_is_killed_during_validation_in_manual_optimization(backend):
-    events = [{"do": "kill", "at": "validation", "step": 50, "rank": 0}, awaits()]
-    run = run_workers(2, strategy={**STRATEGY, "process_group_backend": backend}, events=events, is_manual=True)
+    killed = once(kill, rank=0, step=50, during="validation")
+    strategy = {**STRATEGY, "process_group_backend": backend}
+    run = run_workers(2, killed, joins_later, strategy=strategy, is_manual=True)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds[:2] == [(2, 0), (1, 80)]
 
 
+def kill_the_first_replacement(net: Net, at: str) -> None:
+    if at == "setup" and net.is_replacement and net.first("kill the replacement"):
+        kill(net)
+
+
 def test_a_new_worker_that_is_killed_before_it_has_joined():
-    events = [{"do": "kill", "step": 70, "rank": 1}, {"do": "kill", "at": "setup", "step": 0, "rank": 1, "after": 0}]
-    events.append(awaits(after=1))
-    run = run_workers(2, strategy=STRATEGY, events=events, **UNTIL_IT_JOINS)
+    disturbances = once(kill, rank=1, step=70), kill_the_first_replacement, joins_later
+    run = run_workers(2, *disturbances, strategy=STRATEGY, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
     assert "It had not joined them yet" in run.output
 
 
 @pytest.mark.parametrize(
-    ("event", "what"),
-    [
-        ({"do": "signal", "signal": "SIGSTOP", "rank": 0}, "rank 1 has waited 4 s for it in"),
-        ({"do": "sleep", "rank": 1}, "no move was seen in that time"),
-    ],
+    ("action", "rank", "what"),
+    [(stop, 0, "rank 1 has waited 4 s for it in"), (sleep, 1, "no move was seen in that time")],
 )
-def test_a_worker_that_the_others_wait_for_in_vain_is_killed_and_started_anew(event, what):
-    run = run_workers(
-        2, strategy={**STRATEGY, "patience": 4}, events=[{**event, "step": 70}, awaits()], **UNTIL_IT_JOINS
-    )
+def test_a_worker_that_the_others_wait_for_in_vain_is_killed_and_started_anew(action, rank, what):
+    strategy = {**STRATEGY, "patience": 4}
+    run = run_workers(2, once(action, rank=rank, step=70), joins_later, strategy=strategy, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
     assert run.worlds[1] == (1, 60)
-    assert f"rank {event['rank']} on " in run.output
+    assert f"rank {rank} on " in run.output
     assert "is stuck" in run.output
     assert what in run.output
-    assert f"rank {event['rank']} is killed: nobody is waited for in vain." in run.output
+    assert f"rank {rank} is killed: nobody is waited for in vain." in run.output
     assert "was killed by SIGKILL" in run.output
+
+
+def call_barrier(net: Net) -> None:
+    net.trainer.strategy.barrier()
 
 
 def test_a_collective_by_one_worker_alone_ends_fit():
     strategy = {**STRATEGY, "patience": 4, "process_group_backend": "gloo", "max_restarts": 0}
-    run = run_workers(2, strategy=strategy, events=[{"do": "barrier", "step": 30, "rank": 1}])
+    run = run_workers(2, once(call_barrier, rank=1, step=30), strategy=strategy)
     assert run.code != 0
     assert "stuck" in run.output
     assert "killed: nobody is waited for in vain." in run.output
     assert "WorkerDiedError" in run.output
 
 
+def kill_rank_0_when_its_replacement_has_joined(net: Net, at: str) -> None:
+    is_again = net.has_happened("process 2") and net.size == 2
+    if at == "train" and net.global_rank == 0 and is_again and net.first("kill again"):
+        kill(net)
+
+
 def test_a_worker_that_is_killed_again_and_again_ends_fit_with_the_first_cause():
-    events = [{"do": "kill", "step": 30, "rank": 0}, {"do": "kill", "step": 30, "rank": 0, "world": 2, "after": 0}]
-    run = run_workers(2, strategy={**STRATEGY, "max_restarts": 1}, events=events, **UNTIL_IT_JOINS)
+    disturbances = once(kill, rank=0, step=30), kill_rank_0_when_its_replacement_has_joined
+    run = run_workers(2, *disturbances, strategy={**STRATEGY, "max_restarts": 1}, **UNTIL_IT_JOINS)
     assert run.code != 0
     assert "WorkerDiedError" in run.output
     assert "`max_restarts=1` workers have been started anew in the last 600 s" in run.output
 
 
+def kill_the_last_rank(net: Net, at: str) -> None:
+    if at == "train" and net.size == 1 and net.first("kill the last rank"):
+        kill(net)
+
+
 def test_all_that_have_a_state_are_killed():
-    killed = {"do": "kill", "step": 0, "rank": 0, "world": 1, "after": 0}
-    events = [{"do": "kill", "step": 30, "rank": 0}, killed, awaits()]
-    run = run_workers(2, strategy=STRATEGY, events=events)
+    run = run_workers(2, once(kill, rank=0, step=30), kill_the_last_rank, joins_later, strategy=STRATEGY)
     assert run.code != 0
     assert "No other worker is left that has a state to go on with" in run.output
 
 
 def test_an_exception_is_no_death():
-    run = run_workers(2, strategy=STRATEGY, events=[{"do": "raise", "step": 30, "rank": 1}])
+    run = run_workers(2, once(fail, rank=1, step=30), strategy=STRATEGY)
     assert run.code != 0
     assert "rank 1" in run.output
     assert "ValueError: a bad sample" in run.output
@@ -153,7 +165,7 @@ def test_an_exception_is_no_death():
 
 
 def test_fewer_workers_than_there_must_be_wait_for_the_new_one():
-    run = run_workers(2, strategy={**STRATEGY, "min_workers": 2}, events=[{"do": "kill", "step": 70, "rank": 1}])
+    run = run_workers(2, once(kill, rank=1, step=70), strategy={**STRATEGY, "min_workers": 2})
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 60)]
 

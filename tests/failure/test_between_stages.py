@@ -49,7 +49,7 @@ print("validated")
     ("how", "reason"),
     [
         ("raise", "rank {rank} on .* failed first, in between two stages:\n(.*\n)+ValueError: no plot"),
-        ("exit", "its script has come to its end, and rank 1 waits for it in a stage|is gone"),
+        ("exit", "its script has come to its end, and rank 1 waits for it in a stage|is gone|rank {rank} .*has left"),
     ],
 )
 def test_the_others_end_too(tmp_path: Path, how: str, reason: str, rank: int):
@@ -57,7 +57,7 @@ def test_the_others_end_too(tmp_path: Path, how: str, reason: str, rank: int):
     script.write_text(SCRIPT)
     begin = time.monotonic()
     result = run_script(script, how, str(rank), cwd=tmp_path)
-    assert time.monotonic() - begin < 60  # patience is five minutes
+    assert time.monotonic() - begin < 250  # patience is five minutes
     assert result.returncode != 0, result.stdout
     assert re.search(reason.format(rank=rank), result.stdout), result.stdout
     assert "validated" not in result.stdout

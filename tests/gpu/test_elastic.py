@@ -3,7 +3,6 @@
 Each run trains digits for as many epochs as an undisturbed one, counts every sample, and must become as good.
 """
 
-import json
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -15,47 +14,47 @@ import pytest
 from benchmarks.ranks import free_port
 from tests.gpu.devices import ON_CPU, Ranks
 from tests.support import elastic_runs
-from tests.support.elastic_runs import STRATEGY, UNTIL_IT_JOINS, awaits, check_is_as_good_as_undisturbed, run_workers
+from tests.support.elastic_runs import STRATEGY, UNTIL_IT_JOINS, check_is_as_good_as_undisturbed, run_workers
+from tests.support.elastic_training import Plan, joins_later, kill, once, sleep, write_plan
 from tests.support.ranks import kill_tree, start_script
 
 SHARED = {"is_on_one_gpu": not ON_CPU}
 
 
 @pytest.mark.parametrize(
-    ("event", "begins_at"),
+    ("action", "where", "begins_at"),
     [
-        ({"do": "kill", "step": 70, "rank": 0}, 60),
-        ({"do": "kill", "step": 70, "rank": 1}, 60),
-        ({"do": "kill", "at": "commit", "step": 60, "rank": 1}, 40),
-        ({"do": "kill", "at": "validation", "step": 50, "rank": 0}, 80),
-        ({"do": "sleep", "step": 70, "rank": 1}, 60),
+        (kill, {"rank": 0, "step": 70}, 60),
+        (kill, {"rank": 1, "step": 70}, 60),
+        (kill, {"rank": 1, "step": 60, "during": "commit"}, 40),
+        (kill, {"rank": 0, "step": 50, "during": "validation"}, 80),
+        (sleep, {"rank": 1, "step": 70}, 60),
     ],
-    ids=lambda value: f"{value['do']} in {value.get('at', 'training')}" if isinstance(value, dict) else None,
+    ids=["kill rank 0", "kill rank 1", "kill in commit", "kill in validation", "sleep"],
 )
-def test_a_worker_that_is_lost_is_started_anew_on_its_gpu(event: dict[str, Any], begins_at: int, two_ranks: Ranks):
+def test_a_worker_that_is_lost_is_started_anew_on_its_gpu(
+    action: Any, where: dict[str, Any], begins_at: int, two_ranks: Ranks
+):
     strategy = {**STRATEGY, "patience": 4}
-    run = run_workers(2, strategy=strategy, events=[event, awaits()], **UNTIL_IT_JOINS, **SHARED)
+    run = run_workers(2, once(action, **where), joins_later, strategy=strategy, **UNTIL_IT_JOINS, **SHARED)
     print(run.output)
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1, 2]
     assert run.worlds[1] == (1, begins_at)
-    assert f"worker {event['rank']} is started anew" in run.output
+    assert f"worker {where['rank']} is started anew" in run.output
     assert len({line["pid"] for line in run.having("samples")}) == 3  # the other one is the process that it was
 
 
 def test_ranks_that_torchrun_starts_anew_go_on_from_the_memory_of_their_hosts(two_ranks: Ranks, tmp_path: Path):
-    events = [
-        {"do": "kill", "step": 70, "rank": 1},
-        {"do": "kill", "at": "validation", "step": 100, "rank": 0, "after": 0},
-    ]
-    plan = {"num_ranks": 2, "local_ranks": 1, "strategy": STRATEGY, "events": events, **SHARED}
-    plan["trainer"] = {"num_nodes": 2}
+    kills = once(kill, rank=1, step=70), once(kill, rank=0, step=100, during="validation")
+    plan = Plan(2, "torchrun", disturbances=kills, strategy=STRATEGY, trainer={"num_nodes": 2}, **SHARED)
     rendezvous = f"--rdzv-backend=c10d --rdzv-id={tmp_path.name} --rdzv-endpoint=127.0.0.1:{free_port()}"
     torchrun = "-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --max-restarts=3 --monitor-interval=0.1"
     with tempfile.TemporaryDirectory() as directory:
-        script = sys.executable, "-m", "tests.support.elastic_training", directory, json.dumps(plan)
+        write_plan(Path(directory), plan)
+        script = sys.executable, "-m", "tests.support.elastic_training", directory
         command = [*torchrun.split(), *rendezvous.split(), "--no-python", *script]
-        agents = [start_script(*command, env={"OMP_NUM_THREADS": "1"}) for _ in range(2)]
+        agents = [start_script(*command) for _ in range(2)]
         try:
             with ThreadPoolExecutor() as pool:
                 outputs = list(pool.map(lambda agent: agent.communicate(timeout=200)[0], agents))

@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DDPRayStrategy
 from tests.gpu.devices import DEVICE_TYPE, ON_CPU, Ranks
-from tests.support.elastic_runs import STRATEGY, awaits, check_is_as_good_as_undisturbed, run_on_ray
+from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_on_ray
+from tests.support.elastic_training import Net, joins_later, kill, once
 from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
 from tests.support.one_gpu import pass_for_own_host
 from tests.support.ray_clusters import (
@@ -78,14 +79,24 @@ def test_the_weights_have_the_bits_of_ddp_ext(two_ranks: Ranks) -> None:
     assert_same_bits(state_of(model), two_ranks.run(train_ranks)[0])
 
 
+def wait_for_the_replacement(net: Net, at: str) -> None:
+    if at == "train" and net.size == 1:
+        net.wait_until(lambda: net.has_happened("process 2"))
+
+
 def test_a_worker_that_is_killed_is_started_anew_on_its_gpu(variables: dict[str, str], two_ranks: Ranks) -> None:
-    events = [
-        {"do": "kill", "step": 70, "rank": 1},
-        awaits(),
-        {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 0, "until": 1},
-    ]
-    pauses = {"pause_s": 0.02, "pauses_in": [1], "is_on_one_gpu": not ON_CPU}
-    found = run_on_ray(2, variables, PROGRAM_S, strategy={**HALF_A_GPU, **STRATEGY}, events=events, **pauses)
+    found = run_on_ray(
+        2,
+        once(kill, rank=1, step=70),
+        joins_later,
+        wait_for_the_replacement,
+        variables=variables,
+        timeout_s=PROGRAM_S,
+        strategy={**HALF_A_GPU, **STRATEGY},
+        is_on_one_gpu=not ON_CPU,
+        pause_s=0.02,
+        pauses_in=[1],
+    )
     print(found.output)
     check_is_as_good_as_undisturbed(found)
     assert [size for size, _ in found.worlds] == [2, 1, 2]

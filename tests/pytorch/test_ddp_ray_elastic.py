@@ -3,14 +3,16 @@
 What elastic training promises, wherever its ranks come from, is tested in :mod:`tests.elastic`.
 """
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from lightning_strategies_ext import DDPRayElasticStrategy, DDPRayStrategy
-from tests.support.elastic_runs import STRATEGY, Run, awaits, check_is_as_good_as_undisturbed, run_on_ray
-from tests.support.hosts import ADDRESSES, NoHostsError
+from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_on_ray
+from tests.support.elastic_training import Disturbance, Net, kill, once
+from tests.support.hosts import ADDRESSES, NoHostsError, unplug
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, ray_on_two_hosts, variables_of_own_ray
 
@@ -23,21 +25,32 @@ def variables() -> Iterator[dict[str, str]]:
         yield found
 
 
-def run(variables: dict[str, str], strategy: dict[str, Any], **plan: Any) -> Run:
-    return run_on_ray(2, variables, PROGRAM_S, strategy={**HALF, **STRATEGY, **strategy}, **plan)
+def run(variables: dict[str, str], strategy: dict[str, Any], *disturbances: Disturbance, **plan: Any) -> Run:
+    whole = {**HALF, **STRATEGY, **strategy}
+    return run_on_ray(2, *disturbances, variables=variables, timeout_s=PROGRAM_S, strategy=whole, **plan)
+
+
+def kill_one_after_the_other(net: Net, at: str) -> None:
+    """Kills rank 1, then rank 0, each of them once; the last rank waits for each replacement."""
+    if at == "setup" and net.is_replacement:
+        net.wait_until(net.has_been_smaller)
+        net.first(f"replacement {net.number}")
+    if at != "train":
+        return
+    if net.global_rank == 1 and net.trainer.global_step >= 70 and net.first("first kill"):
+        kill(net)
+    if net.size == 1:
+        number = 3 if net.has_happened("second kill") else 2
+        net.wait_until(lambda: net.has_happened(f"replacement {number}"))
+        if net.first("sleep"):
+            time.sleep(7)  # the replacement waits for this rank
+    is_due = net.global_rank == 0 and net.size == 2 and net.num_batches >= 10
+    if is_due and net.has_happened("sleep") and net.first("second kill"):
+        kill(net)
 
 
 def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(variables):
-    events = [
-        {"do": "kill", "step": 70, "rank": 1},
-        awaits(),  # for the other to go on without it
-        {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 0, "until": 1},  # until the new one is there
-        {"do": "sleep", "step": 0, "rank": 0, "world": 1, "after": 2, "seconds": 7},  # for which the new one waits
-        {"do": "kill", "step": 0, "rank": 0, "world": 2, "after": 3, "batches": 10},
-        awaits(4),
-        {"do": "hold", "step": 0, "rank": 0, "world": 1, "after": 4, "until": 5},
-    ]
-    found = run(variables, {}, events=events, pause_s=0.02, pauses_in=[1])
+    found = run(variables, {}, kill_one_after_the_other, pause_s=0.02, pauses_in=[1])
     check_is_as_good_as_undisturbed(found)
     assert [size for size, _ in found.worlds] == [2, 1, 2, 1, 2]
     assert found.worlds[1] == (1, 60)
@@ -49,7 +62,7 @@ def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(va
 
 
 def test_one_more_than_may_be_started_anew_ends_fit_with_the_cause(variables):
-    found = run(variables, {"max_restarts": 0}, events=[{"do": "kill", "step": 30, "rank": 1}])
+    found = run(variables, {"max_restarts": 0}, once(kill, rank=1, step=30))
     assert found.code != 0
     assert "started anew (" not in found.output
     assert "WorkerDiedError: rank 1 (pid" in found.output
@@ -60,11 +73,16 @@ def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_
     impatient = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
     settings = {f"RAY_health_check_{name}": value for name, value in impatient.items()}
     strategy = {**HALF, **STRATEGY, "placement": "SPREAD", "min_workers": 2, "address": "auto"}
-    events = [{"do": "unplug", "step": 70, "rank": 1}]
     try:
         with ray_on_two_hosts(tmp_path, (1, 1), **settings) as (hosts, variables, _):
-            enter = tuple(hosts[0].enter())
-            found = run_on_ray(2, variables, PROGRAM_S, enter, strategy=strategy, events=events)
+            found = run_on_ray(
+                2,
+                once(unplug, rank=1, step=70),
+                variables=variables,
+                timeout_s=PROGRAM_S,
+                enter=tuple(hosts[0].enter()),
+                strategy=strategy,
+            )
     except NoHostsError as error:
         pytest.skip(str(error))
     check_is_as_good_as_undisturbed(found)

@@ -4,7 +4,6 @@ One torchrun agent is on each of two hosts, see :mod:`tests.support.hosts`; wher
 and are skipped.
 """
 
-import json
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from tests.support import elastic_runs, models
+from tests.support.elastic_training import Plan, write_plan
 from tests.support.hosts import ONE_THREAD, Host, NoHostsError, run, two_hosts
 from tests.support.ranks import REPOSITORY, kill_tree, run_script
 
@@ -323,12 +323,13 @@ def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_j
 def test_an_elastic_host_goes_and_comes_back(hosts: list[Host], tmp_path: Path):
     directory = tmp_path / "run"
     directory.mkdir()
-    plan = {"num_ranks": 1, "local_ranks": 1, "strategy": elastic_runs.STRATEGY, "pause_s": 0.05}  # while it is alone
+    plan = Plan(1, "torchrun", strategy=elastic_runs.STRATEGY, pause_s=0.2)  # while a rank is alone
+    write_plan(directory, plan)
     rendezvous = (
         f"--rdzv-backend=c10d --rdzv-id=job --rdzv-endpoint={hosts[0].name}:29400 --rdzv-conf=last_call_timeout=3"
     )
     torchrun = f"-m torch.distributed.run --nnodes=1:2 --nproc-per-node=1 --max-restarts=3 {rendezvous} -m".split()
-    script = "tests.support.elastic_training", directory, json.dumps(plan)
+    script = "tests.support.elastic_training", directory
     # torch 2.13's agents cannot take in a host otherwise, see docs/ddp_elastic.md.
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     logs = [tmp_path / f"host{index}.log" for index in range(3)]

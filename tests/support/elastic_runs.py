@@ -1,20 +1,26 @@
-"""Starts :mod:`.elastic_training`, with ``horovodrun`` and a discovery script, torchrun or by itself, and reads what it
-left."""
+"""Runs :mod:`.elastic_training` with a launcher, and reads what the ranks have left.
+
+run = run_workers(2, once(kill, rank=1, step=70), joins_later, strategy=STRATEGY, **UNTIL_IT_JOINS)
+check_is_as_good_as_undisturbed(run)
+assert [size for size, _ in run.worlds] == [2, 1, 2]
+"""
 
 import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.horovod_launch import FIRST, SECOND, count_ranks, elastic_horovodrun
-from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED
-from tests.support.ranks import SELDOM, run_command
+from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED, Disturbance, Plan, write_plan
+from tests.support.ranks import LIMIT_S, SELDOM, run_command
 
 STRATEGY = {"commit_every_n_steps": 20}
 #: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
@@ -24,13 +30,8 @@ UNDISTURBED_ACCURACY = 0.98
 #: runs came to between 351 and 357 of them. A batch that is left out or comes twice, or a wrong learning rate, is found
 #: by what else is asserted.
 LEARNING_NOISE = 0.02
-#: Pauses while one of two is not there.
-UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.04, "pauses_in": [1]}
-
-
-def awaits(after: int = 0) -> dict[str, Any]:
-    """An event: who is started anew comes when the others have gone on, however slow they were."""
-    return {"do": "await", "at": "setup", "step": 0, "rank": "any", "after": after}
+#: Steps take longer while one of two ranks is lost, so that its replacement finds a training to join.
+UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.1, "pauses_in": [1]}
 
 
 @dataclass
@@ -89,106 +90,84 @@ class Run:
 
 
 def run_elastic(
+    *disturbances: Disturbance,
     hosts: tuple[str, ...] = (FIRST, SECOND),
     min_ranks: int = 1,
     arguments: tuple[str, ...] = (),
-    timeout_s: float = 150,
     keep: Path | None = None,
     enter: tuple[str, ...] = (),
     variables: dict[str, str] | None = None,
     **plan: Any,
 ) -> Run:
-    """Runs the script.
+    """Runs the script with ``horovodrun`` and a discovery script.
 
     Args:
-        hosts: At the start, with one rank each, or as many as stand after a colon.
-        min_ranks: ``--min-np``.
-        arguments: Further ones of ``horovodrun``.
-        timeout_s: Seconds until the run is given up.
-        keep: Its directory; a temporary one if None.
-        enter: What stands before a command to run it on a certain host.
-        variables: Of the environment.
-        plan: Of the script. Its pauses end when the ranks change, if it does not say in how large worlds they are.
+        *disturbances: Functions that each rank calls on the way.
+        hosts: Hosts at the start, with one rank each, or with the number of ranks that follows a colon.
+        min_ranks: The value of ``--min-np``.
+        arguments: Further arguments of ``horovodrun``.
+        keep: The directory of the run; a temporary one if None.
+        enter: Beginning of a command that runs on a certain host.
+        variables: Variables of the environment.
+        **plan: Further attributes of the :class:`Plan`.
     """
-    plan["num_ranks"] = count_ranks(hosts)
-
-    def command(directory: Path) -> list[str]:
-        interface = "eth0" if enter else "lo"
-        start = elastic_horovodrun(directory, hosts, min_ranks, *arguments, interface=interface)
-        return [*enter, *start]
-
-    return _run(command, plan, timeout_s, keep, variables)
+    interface = "eth0" if enter else "lo"
+    with _directory(keep) as directory:
+        start = [*enter, *elastic_horovodrun(directory, hosts, min_ranks, *arguments, interface=interface)]
+        whole = Plan(count_ranks(hosts), "horovodrun", disturbances=disturbances, **plan)
+        return _run(start, directory, whole, variables)
 
 
-def run_workers(workers: int, timeout_s: float = 150, keep: Path | None = None, **plan: Any) -> Run:
-    """Runs the script, whose ``fit`` starts its ranks.
-
-    Args:
-        workers: How many.
-        timeout_s: Seconds until the run is given up.
-        keep: Its directory; a temporary one if None.
-        plan: Of the script.
-    """
-    plan |= {"num_ranks": workers, "workers": workers}
-    return _run(lambda directory: [], plan, timeout_s, keep)
+def run_workers(workers: int, *disturbances: Disturbance, **plan: Any) -> Run:
+    """Runs the script, whose ``fit`` starts that many workers."""
+    with _directory() as directory:
+        return _run([], directory, Plan(workers, "spawn", disturbances=disturbances, **plan))
 
 
 def run_on_ray(
-    workers: int, variables: dict[str, str], timeout_s: float, enter: tuple[str, ...] = (), **plan: Any
+    workers: int,
+    *disturbances: Disturbance,
+    variables: dict[str, str],
+    timeout_s: float,
+    enter: tuple[str, ...] = (),
+    **plan: Any,
 ) -> Run:
-    """Runs the script, whose ``fit`` has Ray start its ranks.
-
-    Args:
-        workers: How many.
-        variables: Of the environment, by which it finds the cluster.
-        timeout_s: Seconds until the run is given up.
-        enter: What stands before a command to run it on a certain host.
-        plan: Of the script.
-    """
-    plan |= {"num_ranks": workers, "workers": workers, "is_on_ray": True}
-    return _run(lambda directory: [*enter], plan, timeout_s, None, variables)
+    """Runs the script, whose ``fit`` starts that many workers on the Ray cluster that ``variables`` name."""
+    with _directory() as directory:
+        whole = Plan(workers, "ray", disturbances=disturbances, **plan)
+        return _run(enter, directory, whole, variables, timeout_s)
 
 
-def run_torchrun(ranks: int, timeout_s: float = 150, **plan: Any) -> Run:
-    """Runs the script with torchrun, whose agent starts all ranks anew when one fails.
-
-    Args:
-        ranks: How many.
-        timeout_s: Seconds until the run is given up.
-        plan: Of the script.
-    """
-    plan |= {"num_ranks": ranks, "local_ranks": ranks}
-
-    def command(directory: Path) -> list[str]:
+def run_torchrun(ranks: int, *disturbances: Disturbance, **plan: Any) -> Run:
+    """Runs the script with torchrun, whose agent restarts all ranks when one fails."""
+    with _directory() as directory:
         run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={directory.name}"
-        options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id}"
-        return [sys.executable, "-m", "torch.distributed.run", *options.split(), "--no-python"]
+        options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id} --no-python"
+        start = [sys.executable, "-m", "torch.distributed.run", *options.split()]
+        return _run(start, directory, Plan(ranks, "torchrun", ranks, disturbances=disturbances, **plan))
 
-    return _run(command, plan, timeout_s, None)
+
+@contextmanager
+def _directory(keep: Path | None = None) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as temporary:
+        yield keep or Path(temporary)
 
 
 def _run(
-    command: Callable[[Path], list[str]],
-    plan: dict[str, Any],
-    timeout_s: float,
-    keep: Path | None,
+    start: Sequence[str],
+    directory: Path,
+    plan: Plan,
     variables: dict[str, str] | None = None,
+    timeout_s: float = LIMIT_S,
 ) -> Run:
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = temporary if keep is None else str(keep)
-        result = run_command(
-            *command(Path(directory)),
-            *(sys.executable, "-m", "tests.support.elastic_training", directory, json.dumps(plan)),
-            env={"OMP_NUM_THREADS": "1", **SELDOM, **(variables or {})},
-            timeout_s=timeout_s,
-        )
-        return read_run(Path(directory), result.stdout, result.returncode)
+    write_plan(directory, plan)
+    command = *start, sys.executable, "-m", "tests.support.elastic_training", directory
+    result = run_command(*command, env={**SELDOM, **(variables or {})}, timeout_s=timeout_s)
+    return read_run(directory, result.stdout, result.returncode)
 
 
 def read_run(directory: Path, output: str, code: int) -> Run:
     """What a run has left in its directory, so far."""
-    import torch
-
     lines = [
         {**json.loads(line), "pid": path.name}
         for path in directory.glob("process*")

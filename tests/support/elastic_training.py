@@ -1,56 +1,100 @@
-"""A user's script, to be started by an elastic ``horovodrun``, by torchrun or by itself: digits, and what befalls its
-ranks on the way.
+"""A training of digits on elastic ranks, as a user's script, which functions of a test disturb.
 
-    python -m tests.support.elastic_training DIRECTORY PLAN
+    def kill_rank_1(net, at):
+        if at == "train" and net.global_rank == 1 and net.global_step >= 70 and net.first("kill"):
+            kill(net)
 
-PLAN is JSON: ``workers`` is how many ``fit`` starts, on Ray with ``is_on_ray``, ``local_ranks`` how many torchrun has
-started, neither is there under ``horovodrun``; ``strategy`` are arguments of the strategy, ``trainer`` of the Trainer,
-``events`` a list of ``{"do": "kill" | "forget" | "signal" | "raise" | "sleep" | "barrier" | "hosts" | "unplug" |
-"await" | "hold", "at": "train" | "commit" | "validation" | "setup", "step": N, "rank": R | "any", "world": ranks that
-there are, "batches": how many have counted since there are so many, "after": number of an event, "fn": stage}``, of
-which each happens once; "await" is for a world of fewer ranks, "hold" for the event whose number is ``"until"``. With
-``unfreezes_at`` the first layers are frozen before that epoch; with ``is_on_one_gpu`` all ranks share the first GPU.
-DIRECTORY receives a file per process, of one line per batch that counts, and what the end was.
+    write_plan(directory, Plan(num_ranks=2, started_by="spawn", disturbances=[kill_rank_1]))
+    python -m tests.support.elastic_training DIRECTORY
+
+Each rank calls ``disturb(net, at)`` in "setup", in "train" before a step, in "commit" and in "validation"; functions
+stand at the top level of a module. The directory receives a file per process, with a line for each batch that counts.
+:mod:`.elastic_runs` starts this script and reads the files.
 """
 
-import importlib.util
 import json
 import os
+import pickle
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import psutil
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
 
 import lightning_strategies_ext as ext
-from lightning_strategies_ext.elastic.keeper import RUN_ID
 from tests.support.one_gpu import pass_for_own_host, put_all_on_one
 
 NUM_TRAINED, NUM_HELD_OUT = 1437, 360
 NUM_EPOCHS = 4
 
 
+@dataclass
+class Plan:
+    """What the script does.
+
+    Attributes:
+        num_ranks: Number of ranks at the start.
+        started_by: What starts the ranks: "horovodrun", "torchrun", "spawn" or "ray".
+        local_ranks: Number of ranks that ``torchrun`` starts on each host.
+        disturbances: Functions that each rank calls on the way.
+        strategy: Arguments of the strategy.
+        trainer: Arguments of the Trainer.
+        policy: Names of callbacks of this package, each with its arguments.
+        pause_s: Seconds that each training step lasts longer in worlds of the sizes ``pauses_in``.
+        pauses_in: Sizes of worlds; the size at the start if None.
+        validation_pause_s: Seconds that each validation step lasts longer in these worlds.
+        num_workers: Number of DataLoader workers.
+        is_manual: Whether optimization is manual.
+        unfreezes_at: Epoch before which the first layers are frozen, if any.
+        ckpt_path: The argument of ``fit``.
+        again: Whether the script validates and calls a second ``fit`` after the first.
+        is_on_one_gpu: Whether all ranks share the first GPU.
+    """
+
+    num_ranks: int
+    started_by: str
+    local_ranks: int = 1
+    disturbances: Sequence["Disturbance"] = ()
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pause_s: float = 0.0
+    pauses_in: Sequence[int] | None = None
+    validation_pause_s: float = 0.0
+    num_workers: int = 0
+    is_manual: bool = False
+    unfreezes_at: int | None = None
+    ckpt_path: str | None = None
+    again: bool = False
+    is_on_one_gpu: bool = False
+
+
+def write_plan(directory: Path, plan: Plan) -> None:
+    """Writes a plan to where the script reads it."""
+    (directory / "plan").write_bytes(pickle.dumps(plan))
+
+
 class Digits(Dataset):
     """Images, their labels and their numbers."""
 
     def __init__(self, is_held_out: bool) -> None:
-        # scikit-learn's `load_digits` reads them so, and takes a second to be imported.
-        scikit_learn = Path(importlib.util.find_spec("sklearn").origin).parent
-        digits = torch.from_numpy(np.loadtxt(scikit_learn / "datasets/data/digits.csv.gz", delimiter=","))
-        images, labels = digits[:, :-1], digits[:, -1].long()
+        digits = load_digits()
+        labels = torch.from_numpy(digits.target).long()
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         self.numbers = order[NUM_TRAINED:] if is_held_out else order[:NUM_TRAINED]
-        self.images = images[self.numbers].float() / 16
+        self.images = torch.from_numpy(digits.data)[self.numbers].float() / 16
         self.labels = labels[self.numbers]
 
     def __len__(self) -> int:
@@ -61,7 +105,9 @@ class Digits(Dataset):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, directory: Path, plan: dict[str, Any]) -> None:
+    """A convolutional network that logs and counts its samples, and calls the disturbances of its plan."""
+
+    def __init__(self, directory: Path, plan: Plan) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(
@@ -70,84 +116,83 @@ class Net(pl.LightningModule):
             *(nn.Flatten(), nn.Dropout(0.1), nn.Linear(216, 10)),
         )
         self.counted = SumMetric()
-        self.directory, self.events = directory, plan.get("events", [])
-        self.pause_s, self.validation_pause_s = plan.get("pause_s", 0.0), plan.get("validation_pause_s", 0.0)
-        self.num_ranks = plan["num_ranks"]
+        self.directory, self.plan = directory, plan
+        self.number: int | None = None
         self.num_batches = 0
-        self.pauses_in = plan.get("pauses_in", [self.num_ranks])
-        self.automatic_optimization = not plan.get("is_manual", False)
-        self.is_on_one_gpu = plan.get("is_on_one_gpu", False)
+        self.automatic_optimization = not plan.is_manual
 
-    def configure_callbacks(self) -> list[pl.Callback]:
-        if self.is_on_one_gpu:
-            pass_for_own_host()
-        return []
+    # --- for disturbances ---
 
-    def happen(self, at: str) -> None:
-        for number, event in enumerate(self.events):
-            mark = self.directory / f"event{number}"
-            is_due = event.get("at", "train") == at and self.trainer.global_step >= event["step"] and not mark.exists()
-            is_due = is_due and event.get("world", self.trainer.world_size) == self.trainer.world_size
-            is_due = is_due and ("after" not in event or (self.directory / f"event{event['after']}").exists())
-            is_due = is_due and self.num_batches >= event.get("batches", 0)
-            is_due = is_due and event.get("fn", "fit") == self.trainer.state.fn.value
-            if not is_due or event.get("rank", 0) not in (self.global_rank, "any"):
-                continue
-            mark.touch()
-            self.write(event=event)
-            if event["do"] == "hosts":
-                (self.directory / "hosts").write_text("".join(f"{host}:1\n" for host in event["hosts"]))
-            elif event["do"] == "forget":
-                kept_by = {"lightning_strategies_ext.elastic.keeper", os.environ[RUN_ID]}
-                for process in psutil.process_iter(["cmdline"]):
-                    if kept_by <= {*(process.info["cmdline"] or ())}:
-                        process.kill()
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif event["do"] == "unplug":
-                subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
-            elif event["do"] == "await":
-                while not self.has_been_smaller():
-                    time.sleep(0.01)
-            elif event["do"] == "hold":
-                while not (self.directory / f"event{event['until']}").exists():
-                    time.sleep(0.01)
-            elif event["do"] == "sleep":
-                time.sleep(event.get("seconds", 1000))
-            elif event["do"] == "barrier":
-                self.trainer.strategy.barrier()
-            elif event["do"] == "raise":
-                raise ValueError("a bad sample")
-            else:
-                os.kill(os.getpid(), getattr(signal, event.get("signal", "SIGKILL")))
+    @property
+    def size(self) -> int:
+        """The number of ranks in this world."""
+        return self.trainer.world_size
+
+    @property
+    def is_replacement(self) -> bool:
+        """Whether this process was started in place of another one."""
+        return self.number is not None and self.number >= self.plan.num_ranks
+
+    def first(self, name: str) -> bool:
+        """Whether this is the first call with this name in all processes of the run."""
+        try:
+            (self.directory / f"mark {name}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def has_happened(self, name: str) -> bool:
+        """Whether a process has called :meth:`first` with this name."""
+        return (self.directory / f"mark {name}").exists()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for something that other processes do."""
+        while not condition():
+            time.sleep(0.01)
 
     def has_been_smaller(self) -> bool:
+        """Whether the other ranks have continued without one that was lost."""
         written = "".join(path.read_text() for path in self.directory.glob("process*"))
-        return any(f'"world": {size},' in written for size in range(1, self.num_ranks))
-
-    def pause(self, seconds: float) -> None:
-        time.sleep(seconds if self.trainer.world_size in self.pauses_in else 0.0)
+        return any(f'"world": {size},' in written for size in range(1, self.plan.num_ranks))
 
     def write(self, **what: Any) -> None:
         with (self.directory / f"process{os.getpid()}").open("a") as file:
             print(json.dumps({"time": time.time(), "rank": self.global_rank, **what}), file=file)
 
+    # --- the user's model ---
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        if self.plan.is_on_one_gpu:
+            pass_for_own_host()
+        return []
+
+    def disturb(self, at: str) -> None:
+        for function in self.plan.disturbances:
+            function(self, at)
+
+    def pause(self, seconds: float) -> None:
+        if self.size in (self.plan.pauses_in or [self.plan.num_ranks]):
+            time.sleep(seconds)
+
     def setup(self, stage: str) -> None:
-        self.happen("setup")
+        if self.number is None:
+            self.number = next(number for number in count() if self.first(f"process {number}"))
+        self.disturb("setup")
 
     def on_train_start(self) -> None:
         self.num_batches = 0
         progress = self.trainer.fit_loop.epoch_loop.batch_progress
         batch = 0 if progress.is_last_batch else progress.current.completed
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
-        place = {"world": self.trainer.world_size, "slot": self.trainer.local_rank}
+        place = {"world": self.size, "slot": self.trainer.local_rank}
         self.write(**place, epoch=epoch, batch=batch, step=self.trainer.global_step)
         if self.trainer.accumulate_grad_batches > 1:
-            # Its first batch waits for no other rank, and could be said before rank 0 has said that the world begins.
+            # Its first batch waits for no other rank, and could be written before rank 0 writes that the world begins.
             self.trainer.strategy.barrier()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.pause(self.pause_s)
-        self.happen("train")
+        self.pause(self.plan.pause_s)
+        self.disturb("train")
         loss = functional.cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.counted(len(batch[1]))
@@ -173,13 +218,14 @@ class Net(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:
-            self.happen("validation") if batch_idx == 1 else None
-            self.pause(self.validation_pause_s)
+            if batch_idx == 1:
+                self.disturb("validation")
+            self.pause(self.plan.validation_pause_s)
         right = (self.net(batch[0]).argmax(1) == batch[1]).float().mean()
         self.log("right", right, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.happen("commit")
+        self.disturb("commit")
 
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -188,48 +234,96 @@ class Net(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, decays_after, gamma=0.2)]
 
 
+# --- disturbances ---
+
+Disturbance = Callable[[Net, str], None]
+
+
+def once(action: Callable[[Net], None], *, rank: int, step: int = 0, during: str = "train") -> Disturbance:
+    """Returns a disturbance: the first process that is this rank at or after this step executes the action, once."""
+    return partial(_once, action, rank, step, during)
+
+
+def _once(action: Callable[[Net], None], rank: int, step: int, during: str, net: Net, at: str) -> None:
+    is_due = at == during and net.global_rank == rank and net.trainer.global_step >= step
+    if is_due and net.trainer.state.fn == "fit" and net.first(f"{during} {step} of rank {rank}"):
+        action(net)
+
+
+def joins_later(net: Net, at: str) -> None:
+    """Lets a replacement join only after the other ranks have continued without the lost one, however slow they are."""
+    if at == "setup" and net.is_replacement:
+        net.wait_until(net.has_been_smaller)
+
+
+def kill(net: Net) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(net: Net) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def terminate(net: Net) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def sleep(net: Net) -> None:
+    time.sleep(1000)
+
+
+def fail(net: Net) -> None:
+    raise ValueError("a bad sample")
+
+
+# --- the script ---
+
+
+def make_strategy(plan: Plan) -> Any:
+    if plan.started_by == "torchrun":
+        return ext.DDPElasticStrategy(**plan.strategy)
+    if plan.started_by == "ray":
+        return ext.DDPRayStrategy(plan.num_ranks, elastic=True, **plan.strategy)
+    strategy = ext.DDPSpawnStrategy if plan.started_by == "spawn" else ext.HorovodStrategy
+    return strategy(elastic=True, **plan.strategy)
+
+
 def main() -> None:
-    directory, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+    directory = Path(sys.argv[1])
+    plan = pickle.loads((directory / "plan").read_bytes())
     pl.seed_everything(3)
     callbacks: list[pl.Callback] = [
         pl.callbacks.ModelCheckpoint(directory / "checkpoints", monitor="right", mode="max", save_last=True)
     ]
-    for name, arguments in plan.get("policy", {}).items():
-        callbacks.append(getattr(ext, name)(**arguments))
+    callbacks += [getattr(ext, name)(**arguments) for name, arguments in plan.policy.items()]
     net = Net(directory, plan)
-    if "unfreezes_at" in plan:
+    if plan.unfreezes_at is not None:
         net.backbone = net.net[1:4]
-        callbacks.append(pl.callbacks.BackboneFinetuning(plan["unfreezes_at"], backbone_initial_lr=4e-3))
+        callbacks.append(pl.callbacks.BackboneFinetuning(plan.unfreezes_at, backbone_initial_lr=4e-3))
+    strategy = make_strategy(plan)
     arguments = {
         "max_epochs": NUM_EPOCHS,
         "accelerator": "cpu",
-        "devices": plan.get("workers") or plan.get("local_ranks", 1),
+        "devices": {"horovodrun": 1, "torchrun": plan.local_ranks}.get(plan.started_by, plan.num_ranks),
         "logger": False,
         "callbacks": callbacks,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "default_root_dir": directory,
-        **plan.get("trainer", {}),
+        **plan.trainer,
     }
-    if "local_ranks" in plan:
-        strategy: Any = ext.DDPElasticStrategy(**plan.get("strategy", {}))
-    elif plan.get("is_on_ray", False):
-        strategy = ext.DDPRayStrategy(plan["workers"], elastic=True, **plan.get("strategy", {}))
-    else:
-        kind = ext.DDPSpawnStrategy if "workers" in plan else ext.HorovodStrategy
-        strategy = kind(elastic=True, **plan.get("strategy", {}))
-    if plan.get("is_on_one_gpu", False):
+    if plan.is_on_one_gpu:
         pass_for_own_host()
         arguments["accelerator"] = "gpu"
-        if "workers" in plan:
+        if plan.started_by in ("spawn", "ray"):
             del arguments["devices"]
-            if not plan.get("is_on_ray", False):
-                put_all_on_one(strategy, plan["workers"])
+        if plan.started_by == "spawn":
+            put_all_on_one(strategy, plan.num_ranks)
     trainer = pl.Trainer(**arguments, strategy=strategy)
-    trained = DataLoader(Digits(False), batch_size=16, shuffle=True, num_workers=plan.get("num_workers", 0))
+    trained = DataLoader(Digits(False), batch_size=16, shuffle=True, num_workers=plan.num_workers)
     held_out = Digits(True)
-    trainer.fit(net, trained, DataLoader(held_out, batch_size=32), ckpt_path=plan.get("ckpt_path"))
-    if plan.get("again", False):
+    trainer.fit(net, trained, DataLoader(held_out, batch_size=32), ckpt_path=plan.ckpt_path)
+    if plan.again:
         arguments |= {"max_epochs": 1, "callbacks": []}
         again = pl.Trainer(**arguments, strategy=trainer.strategy.strategy_name)
         net.write(validated=again.validate(net, DataLoader(held_out, batch_size=32), verbose=False)[0]["right"])
@@ -244,4 +338,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from tests.support import elastic_training  # so that functions of the plan find the classes of this module
+
+    elastic_training.main()

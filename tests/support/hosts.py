@@ -1,4 +1,4 @@
-"""Two hosts on one Linux machine, see :mod:`benchmarks.namespaces`, with programs forked as in :mod:`.warm`."""
+"""Two hosts on one Linux machine, see :mod:`benchmarks.namespaces`"""
 
 import subprocess
 import sys
@@ -71,6 +71,11 @@ def two_hosts(directory: Path) -> Iterator[list[Host]]:
     """
     with namespaces.hosts(2, directory, Host) as hosts:
         yield hosts
+
+
+def unplug(*_: object) -> None:
+    """Takes down the network of the host that this process runs on."""
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
 def put_ssh(hosts: Sequence[Host], directory: Path, *, hears_cable: bool = False) -> None:
