@@ -141,7 +141,7 @@ def build_horovod(session: nox.Session, log: Path) -> bool:
 def write_row(session: nox.Session, name: str, *findings: str) -> None:
     """Lets the corner's interpreter, or that of nox where there is none, write what was found."""
     python = "python" if session.python else sys.executable
-    session.run(python, "-m", "tests.support.versions_table", name, *findings, external=True)
+    session.run(python, "-m", "docs.versions_table", name, *findings, external=True)
 
 
 @nox.session(python=find_python(CORNERS["default"].python) or False, default=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import versions_table
+from docs import versions_table
 from tests.support.ranks import run_script
 
 TESTS = """

@@ -12,8 +12,8 @@ from torch.nn import DataParallel, functional
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_strategies_ext.fabric.dp import DataParallelStrategy
-from tests.support.dp_training import WAYS, assert_close, copying_devices, cpu_devices
-from tests.support.models import MLP, NUM_CLASSES, loader, state_of
+from tests.support.dp_training import WAYS, copying_devices, cpu_devices
+from tests.support.models import MLP, NUM_CLASSES, assert_close, loader, state_of
 
 FABRIC_WAYS = {
     "in turns": {"parallel_devices": cpu_devices(3)},

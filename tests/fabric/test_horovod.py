@@ -8,8 +8,7 @@ from lightning.fabric import Fabric
 from torch.nn import functional
 
 from tests.support.horovod_ranks import run_horovod
-from tests.support.horovod_training import assert_close
-from tests.support.models import MLP, loader, state_of
+from tests.support.models import MLP, assert_close, loader, state_of
 from tests.support.ranks import run_ranks
 
 

@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from examples.digits import DigitsData, DigitsNet
-from tests.support.dp_training import WAYS, assert_close, assert_trains_alike, each_way, train
+from tests.support.dp_training import WAYS, assert_trains_alike, each_way, train
 from tests.support.models import (
     MLP,
     NUM_CLASSES,
     NUM_FEATURES,
     WithBatchNorm,
+    assert_close,
     loader,
     make_trainer,
     state_of,

@@ -14,8 +14,8 @@ from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from tests.support.dp_training import assert_close, each_way, train
-from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, loader, make_trainer, state_of
+from tests.support.dp_training import each_way, train
+from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_close, loader, make_trainer, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 

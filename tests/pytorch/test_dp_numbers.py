@@ -25,8 +25,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import BLEUScore
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric
 
-from tests.support.dp_training import assert_close, each_way, train
-from tests.support.models import MLP, NUM_CLASSES, loader, make_trainer
+from tests.support.dp_training import each_way, train
+from tests.support.models import MLP, NUM_CLASSES, assert_close, loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 

@@ -8,13 +8,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional
 
-from tests.support.dp_training import assert_close, assert_trains_alike, each_way, train
-from tests.support.models import (
-    MLP,
-    NUM_CLASSES,
-    TwoOptimizers,
-    state_of,
-)
+from tests.support.dp_training import assert_trains_alike, each_way, train
+from tests.support.models import MLP, NUM_CLASSES, TwoOptimizers, assert_close, state_of
 
 
 @each_way

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.dp_training import assert_close, each_way, train
-from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, loader, state_of
+from tests.support.dp_training import each_way, train
+from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_close, loader, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DataParallelStrategy
-from tests.support.dp_training import assert_close, each_way, train
-from tests.support.models import MLP, WithBatchNorm, dataset, loader, make_trainer, state_of
+from tests.support.dp_training import each_way, train
+from tests.support.models import MLP, WithBatchNorm, assert_close, dataset, loader, make_trainer, state_of
 from tests.support.ranks import kill_tree, start_script
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")

@@ -14,8 +14,8 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, PearsonCorrCoe
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score, MulticlassRecall
 from torchmetrics.wrappers import MinMaxMetric, Running
 
-from tests.support.dp_training import assert_close, each_way, train
-from tests.support.models import MLP, NUM_CLASSES, loader, make_trainer
+from tests.support.dp_training import each_way, train
+from tests.support.models import MLP, NUM_CLASSES, assert_close, loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
 

@@ -15,14 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_strategies_ext import DataParallelStrategy
 from lightning_strategies_ext.registry import PYTORCH, register_all
-from tests.support.dp_training import assert_close, assert_trains_alike, each_way, train
-from tests.support.models import (
-    LOADS_EVERYTHING,
-    MLP,
-    loader,
-    make_trainer,
-    state_of,
-)
+from tests.support.dp_training import assert_trains_alike, each_way, train
+from tests.support.models import LOADS_EVERYTHING, MLP, assert_close, loader, make_trainer, state_of
 
 
 class CountsHooks(pl.Callback):

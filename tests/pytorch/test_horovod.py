@@ -26,16 +26,18 @@ from benchmarks.horovod_launch import start_of
 from lightning_strategies_ext import HorovodStrategy
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
 from tests.support.horovod_ranks import run_horovod, try_horovod
-from tests.support.horovod_training import assert_close, train, weights_after
 from tests.support.models import (
     MLP,
     NUM_CLASSES,
     TwoOptimizers,
     WithUnusedParameters,
+    assert_close,
     dataset,
+    fit,
     loader,
     make_trainer,
     state_of,
+    weights_after,
 )
 from tests.support.ranks import REPOSITORY, SELDOM, run_ranks, run_script
 
@@ -149,7 +151,7 @@ def everything() -> dict[str, Any]:
     results["options"] = {name: weights_after(HorovodStrategy(**kwargs)) for name, kwargs in arguments.items()}
     results["sparse"] = [weights_after(HorovodStrategy(sparse_as_dense=dense), Sparse) for dense in (False, True)]
     results["scaled"] = [
-        train(HorovodStrategy(scale_learning_rate=scale), max_epochs=1)[0].optimizers[0].param_groups[0]["lr"]
+        fit(HorovodStrategy(scale_learning_rate=scale), max_epochs=1)[0].optimizers[0].param_groups[0]["lr"]
         for scale in (False, True)
     ]
     results["fit twice"] = fit_twice()
@@ -196,7 +198,7 @@ def collectives() -> dict[str, Any]:
 
 
 def fit_twice() -> list[Any]:
-    trainer, model = train("horovod_ext")
+    trainer, model = fit("horovod_ext")
     trainer.fit_loop.max_epochs = 4
     trainer.fit(model, loader())
     return [trainer.global_step, state_of(model)]
@@ -360,10 +362,10 @@ def test_ranks_that_a_script_starts_afterwards_find_each_other():
 
 
 def ranks_that_are_started_afterwards() -> list[str]:
-    train("horovod_ext", max_epochs=1, devices=1)
+    fit("horovod_ext", max_epochs=1, devices=1)
     program = (
-        "from tests.support.horovod_training import train",
-        "strategy = train('horovod_ext', max_epochs=1, devices=1)[0].strategy",
+        "from tests.support.models import fit",
+        "strategy = fit('horovod_ext', max_epochs=1, devices=1)[0].strategy",
         "print(f'\\nseen: {strategy.global_rank} of {strategy.world_size}')",
     )
     command = [*start_of("horovodrun", num_ranks=2), sys.executable, "-c", "; ".join(program)]
@@ -382,7 +384,7 @@ def test_the_old_name_works_and_says_who_serves_it():
 
 
 def old_name() -> bool:
-    return type(train("horovod", max_epochs=1)[0].strategy) is HorovodStrategy
+    return type(fit("horovod", max_epochs=1)[0].strategy) is HorovodStrategy
 
 
 @pytest.mark.parametrize("name", ["digits", "fabric_digits"])

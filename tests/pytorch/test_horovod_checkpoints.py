@@ -8,13 +8,12 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 
 from tests.support.horovod_ranks import run_horovod
-from tests.support.horovod_training import assert_close, train, weights_after
-from tests.support.models import LOADS_EVERYTHING, MLP, loader, make_trainer, state_of
+from tests.support.models import LOADS_EVERYTHING, MLP, assert_close, fit, loader, make_trainer, state_of, weights_after
 from tests.support.ranks import run_ranks
 
 
 def half(strategy: str, directory: str) -> None:
-    train(strategy, callbacks=[ModelCheckpoint(directory, "half")], enable_checkpointing=True)
+    fit(strategy, callbacks=[ModelCheckpoint(directory, "half")], enable_checkpointing=True)
 
 
 def resumed(strategy: str, directory: str) -> dict[str, torch.Tensor]:
@@ -29,7 +28,7 @@ def resumed(strategy: str, directory: str) -> dict[str, torch.Tensor]:
 def whole_and_callbacks(directory: str, other: str) -> dict[str, Any]:
     half("horovod_ext", directory)
     found = {"resumed": resumed("horovod_ext", other), "whole": weights_after("horovod_ext", max_epochs=4)}
-    stopped, _ = train("horovod_ext", Worsens, max_epochs=9, callbacks=[EarlyStopping("worse")])
+    stopped, _ = fit("horovod_ext", Worsens, max_epochs=9, callbacks=[EarlyStopping("worse")])
     found["stopped"] = stopped.current_epoch
     trainer = make_trainer("horovod_ext")
     found["predictions"] = len(trainer.predict(MLP(), loader(26)))

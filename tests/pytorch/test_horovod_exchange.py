@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_strategies_ext import HorovodStrategy
 from tests.pytorch.test_horovod import Accumulates
 from tests.support.horovod_ranks import run_horovod, try_horovod
-from tests.support.horovod_training import assert_close, weights_after
-from tests.support.models import MLP, loader, make_trainer
+from tests.support.models import MLP, assert_close, loader, make_trainer, weights_after
 
 # --- one exchange per window ---
 

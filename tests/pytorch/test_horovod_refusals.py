@@ -16,8 +16,7 @@ from lightning_strategies_ext.fabric.horovod import HorovodStrategy as FabricHor
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod_build import installed
 from tests.support.horovod_ranks import run_horovod
-from tests.support.horovod_training import assert_close
-from tests.support.models import WithBatchNorm, dataset, loader, make_trainer, state_of
+from tests.support.models import WithBatchNorm, assert_close, dataset, loader, make_trainer, state_of
 
 
 class Streamed(IterableDataset):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_strategies_ext import DataParallelStrategy
-from tests.support.models import MLP, loader, make_trainer, state_of
+from tests.support.models import MLP, assert_close, loader, make_trainer, state_of
 
 
 def cpu_devices(num_replicas: int) -> list[torch.device]:
@@ -34,14 +34,6 @@ def train(strategy, make_model=MLP, data=None, devices=1, **kwargs):
     trainer = make_trainer(strategy, devices, **kwargs)
     trainer.fit(model, data or loader(64, batch_size=10), loader(21, batch_size=10))
     return trainer, model
-
-
-def assert_close(ours, theirs, tolerance=1e-5):
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(
-            value, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
 
 
 def assert_trains_alike(strategy, make_model=MLP, devices=1, tolerance=1e-5, **kwargs):

@@ -166,8 +166,22 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
+def weights_after(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """The weights and buffers after :func:`fit`."""
+    return state_of(fit(*args, **kwargs)[1])
+
+
 def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     """Fails unless both have the same names and every tensor the same bits."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), f"{name} differs by {(tensor - theirs[name]).abs().max()}"
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Fails unless both have the same names and close values."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(
+            value, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda message, name=name: f"{name}: {message}"
+        )

@@ -1,6 +1,6 @@
 """Writes what a corner of the version matrix has shown into ``docs/versions.md``.
 
-    python -m tests.support.versions_table py310 --report report.xml
+    python -m docs.versions_table py310 --report report.xml
 
 ``noxfile.py`` calls it with the interpreter of the corner's environment, which it asks for the versions. What was seen
 is kept in ``docs/versions.json``, one entry per corner. The table is made anew of all entries, so a run of one corner
@@ -23,10 +23,10 @@ from typing import Any
 
 from lightning_strategies_ext.horovod_build.installed import horovod_problem, marker, torch_version
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "docs" / "versions.json"
 PAGE = REPOSITORY / "docs" / "versions.md"
-BEGIN, END = "<!-- written by tests/support/versions_table.py -->", "<!-- end of what is written -->"
+BEGIN, END = "<!-- written by docs/versions_table.py -->", "<!-- end of what is written -->"
 _LONGEST_REASON = 300
 
 
