@@ -17,7 +17,7 @@ from lightning_strategies_ext.shm.native_build import VARIABLE as COMPILED
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_command
 from tests.support.shared_memory import private_shared_memory
-from tests.support.shm_pools import start_shm
+from tests.support.shm_ranks import start_shm
 
 MANY = 1_000_000
 VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"

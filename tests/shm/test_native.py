@@ -18,7 +18,7 @@ from lightning_strategies_ext.shm.compiler import SOURCE, NotCompiledError
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
-from tests.support.shm_pools import start_shm
+from tests.support.shm_ranks import start_shm
 
 STRESS = Path(__file__).with_name("all_reduce_stress.c")
 SLOT_NUM_BYTES = 32 * 1024

@@ -24,7 +24,7 @@ from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.user_cache import UnsafePlaceError
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_script
-from tests.support.shm_pools import start_shm
+from tests.support.shm_ranks import start_shm
 
 NOBODY = 65_500
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or give files away")

@@ -1,7 +1,6 @@
 """The promises of the ``shm`` process group's results: those of gloo, on every rank, and the same bits on all ranks."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ranks import Outcome, outcomes_of_ranks, run_ranks
-from tests.support.shm_pools import PER_HOST, Pool, all_pools, start_shm
+from tests.support.ranks import Outcome, outcomes_of_ranks, rank_environment, run_ranks
 from tests.support.shm_programs import (
     ARITHMETIC,
     BITWISE,
@@ -30,6 +28,7 @@ from tests.support.shm_programs import (
     WAITS,
     Operation,
 )
+from tests.support.shm_ranks import PER_HOST, check_programs, start_shm
 
 #: Where a message, a slot, or the size from which ranks share the work of an all-reduce ends.
 BORDERS = [
@@ -65,12 +64,7 @@ def operations(draw: st.DrawFn) -> Operation:
 PROGRAMS = st.lists(st.lists(operations(), min_size=1, max_size=8), min_size=10, max_size=40)
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, Pool]]:
-    yield from all_pools(list(NUM_EXAMPLES))
-
-
-def run_random_programs(pool: Pool, num_examples: int) -> None:
+def run_random_programs(world_size: int, num_examples: int) -> None:
     @settings(
         max_examples=num_examples,
         deadline=None,
@@ -80,30 +74,26 @@ def run_random_programs(pool: Pool, num_examples: int) -> None:
     )
     @given(PROGRAMS)
     def check(programs: list[list[Operation]]) -> None:
-        wrong = pool.run(programs)
-        assert not wrong, wrong
+        check_programs(programs, world_size)
 
     check()
 
 
-@pytest.mark.timeout(600)  # a failure is made small, which takes many new ranks
+@pytest.mark.timeout(900)  # a failure is made small, which takes many new ranks
 @pytest.mark.parametrize("world_size", NUM_EXAMPLES)
-def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(pools: dict[int, Pool], world_size: int):
-    run_random_programs(pools[world_size], NUM_EXAMPLES[world_size])
+def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(world_size: int):
+    run_random_programs(world_size, NUM_EXAMPLES[world_size])
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world_size", "per_host"), [(4, 2), (3, 1)])
-def test_so_they_do_between_hosts(world_size: int, per_host: int):
-    pool = Pool(world_size, {PER_HOST: str(per_host)})
-    try:
-        run_random_programs(pool, 3)
-    finally:
-        pool.stop()
+def test_so_they_do_between_hosts(world_size: int, per_host: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(rank_environment, PER_HOST, str(per_host))
+    run_random_programs(world_size, 3)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_operation_gives_what_gloo_gives_for_every_dtype_and_size(pools: dict[int, Pool], world_size: int):
+def test_every_operation_gives_what_gloo_gives_for_every_dtype_and_size(world_size: int):
     def op_of(dtype: str, number: int) -> str:
         ops = ["SUM"] if dtype == "complex64" else FLOAT_OPS if dtype in FLOATS else [*ARITHMETIC, *BITWISE]
         return ops[number % len(ops)]
@@ -118,8 +108,7 @@ def test_every_operation_gives_what_gloo_gives_for_every_dtype_and_size(pools: d
         for waits in ("sync", "async")
         if (dtype != "complex64" or kind not in REAL_ONLY) and (dtype == "float32" or kind not in WITHOUT_DTYPE)
     ]
-    wrong = pools[world_size].run(programs)
-    assert not wrong, wrong
+    check_programs(programs, world_size)
 
 
 def reduce_odd_tensors() -> None:

@@ -9,12 +9,10 @@ destroyed with operations under way: these end well or with an error, and never 
 import os
 import random
 import threading
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from lightning_strategies_ext.shm.native_build import VARIABLE
 from lightning_strategies_ext.shm.work import ShmWork
-from tests.support.shm_pools import TIMEOUT_S, Pool, start_shm
+from tests.support.ranks import rank_environment, run_ranks
 from tests.support.shm_programs import (
     GLOO_IS_WHOLE,
     INLINE_NUM_BYTES,
@@ -36,6 +34,7 @@ from tests.support.shm_programs import (
     start,
     subgroups_of,
 )
+from tests.support.shm_ranks import TIMEOUT_S, start_shm
 
 #: ``SHM_STORMS=100`` makes this many times as many, for a night.
 FACTOR = int(os.environ.get("SHM_STORMS", "1"))
@@ -67,37 +66,14 @@ class Move:
     destroys: bool
 
 
-class StormPool(Pool):
-    """Ranks that go through storms."""
-
-    @property
-    def serves(self) -> Any:
-        return serve
-
-    def _wrong(self, programs: Sequence[Any], answers: Sequence[Any]) -> str:
-        said = [f"rank {rank}: {a[0] if a else 'no answer'}" for rank, a in enumerate(answers) if not a or a[0]]
-        return "\n".join(said)
-
-
-def serve(pipe: Connection) -> None:
-    """What a rank of a pool does: goes through the storms that it is sent, and answers what went wrong."""
+def go_through(storms: Sequence[Sequence[Move]]) -> None:
+    """Goes through storms on one rank."""
     rank = start_shm()
     members = subgroups_of(dist.get_world_size())[0]
-    while True:
-        try:
-            storms = pipe.recv()
-        except EOFError:
-            return
-        problem = ""
-        for number, storm in enumerate(storms):
-            try:
-                problem = Storm(members, random.Random(rank)).go_through(storm)
-            except Exception:
-                problem = traceback.format_exc()
-            if problem:
-                problem = f"storm {number}: {problem}\n{storm}"
-                break
-        pipe.send((problem, []))
+    for number, storm in enumerate(storms):
+        problem = Storm(members, random.Random(rank)).go_through(storm)
+        assert not problem, f"storm {number}: {problem}\n{storm}"
+    dist.barrier()
 
 
 class Storm:
@@ -189,7 +165,7 @@ def _end(started: Any, how: str) -> list[Tensor]:
                 work.wait()
         else:
             work.wait()
-    return [result.detach().clone() for result in started.results()]
+    return started.results()
 
 
 def _destroy(group: Any) -> None:
@@ -226,22 +202,15 @@ def moves(draw: st.DrawFn) -> Move:
 STORMS = st.lists(st.lists(moves(), min_size=3, max_size=12), min_size=2, max_size=5)
 
 
-@pytest.fixture(params=["compiled", "in rounds"])
-def way(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(autouse=True, params=["compiled", "in rounds"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How all-reduces are carried out; all else goes in rounds."""
-    return str(request.param)
+    monkeypatch.setitem(rank_environment, VARIABLE, "1" if request.param == "compiled" else "0")
 
 
-@pytest.fixture
-def pool(way: str, request: pytest.FixtureRequest) -> Iterator[StormPool]:
-    pool = StormPool(request.getfixturevalue("world_size"), {VARIABLE: "1" if way == "compiled" else "0"})
-    yield pool
-    pool.stop()
-
-
-@pytest.mark.timeout(200 + 100 * FACTOR)
+@pytest.mark.timeout(900 * FACTOR)
 @pytest.mark.parametrize("world_size", NUM_EXAMPLES)
-def test_a_storm_ends_with_the_results_of_gloo_on_every_rank(pool: StormPool, world_size: int):
+def test_a_storm_ends_with_the_results_of_gloo_on_every_rank(world_size: int):
     @settings(
         max_examples=FACTOR * NUM_EXAMPLES[world_size],
         deadline=None,
@@ -251,7 +220,6 @@ def test_a_storm_ends_with_the_results_of_gloo_on_every_rank(pool: StormPool, wo
     )
     @given(STORMS)
     def check(storms: list[list[Move]]) -> None:
-        wrong = pool.run(storms)
-        assert not wrong, wrong
+        run_ranks(go_through, storms, world_size=world_size)
 
     check()

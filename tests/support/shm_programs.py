@@ -1,13 +1,17 @@
-"""Random programs of collectives, and what tells the results of two runs apart.
+"""Random programs of collectives, and the comparison of the results of two runs.
 
-A program is a list of operations, the same on all ranks. Each rank makes its own tensors from the seed of the operation
-and its rank. The ranks are those of :mod:`tests.support.shm_pools`.
+    operation = Operation("all_reduce", 0, "float32", "SUM", 4000, 0, 0, "plain", "async", seed=1)
+    ours, theirs = (run_program([operation], groups[backend], random.Random()) for backend in ("shm", "gloo"))
+    assert not difference(operation, world_size, ours[0], theirs[0])
+
+A program is a list of operations, the same on all ranks. Each rank makes its tensors from the seed of the operation and
+its rank. The ranks are those of :mod:`tests.support.shm_ranks`.
 """
 
 import hashlib
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,32 +37,12 @@ FLOAT_OPS = [*ARITHMETIC, "AVG"] if GLOO_IS_WHOLE else ARITHMETIC
 SCATTERING = ["reduce_scatter", "reduce_scatter_tensor"] if GLOO_IS_WHOLE else []
 REDUCING = ["all_reduce", "reduce", *SCATTERING, "all_reduce_coalesced"]
 OBJECTS = ["broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"]
-KINDS = [
-    *REDUCING,
-    *OBJECTS,
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_coalesced",
-    "gather",
-    "scatter",
-    "barrier",
-    "all_to_all_single",
-    "send",
-]
+GATHERING = ["all_gather", "all_gather_into_tensor", "all_gather_into_tensor_coalesced"]
+KINDS = [*REDUCING, *OBJECTS, "broadcast", *GATHERING, "gather", "scatter", "barrier", "all_to_all_single", "send"]
 #: Operations that gloo does not do with complex numbers.
 REAL_ONLY = {"gather"} if GLOO_IS_WHOLE else {"gather", "reduce", "broadcast"}
 #: Operations whose result must be the same on all ranks.
-SHARED = {
-    "all_reduce",
-    "all_reduce_coalesced",
-    "broadcast",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_coalesced",
-    "broadcast_object_list",
-    "all_gather_object",
-}
+SHARED = {"all_reduce", "all_reduce_coalesced", "broadcast", *GATHERING, "broadcast_object_list", "all_gather_object"}
 LAYOUTS = ["plain", "transposed", "offset", "scalar"]
 WAITS = ["sync", "async", "future"]
 
@@ -103,11 +87,15 @@ Program = Sequence[Operation]
 
 @dataclass
 class Started:
-    """An operation under way: its handles, and what it fills."""
+    """An operation in progress: its handles, and the tensors that it fills."""
 
     operation: Operation
     works: list[Any]
-    results: Callable[[], list[Tensor]]
+    filled: Sequence[Tensor]
+
+    def results(self) -> list[Tensor]:
+        """Copies of what the operation has filled; it has ended."""
+        return [tensor.detach().clone() for tensor in self.filled]
 
 
 def subgroups_of(world_size: int) -> list[list[int]]:
@@ -121,14 +109,13 @@ def run_program(program: Program, groups: Sequence[Any], order: random.Random) -
     """Runs a program and returns what each operation has filled on this rank.
 
     Args:
-        program: What to run.
-        groups: All of one backend; None where this rank is no member.
+        program: The program.
+        groups: Process groups of one backend; None where this rank is no member.
         order: Chooses the order in which handles are waited for; may differ between ranks.
     """
-    started = []
-    for operation in program:
-        group = groups[operation.group]
-        started.append(None if group is None else start(operation, group))
+    started = [
+        None if groups[operation.group] is None else start(operation, groups[operation.group]) for operation in program
+    ]
     pending = [each for each in started if each is not None]
     order.shuffle(pending)
     for each in pending:
@@ -137,33 +124,166 @@ def run_program(program: Program, groups: Sequence[Any], order: random.Random) -
                 work.get_future().wait()
             else:
                 work.wait()
-    return [[] if each is None else [result.detach().clone() for result in each.results()] for each in started]
+    return [[] if each is None else each.results() for each in started]
 
 
 def start(operation: Operation, group: Any) -> Started:
     """Starts one operation, and waits for it if it is synchronous."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    root = operation.root % size
-    results = _KINDS[operation.kind]
-    works, filled = results(operation, group, rank, size, dist.get_global_rank(group, root), rank == root)
+    works, filled = getattr(_Call(operation, group), operation.kind)()
     return Started(operation, [work for work in works if work is not None], filled)
 
 
-def make(operation: Operation, rank: int, number: int = 0, numel: int | None = None) -> Tensor:
-    """A tensor of one rank, whose numbers do not overflow under a product nor cancel out under a sum."""
-    numel = operation.numel if numel is None else numel
-    layout = operation.layout
-    if layout == "scalar":
-        numel = 1
-    values = _numbers((operation.seed * 64 + rank) * 16 + number, operation.torch_dtype, numel + 3)
-    if layout == "offset":
-        return values.clone()[3:]
-    values = values[:numel].clone()
-    if layout == "scalar":
-        return values.reshape(())
-    if layout == "transposed" and numel % 2 == 0:
-        return values.view(2, -1).t() if numel else values.view(0, 3).t()
-    return values
+class _Call:
+    """The call of one operation on one rank. Each kind is a method that returns handles and the tensors it fills."""
+
+    def __init__(self, operation: Operation, group: Any) -> None:
+        self.operation, self.group = operation, group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.root = dist.get_global_rank(group, operation.root % self.size)
+        self.is_root = self.rank == operation.root % self.size
+        self.is_async = operation.waits != "sync"
+        self.op = getattr(ReduceOp, operation.op)
+
+    def tensor(self, number: int = 0, numel: int | None = None) -> Tensor:
+        """A tensor of this rank, whose numbers do not overflow under a product nor cancel out under a sum."""
+        operation = self.operation
+        is_scalar = operation.layout == "scalar"
+        numel = 1 if is_scalar else operation.numel if numel is None else numel
+        seed = (operation.seed * 64 + self.rank) * 16 + number
+        values = _numbers(seed, operation.torch_dtype, numel + 3)
+        if operation.layout == "offset":
+            return values.clone()[3:]
+        values = values[:numel].clone()
+        if is_scalar:
+            return values.reshape(())
+        if operation.layout == "transposed" and numel % 2 == 0:
+            return values.view(2, -1).t() if numel else values.view(0, 3).t()
+        return values
+
+    def row(self, number: int = 0, numel: int | None = None) -> Tensor:
+        """The same in one row: gloo takes no other tensors in some operations."""
+        return self.tensor(number, numel).contiguous().view(-1)
+
+    def object(self, number: int = 0) -> Any:
+        seed = self.operation.seed
+        text = "x" * ((self.operation.num_bytes + 37 * self.rank) % 20_000)
+        return {"rank": self.rank, "seed": seed, "text": text, "number": number}
+
+    def all_reduce(self) -> Any:
+        tensor = self.tensor()
+        return [dist.all_reduce(tensor, self.op, self.group, self.is_async)], [tensor]
+
+    def all_reduce_coalesced(self) -> Any:
+        tensors = [self.row(), self.row(1, 5), self.row(2)]
+        if self.operation.seed % 2:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                work = dist.all_reduce_coalesced(tensors, self.op, self.group, self.is_async)
+            if self.is_async and not hasattr(work, "wait"):
+                work.wait = lambda: None
+            return [work if self.is_async else None], tensors
+        with dist._coalescing_manager(group=self.group, async_ops=self.is_async) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor, self.op, self.group)
+        return manager.works if self.is_async else [], tensors
+
+    def reduce(self) -> Any:
+        tensor = self.tensor()
+        work = dist.reduce(tensor, self.root, self.op, self.group, self.is_async)
+        return [work], [tensor] if self.is_root else []
+
+    def broadcast(self) -> Any:
+        tensor = self.tensor()
+        return [dist.broadcast(tensor, self.root, self.group, self.is_async)], [tensor]
+
+    def all_gather(self) -> Any:
+        tensor = self.tensor().contiguous()
+        outputs = [torch.empty_like(tensor) for _ in range(self.size)]
+        return [dist.all_gather(outputs, tensor, self.group, self.is_async)], outputs
+
+    def all_gather_into_tensor(self) -> Any:
+        tensor = self.row()
+        output = tensor.new_empty(self.size * tensor.numel())
+        return [dist.all_gather_into_tensor(output, tensor, self.group, self.is_async)], [output]
+
+    def all_gather_into_tensor_coalesced(self) -> Any:
+        tensors = [self.row(), self.row(1, 5)]
+        outputs = [tensor.new_empty(self.size * tensor.numel()) for tensor in tensors]
+        # Several of gloo's at once end the process now and then, by a segmentation fault in gloo's threads: seen with
+        # torch 2.13, three ranks and nothing of this package, within seconds. One after the other does not.
+        is_async = self.is_async and dist.get_backend(self.group) == "shm"
+        with dist._coalescing_manager(group=self.group, async_ops=is_async) as manager:
+            for output, tensor in zip(outputs, tensors, strict=True):
+                dist.all_gather_into_tensor(output, tensor, self.group)
+        return manager.works if is_async else [], outputs
+
+    def gather(self) -> Any:
+        tensor = self.tensor().contiguous()
+        outputs = [torch.empty_like(tensor) for _ in range(self.size)] if self.is_root else []
+        return [dist.gather(tensor, outputs or None, self.root, self.group, self.is_async)], outputs
+
+    def scatter(self) -> Any:
+        output = torch.empty_like(self.tensor().contiguous())
+        inputs = [self.tensor(number).contiguous() for number in range(self.size)] if self.is_root else None
+        return [dist.scatter(output, inputs, self.root, self.group, self.is_async)], [output]
+
+    def reduce_scatter(self) -> Any:
+        inputs = [self.row(number) for number in range(self.size)]
+        output = torch.empty_like(inputs[0])
+        return [dist.reduce_scatter(output, inputs, self.op, self.group, self.is_async)], [output]
+
+    def reduce_scatter_tensor(self) -> Any:
+        whole = torch.cat([self.row(number) for number in range(self.size)])
+        output = torch.empty_like(whole[: whole.numel() // self.size])
+        return [dist.reduce_scatter_tensor(output, whole, self.op, self.group, self.is_async)], [output]
+
+    def barrier(self) -> Any:
+        return [dist.barrier(self.group, self.is_async)], []
+
+    def all_to_all_single(self) -> Any:
+        # From rank a to rank b go (a + 2 b) % 3 elements, and some more.
+        more = min(self.operation.numel, 1000)
+        sent = [(self.rank + 2 * other) % 3 + more for other in range(self.size)]
+        received = [(other + 2 * self.rank) % 3 + more for other in range(self.size)]
+        tensor = torch.cat([self.row(0, numel) for numel in sent])
+        if self.operation.layout == "scalar":
+            sent = received = [1] * self.size
+        output = tensor.new_empty(sum(received))
+        return [dist.all_to_all_single(output, tensor, received, sent, self.group, self.is_async)], [output]
+
+    def send(self) -> Any:
+        """Each rank sends to the next and receives from the one before."""
+        if self.size == 1:
+            return [], []
+        tensor = self.tensor().contiguous()
+        output = torch.empty_like(tensor)
+        after, before = (dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1))
+        tag = self.operation.seed % 7
+        works = [dist.isend(tensor, after, self.group, tag=tag), dist.irecv(output, before, self.group, tag=tag)]
+        while not self.is_async and works:
+            works.pop(0).wait()
+        return works, [output, tensor]
+
+    def broadcast_object_list(self) -> Any:
+        values = [self.object(number) for number in range(2)]
+        dist.broadcast_object_list(values, self.root, self.group)
+        return [], _as_tensors(values)
+
+    def all_gather_object(self) -> Any:
+        values = [None] * self.size
+        dist.all_gather_object(values, self.object(), self.group)
+        return [], _as_tensors(values)
+
+    def gather_object(self) -> Any:
+        values = [None] * self.size if self.is_root else None
+        dist.gather_object(self.object(), values, self.root, self.group)
+        return [], _as_tensors(values or [])
+
+    def scatter_object_list(self) -> Any:
+        values = [None]
+        inputs = [self.object(number) for number in range(self.size)] if self.is_root else None
+        dist.scatter_object_list(values, inputs, self.root, self.group)
+        return [], _as_tensors(values)
 
 
 @lru_cache(maxsize=256)  # for a program that is run several times
@@ -171,190 +291,14 @@ def _numbers(seed: int, dtype: torch.dtype, numel: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_complex or dtype.is_floating_point:
         values = torch.rand(numel, generator=generator, dtype=torch.float32) + 0.5
-        if dtype.is_complex:
-            values = torch.complex(values, values.flip(0))
-        return values.to(dtype)
+        return (torch.complex(values, values.flip(0)) if dtype.is_complex else values).to(dtype)
     if dtype == torch.bool:
         return torch.rand(numel, generator=generator) < 0.5
     return torch.randint(0 if dtype == torch.uint8 else -100, 100, (numel,), generator=generator, dtype=dtype)
 
 
-def flattened(operation: Operation, rank: int, number: int = 0, numel: int | None = None) -> Tensor:
-    """Like :func:`make`, for what gloo takes only in one row."""
-    return make(operation, rank, number, numel).contiguous().view(-1)
-
-
-def _all_reduce(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    tensor = make(o, rank)
-    return [dist.all_reduce(tensor, getattr(ReduceOp, o.op), group, o.waits != "sync")], lambda: [tensor]
-
-
-def _all_reduce_coalesced(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    tensors = [flattened(o, rank), flattened(o, rank, 1, 5), flattened(o, rank, 2)]
-    is_asynchronous = o.waits != "sync"
-    if o.seed % 2:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            work = dist.all_reduce_coalesced(tensors, getattr(ReduceOp, o.op), group, is_asynchronous)
-        if is_asynchronous and not hasattr(work, "wait"):
-            work.wait = lambda: None
-        return [work if is_asynchronous else None], lambda: tensors
-    with dist._coalescing_manager(group=group, async_ops=is_asynchronous) as manager:
-        for tensor in tensors:
-            dist.all_reduce(tensor, getattr(ReduceOp, o.op), group)
-    return _works_of(manager, is_asynchronous), lambda: tensors
-
-
-def _reduce(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    tensor = make(o, rank)
-    work = dist.reduce(tensor, root, getattr(ReduceOp, o.op), group, o.waits != "sync")
-    return [work], lambda: [tensor] if is_root else []
-
-
-def _broadcast(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    tensor = make(o, rank)
-    return [dist.broadcast(tensor, root, group, o.waits != "sync")], lambda: [tensor]
-
-
-def _all_gather(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    tensor = make(o, rank).contiguous()
-    outputs = [torch.empty_like(tensor) for _ in range(size)]
-    return [dist.all_gather(outputs, tensor, group, o.waits != "sync")], lambda: outputs
-
-
-def _all_gather_into_tensor(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    tensor = flattened(o, rank)
-    output = tensor.new_empty(size * tensor.numel())
-    return [dist.all_gather_into_tensor(output, tensor, group, o.waits != "sync")], lambda: [output]
-
-
-def _all_gather_coalesced(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    tensors = [flattened(o, rank), flattened(o, rank, 1, 5)]
-    outputs = [tensor.new_empty(size * tensor.numel()) for tensor in tensors]
-    # Several of gloo's under way at once end the process now and then, by a segmentation fault in gloo's threads: seen
-    # with torch 2.13, three ranks and nothing of ours, within seconds. One after the other does not.
-    is_asynchronous = o.waits != "sync" and dist.get_backend(group) == "shm"
-    with dist._coalescing_manager(group=group, async_ops=is_asynchronous) as manager:
-        for output, tensor in zip(outputs, tensors, strict=True):
-            dist.all_gather_into_tensor(output, tensor, group)
-    return _works_of(manager, is_asynchronous), lambda: outputs
-
-
-def _gather(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    tensor = make(o, rank).contiguous()
-    outputs = [torch.empty_like(tensor) for _ in range(size)] if is_root else []
-    return [dist.gather(tensor, outputs or None, root, group, o.waits != "sync")], lambda: outputs
-
-
-def _scatter(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    output = torch.empty_like(make(o, rank).contiguous())
-    inputs = [make(o, rank, number).contiguous() for number in range(size)] if is_root else None
-    return [dist.scatter(output, inputs, root, group, o.waits != "sync")], lambda: [output]
-
-
-def _reduce_scatter(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    inputs = [flattened(o, rank, number) for number in range(size)]
-    output = torch.empty_like(inputs[0])
-    work = dist.reduce_scatter(output, inputs, getattr(ReduceOp, o.op), group, o.waits != "sync")
-    return [work], lambda: [output]
-
-
-def _reduce_scatter_tensor(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    whole = torch.cat([flattened(o, rank, number) for number in range(size)])
-    output = torch.empty_like(whole[: whole.numel() // size])
-    work = dist.reduce_scatter_tensor(output, whole, getattr(ReduceOp, o.op), group, o.waits != "sync")
-    return [work], lambda: [output]
-
-
-def _barrier(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    return [dist.barrier(group, o.waits != "sync")], list
-
-
-def _all_to_all_single(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    # From rank a to rank b go (a + 2 b) % 3 elements, and some more.
-    more = min(o.numel, 1000)
-    sent = [(rank + 2 * other) % 3 + more for other in range(size)]
-    received = [(other + 2 * rank) % 3 + more for other in range(size)]
-    tensor = torch.cat([flattened(o, rank, 0, numel) for numel in sent])
-    if o.layout == "scalar":
-        sent = received = [1] * size
-    output = tensor.new_empty(sum(received))
-    return [dist.all_to_all_single(output, tensor, received, sent, group, o.waits != "sync")], lambda: [output]
-
-
-def _send(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    """Each rank sends to the next and receives from the one before."""
-    tensor = make(o, rank).contiguous()
-    output = torch.empty_like(tensor)
-    if size == 1:
-        return [], list
-    to = dist.get_global_rank(group, (rank + 1) % size)
-    source = dist.get_global_rank(group, (rank - 1) % size)
-    works = [dist.isend(tensor, to, group, tag=o.seed % 7), dist.irecv(output, source, group, tag=o.seed % 7)]
-    if o.waits == "sync":
-        for work in works:
-            work.wait()
-        works = []
-    return works, lambda: [output, tensor]
-
-
-def _object_of(o: Operation, rank: int, number: int = 0) -> Any:
-    return {"rank": rank, "seed": o.seed, "text": "x" * ((o.num_bytes + 37 * rank) % 20_000), "number": number}
-
-
-def _as_tensor(values: Sequence[Any]) -> list[Tensor]:
+def _as_tensors(values: Sequence[Any]) -> list[Tensor]:
     return [torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8) for value in values]
-
-
-def _broadcast_object_list(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    values = [_object_of(o, rank, number) for number in range(2)]
-    dist.broadcast_object_list(values, root, group)
-    return [], lambda: _as_tensor(values)
-
-
-def _all_gather_object(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    values = [None] * size
-    dist.all_gather_object(values, _object_of(o, rank), group)
-    return [], lambda: _as_tensor(values)
-
-
-def _gather_object(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    values = [None] * size if is_root else None
-    dist.gather_object(_object_of(o, rank), values, root, group)
-    return [], lambda: _as_tensor(values or [])
-
-
-def _scatter_object_list(o: Operation, group: Any, rank: int, size: int, root: int, is_root: bool) -> Any:
-    values = [None]
-    inputs = [_object_of(o, rank, number) for number in range(size)] if is_root else None
-    dist.scatter_object_list(values, inputs, root, group)
-    return [], lambda: _as_tensor(values)
-
-
-def _works_of(manager: Any, is_asynchronous: bool) -> list[Any]:
-    return list(manager.works) if is_asynchronous else []
-
-
-_KINDS = {
-    "all_reduce": _all_reduce,
-    "all_reduce_coalesced": _all_reduce_coalesced,
-    "reduce": _reduce,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "all_gather_into_tensor_coalesced": _all_gather_coalesced,
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-    "barrier": _barrier,
-    "all_to_all_single": _all_to_all_single,
-    "send": _send,
-    "broadcast_object_list": _broadcast_object_list,
-    "all_gather_object": _all_gather_object,
-    "gather_object": _gather_object,
-    "scatter_object_list": _scatter_object_list,
-}
 
 
 def difference(operation: Operation, size: int, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:

@@ -1,0 +1,81 @@
+"""Ranks whose default process group is over ``shm``, and programs that they run over gloo once and over ``shm`` twice.
+
+def add_up():
+    rank = start_shm()
+    ...
+
+run_ranks(add_up)
+check_programs([program], world_size=3)  # a program of :mod:`.shm_programs`
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_strategies_ext.shm import rendezvous
+from tests.support.ranks import LIMIT_S, run_ranks
+from tests.support.shm_programs import SHARED, SLOT_NUM_BYTES, Program, difference, digest, run_program, subgroups_of
+
+TIMEOUT_S = 60
+_START_TIMEOUT = timedelta(seconds=LIMIT_S)
+#: Name of a variable of ranks: the number of ranks per host, where ranks shall behave as on several hosts.
+PER_HOST = "TESTS_RANKS_PER_HOST"
+
+
+def start_shm(timeout_s: float = TIMEOUT_S, **options: Any) -> int:
+    """Makes a default group over shm in a rank of the harness; returns the rank.
+
+    The ranks meet before, however long it takes until all have been started.
+    """
+    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["RANK"] = str(rank)
+    if per_host := int(os.environ.get(PER_HOST, 0)):
+        rendezvous.host_identity = lambda: f"host {rank // per_host}"
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, world_size, is_master=rank == 0, timeout=_START_TIMEOUT)
+    timeout = timedelta(seconds=timeout_s)
+    store.set_timeout(timeout)
+    dist.init_process_group("shm", store=store, rank=rank, world_size=world_size, timeout=timeout, **options)
+    return rank
+
+
+def check_programs(programs: Sequence[Program], world_size: int) -> None:
+    """Fails unless ``shm`` gives gloo's results, the same bits each time, and the same bits on all ranks."""
+    digests = run_ranks(_compare, programs, world_size=world_size, timeout_s=LIMIT_S + len(programs))
+    for number, program in enumerate(programs):
+        for index, operation in enumerate(program):
+            seen = {of_rank[number][index] for of_rank in digests} - {None}
+            is_right = operation.kind not in SHARED or len(seen) <= 1
+            assert is_right, f"program {number}, operation {index}: ranks have different bits\n{operation}"
+
+
+def _compare(programs: Sequence[Program]) -> list[list[str | None]]:
+    """Runs programs on one rank; returns a digest of each result of each program, None where it is no member."""
+    os.environ["LIGHTNING_STRATEGIES_EXT_SHM_BYTES"] = str(4 * SLOT_NUM_BYTES)
+    order = random.Random(start_shm())
+    timeout = timedelta(seconds=TIMEOUT_S)
+    groups = {"gloo": [dist.new_group(backend="gloo", timeout=timeout)], "shm": [dist.group.WORLD]}
+    for backend, of_backend in groups.items():
+        for members in subgroups_of(dist.get_world_size()):
+            group = dist.new_group(members, backend=backend, timeout=timeout)
+            of_backend.append(group if dist.get_rank() in members else None)
+    digests = []
+    for number, program in enumerate(programs):
+        theirs = run_program(program, groups["gloo"], order)
+        ours = run_program(program, groups["shm"], order)
+        again = run_program(program, groups["shm"], order)
+        digests.append([digest(each) for each in ours])
+        for index, operation in enumerate(program):
+            if (group := groups["shm"][operation.group]) is None:
+                digests[-1][index] = None
+                continue
+            problem = difference(operation, dist.get_world_size(group), ours[index], theirs[index])
+            assert not problem, f"program {number}: {problem}\n{operation}"
+            is_same = digests[-1][index] == digest(again[index])
+            assert is_same, f"program {number}: other bits the second time\n{operation}"
+    dist.barrier()
+    return digests
