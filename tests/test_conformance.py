@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import run_script
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 #: Cases of torch's that are quick, of every collective, in subgroups, asynchronous, with objects; DDP with each option.
 TORCH_CASES = [

@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.hosts import NoHostsError, two_hosts
 
+pytestmark = pytest.mark.processes
+
 SERVE = """
 import sys
 import time

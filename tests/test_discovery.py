@@ -84,6 +84,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("install", ["wheel_install", "this_install"])
 def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, request: pytest.FixtureRequest) -> None:
     environment: Environment = request.getfixturevalue(install)
@@ -95,6 +96,7 @@ def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, 
     assert report.said == []
 
 
+@pytest.mark.processes
 def test_the_wheel_trains_on_two_processes(wheel: Path, tmp_path: Path) -> None:
     environment, _ = make_environment(wheel, tmp_path, without=())
     result = environment.run(REPOSITORY / "examples" / "digits.py", "--epochs", "1")
@@ -111,6 +113,7 @@ print(type(cli.trainer.strategy).__module__, cli.trainer.global_step)
 """
 
 
+@pytest.mark.processes
 def test_the_name_works_on_the_command_line_of_lightning_cli(wheel_install: Environment) -> None:
     options = "strategy=ddp_ext accelerator=cpu devices=1 max_steps=2 logger=false enable_progress_bar=false"
     result = wheel_install.run("-c", CLI, "fit", *(f"--trainer.{option}" for option in options.split()))
@@ -145,6 +148,7 @@ print(json.dumps([before, after, registered() == once]))
 """
 
 
+@pytest.mark.processes
 def test_with_autoload_off_an_import_of_ours_registers_the_names_and_again_is_harmless(
     wheel_install: Environment,
 ) -> None:
@@ -156,6 +160,7 @@ def test_with_autoload_off_an_import_of_ours_registers_the_names_and_again_is_ha
     assert report.said == []
 
 
+@pytest.mark.processes
 def test_with_autoload_off_the_import_of_ours_may_come_first(wheel_install: Environment) -> None:
     report = wheel_install.report(f"import lightning_strategies_ext\n{CONSTRUCT}", env=AUTOLOAD_OFF)
     assert report.value["Trainer"] == ["lightning_strategies_ext.pytorch.ddp", True]
@@ -167,6 +172,7 @@ def test_with_autoload_off_the_import_of_ours_may_come_first(wheel_install: Envi
 MODULES_AFTER = "import json, sys, {}; print(json.dumps(sorted(sys.modules)))"
 
 
+@pytest.mark.processes
 def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment) -> None:
     script = MODULES_AFTER.format("torch")
     with_hook = set(wheel_install.report(script).value)
@@ -181,6 +187,7 @@ def test_import_torch_loads_the_hook_and_nothing_else(wheel_install: Environment
     assert not with_hook & {"lightning", "horovod"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("imports", ["torch", "lightning_strategies_ext, torch"])
 @pytest.mark.parametrize("env", [{}, AUTOLOAD_OFF], ids=["autoload", "no autoload"])
 def test_torch_knows_the_backend_shm(wheel_install: Environment, imports: str, env: dict[str, str]) -> None:
@@ -188,6 +195,7 @@ def test_torch_knows_the_backend_shm(wheel_install: Environment, imports: str, e
     assert wheel_install.report(script, env=env).value is (imports != "torch" or not env)
 
 
+@pytest.mark.processes
 def test_import_lightning_loads_no_strategy_of_ours_and_warns_of_nothing(wheel_install: Environment) -> None:
     script = MODULES_AFTER.format("torch, lightning")
     warnings_are_errors = ("-W", "error")
@@ -218,6 +226,7 @@ def write_stub_of_lightning(directory: Path, registries: dict[str, str]) -> dict
     return {"PYTHONPATH": str(directory)}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("half", "other"), [("fabric", "pytorch"), ("pytorch", "fabric")])
 def test_filling_one_registry_does_not_import_the_other_half_of_lightning(
     wheel_install: Environment, tmp_path: Path, half: str, other: str
@@ -235,6 +244,7 @@ print(json.dumps(["ddp_ext" in registry, [name for name in sys.modules if name.s
 # --- it breaks nothing ---
 
 
+@pytest.mark.processes
 def test_a_broken_hook_does_not_break_import_torch(wheel_install: Environment, tmp_path: Path) -> None:
     (tmp_path / "wrapt.py").write_text("raise OSError('no such library')")
     report = wheel_install.report("import torch; print(len(torch.ones(3)))", env={"PYTHONPATH": str(tmp_path)})
@@ -243,6 +253,7 @@ def test_a_broken_hook_does_not_break_import_torch(wheel_install: Environment, t
     assert "could not be registered (OSError: no such library)" in report.said[0]
 
 
+@pytest.mark.processes
 def test_a_lightning_with_other_registries_can_still_be_imported(wheel_install: Environment, tmp_path: Path) -> None:
     env = write_stub_of_lightning(tmp_path, {"fabric": "renamed", "pytorch": "renamed"})
     script = "import lightning_strategies_ext, lightning.pytorch.strategies, lightning.fabric.strategies; print(1)"
@@ -253,6 +264,7 @@ def test_a_lightning_with_other_registries_can_still_be_imported(wheel_install: 
     ]
 
 
+@pytest.mark.processes
 def test_a_lightning_that_it_was_not_made_for_is_named(wheel_install: Environment, tmp_path: Path) -> None:
     env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry"})
     (tmp_path / "lightning" / "__init__.py").write_text('__version__ = "2.4.1"')
@@ -286,23 +298,28 @@ def third_party_report(third_parties: Environment) -> Report:
     return third_parties.report(USE_THIRD_PARTIES)
 
 
+@pytest.mark.processes
 def test_another_package_offers_a_strategy_through_our_entry_points(third_party_report: Report) -> None:
     assert third_party_report.value["Trainer"]["good_one"] == "good_strategies.Good"
     assert third_party_report.value["Fabric"] == "good_strategies.GoodFabric"
 
 
+@pytest.mark.processes
 def test_a_name_with_capitals_is_found_although_lightning_lowers_what_it_is_given(third_party_report: Report) -> None:
     assert third_party_report.value["Trainer"]["Good_Two"] == "good_strategies.Good"
 
 
+@pytest.mark.processes
 def test_broken_packages_leave_our_names_as_they_are(third_party_report: Report) -> None:
     assert third_party_report.value["Trainer"]["ddp_ext"] == "lightning_strategies_ext.pytorch.ddp.DDPStrategy"
 
 
+@pytest.mark.processes
 def test_a_package_cannot_take_a_name_of_lightnings(third_party_report: Report) -> None:
     assert third_party_report.value["Trainer"]["ddp"] == "lightning.pytorch.strategies.ddp.DDPStrategy"
 
 
+@pytest.mark.processes
 def test_each_entry_point_that_cannot_be_registered_is_said_in_one_line_that_names_its_package(
     third_party_report: Report,
 ) -> None:
@@ -314,12 +331,14 @@ def test_each_entry_point_that_cannot_be_registered_is_said_in_one_line_that_nam
     assert "invalid strategy name" in third_party_report.value["Trainer"]["absent_one"]
 
 
+@pytest.mark.processes
 def test_a_module_that_raises_breaks_only_the_script_that_asks_for_it(third_party_report: Report) -> None:
     message = third_party_report.value["Trainer"]["raising_one"]
     assert message.startswith("ImportError")
     assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in message
 
 
+@pytest.mark.processes
 def test_registering_again_says_nothing_new_about_other_packages(third_parties: Environment, tmp_path: Path) -> None:
     env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry"})
     script = """
@@ -344,6 +363,7 @@ def findings_of(environment: Environment, *command: str, returncode: int) -> tup
     return found["facts"], {strategy["name"]: strategy for strategy in found["strategies"]}
 
 
+@pytest.mark.processes
 def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wheel_install: Environment) -> None:
     facts, shown = findings_of(wheel_install, returncode=0)
     assert list(shown) == [strategy.name for strategy in STRATEGIES]
@@ -366,6 +386,7 @@ def test_the_command_line_knows_every_strategy_its_engine_and_that_it_can_run(wh
     assert "there is no launcher" in facts["ranks here"]
 
 
+@pytest.mark.processes
 def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() -> None:
     result = run_script("-m", PACKAGE, env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -384,6 +405,7 @@ def test_what_people_read_of_it_fits_in_80_columns_with_a_row_for_each_family() 
     assert "is served by" not in result.stdout
 
 
+@pytest.mark.processes
 def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     # A script that has trained with Horovod starts the launcher that starts this.
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY", str(os.getpid()))
@@ -392,6 +414,7 @@ def test_ranks_of_a_launcher_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(result.stdout)["facts"]["ranks here"] == "started by horovodrun"
 
 
+@pytest.mark.processes
 def test_where_looking_for_mpi_fails_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> bool:
         raise RuntimeError("cannot load MPI library")  # as mpi4py does without an MPI
@@ -401,6 +424,7 @@ def test_where_looking_for_mpi_fails_it_is_said(monkeypatch: pytest.MonkeyPatch)
     assert said == "cannot be told, since Lightning's MPIEnvironment fails: cannot load MPI library"
 
 
+@pytest.mark.processes
 def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Environment) -> None:
     _, shown = findings_of(third_parties, "doctor", returncode=1)
     assert "package raises_at_import cannot be loaded (OSError: [/lib] gone)" in shown["raising_one"]["problem"]

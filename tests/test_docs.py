@@ -112,6 +112,7 @@ def test_failures_that_are_described_can_be_made():
     assert described - {"--help"} <= cases
 
 
+@pytest.mark.processes
 def test_the_site_is_built_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)

@@ -9,6 +9,8 @@ from tests.support import environments
 from tests.support.environments import Environment
 from tests.support.ranks import REPOSITORY
 
+pytestmark = pytest.mark.processes
+
 REGISTERED = """
 import json, torch
 from lightning.pytorch.strategies import StrategyRegistry

@@ -62,6 +62,7 @@ def test_imports_point_down(room):
     assert {name: known for name, known in found.items() if known} == {}
 
 
+@pytest.mark.processes
 def test_these_can_be_imported_where_there_is_no_lightning():
     names = [name_of(module) for room in WITHOUT_LIGHTNING for module in modules_of(room)]
     program = "import sys; sys.modules['lightning'] = None; import importlib; [importlib.import_module(n) for n in "

@@ -8,6 +8,8 @@ import pytest
 
 from lightning_strategies_ext.shm import compiler
 
+pytestmark = pytest.mark.processes
+
 #: Each becomes one of Python's threads over and over again, as one does that lets go of a tensor.
 THREADS = """
 #include <pthread.h>

@@ -62,6 +62,7 @@ def warnings_in(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("lightning-strategies-ext:")]
 
 
+@pytest.mark.processes
 def test_import_of_torch_prints_one_warning_line_with_the_fix(fake, release):
     result = fake.run("-c", "import torch, lightning_strategies_ext")
     assert result.returncode == 0, result.stderr
@@ -71,6 +72,7 @@ def test_import_of_torch_prints_one_warning_line_with_the_fix(fake, release):
     assert not fake.was_imported.exists()
 
 
+@pytest.mark.processes
 def test_nothing_is_registered_even_where_the_script_imports_it(fake, release):
     package = DISTRIBUTIONS[release[0]][-1]
     module = "lightning.fabric.strategies" if package == "lightning" else "lightning_fabric.strategies"
@@ -81,6 +83,7 @@ def test_nothing_is_registered_even_where_the_script_imports_it(fake, release):
     assert fake.was_imported.exists()  # by the script, which proves that the fake records an import
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("statement", ["from lightning_strategies_ext import DDPStrategy",
                                        "from lightning_strategies_ext.fabric import DDPStrategy"])  # fmt: skip
 def test_classes_that_need_lightning_are_refused_before_it_is_imported(fake, statement):
@@ -91,6 +94,7 @@ def test_classes_that_need_lightning_are_refused_before_it_is_imported(fake, sta
     assert not fake.was_imported.exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", [(), ("doctor",)])
 def test_the_doctor_reports_it_in_red_and_exits_with_1(fake, release, command):
     result = fake.run("-m", "lightning_strategies_ext", *command, FORCE_COLOR="1")
@@ -101,6 +105,7 @@ def test_the_doctor_reports_it_in_red_and_exits_with_1(fake, release, command):
     assert not fake.was_imported.exists()
 
 
+@pytest.mark.processes
 def test_the_doctor_reports_it_to_machines(fake, release):
     result = fake.run("-m", "lightning_strategies_ext", "--json")
     assert result.returncode == 1, result.stderr
@@ -111,6 +116,7 @@ def test_the_doctor_reports_it_to_machines(fake, release):
     assert not fake.was_imported.exists()
 
 
+@pytest.mark.processes
 def test_a_clean_release_of_the_same_name_is_not_reported(tmp_path):
     fake = Fake(tmp_path, "lightning", "2.6.4")
     result = fake.run("-c", "import torch, lightning_strategies_ext")

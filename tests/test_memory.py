@@ -73,6 +73,7 @@ def limited_group() -> Iterator[Path]:
     pytest.skip(f"no control group with a limit can be made here: {'; '.join(errors)}")
 
 
+@pytest.mark.processes
 def test_a_limit_counts_and_what_is_taken_of_it(limited_group: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(group=str(limited_group))], capture_output=True, text=True, check=True

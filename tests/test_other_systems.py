@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.from_wheel import NET
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
+
+pytestmark = pytest.mark.processes
 
 #: Python runs it before a script, in the processes that this one starts too. What torch and Lightning need of the
 #: system that there really is, they have imported before the pretence begins.

@@ -5,6 +5,8 @@ import pytest
 from examples import tour
 from tests.support.ranks import REPOSITORY, run_script
 
+pytestmark = pytest.mark.processes
+
 #: Ranks of scripts have their own share of the predictions each, as with Lightning's strategies.
 OF_ALL_RANKS = {"ddp_spawn_ext": 360, "ddp_fork_ext": 360, "dp_ext": 360, "ddp_ext": 180, "horovod_ext": 180}
 

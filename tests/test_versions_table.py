@@ -9,6 +9,8 @@ import pytest
 from docs import versions_table
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.processes
+
 TESTS = """
 import os, pytest
 

@@ -49,6 +49,7 @@ def wheels(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return made
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_library_is_for_that_machine_and_for_old_systems(wheels: dict[str, Path], machine: str, tmp_path: Path):
     wheel = wheels[machine]
@@ -64,6 +65,7 @@ def test_the_library_is_for_that_machine_and_for_old_systems(wheels: dict[str, P
     assert f'"manylinux_2_17_{machine}"' in " ".join(said.split()).partition("platform tag:")[2][:40]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("machine", MACHINES)
 def test_the_wheel_of_the_source_is_that_of_the_checkout(wheels: dict[str, Path], machine: str, tmp_path: Path):
     with zipfile.ZipFile(wheels[machine]) as archive, zipfile.ZipFile(environments.build_wheel(tmp_path)) as other:
@@ -72,6 +74,7 @@ def test_the_wheel_of_the_source_is_that_of_the_checkout(wheels: dict[str, Path]
         assert contents == {name: other.read(name) for name in other.namelist() if name not in changing}
 
 
+@pytest.mark.processes
 def test_what_is_released_can_be_uploaded(wheels: dict[str, Path], sdist: Path):
     said = run(sys.executable, "-m", "twine", "check", "--strict", *wheels.values(), f"{sdist}.tar.gz")
     assert said.count("PASSED") == 3
@@ -85,6 +88,7 @@ def metadata_of(sdist: Path) -> str:
         return file.read().decode()
 
 
+@pytest.mark.processes
 def test_where_the_repository_is_known_links_of_the_readme_lead_there(sdist: Path, tmp_path: Path):
     address = "https://example.org/team/project"
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, REPOSITORY]
@@ -100,6 +104,7 @@ def test_where_the_repository_is_known_links_of_the_readme_lead_there(sdist: Pat
     assert len(targets) == len(re.findall(r"\]\(([^)]+)\)", unknown))
 
 
+@pytest.mark.processes
 def test_a_machine_that_has_no_wheel_is_refused(tmp_path: Path):
     with pytest.raises(AssertionError, match=r"WHEEL_FOR='riscv64': wheels are built for x86_64 and aarch64"):
         environments.build_wheel(tmp_path, env={MACHINE_VARIABLE: "riscv64"})
@@ -135,6 +140,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(platform.machine() not in MACHINES, reason=f"there is no wheel for {platform.machine()}")
 def test_where_there_is_no_compiler_sums_are_those_of_the_wheels_library(wheels: dict[str, Path], tmp_path: Path):
     environment, site = environments.make_environment(wheels[platform.machine()], tmp_path)

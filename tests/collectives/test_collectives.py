@@ -70,6 +70,7 @@ def reduce_everything() -> None:
             torch.testing.assert_close(result, expected.to(wanted))
 
 
+@pytest.mark.processes
 def test_reduce_is_right_for_every_dtype_and_operation():
     run_ranks(reduce_everything, world_size=3)
 
@@ -96,6 +97,7 @@ def reduce_odd_layouts() -> None:
         collectives.reduce(torch.ones(1), reduce_op="median")
 
 
+@pytest.mark.processes
 def test_reduce_takes_any_layout_and_leaves_what_is_no_tensor():
     run_ranks(reduce_odd_layouts)
 
@@ -110,6 +112,7 @@ def reduce_in_subgroup() -> list[float]:
     ]
 
 
+@pytest.mark.processes
 def test_reduce_in_a_subgroup_leaves_other_ranks_alone():
     assert run_ranks(reduce_in_subgroup, world_size=3) == [[1.0, 2.0], [1.0, 1.0], [1.0, 2.0]]
 
@@ -129,6 +132,7 @@ def count_each() -> dict[str, list[str]]:
     }
 
 
+@pytest.mark.processes
 def test_each_operation_takes_the_round_trips_it_needs_and_no_barrier():
     assert run_ranks(count_each)[1] == {
         "reduce": ["c10d::allreduce_"],
@@ -170,6 +174,7 @@ def broadcast_objects() -> None:
     assert all(torch.equal(*pair) for pair in zip(received, expected, strict=True))
 
 
+@pytest.mark.processes
 def test_broadcast_of_any_object_from_any_rank():
     run_ranks(broadcast_objects)
 
@@ -183,6 +188,7 @@ def broadcast_unpicklable() -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_broadcast_of_what_cannot_be_pickled_raises_on_every_rank():
     assert all("Broadcast from rank 0 failed" in message for message in run_ranks(broadcast_unpicklable))
 
@@ -195,6 +201,7 @@ def broadcast_around_the_inline_limit() -> None:
         assert collectives.broadcast(b"y" * size) == b"y" * size
 
 
+@pytest.mark.processes
 def test_broadcast_around_the_size_of_the_first_message():
     run_ranks(broadcast_around_the_inline_limit)
 
@@ -210,6 +217,7 @@ def gather_everything() -> None:
     assert not collectives.all_gather(torch.ones(1, requires_grad=True)).requires_grad
 
 
+@pytest.mark.processes
 def test_all_gather_of_every_dtype_and_shape():
     run_ranks(gather_everything)
 
@@ -229,6 +237,7 @@ def gather_with_gradients(sub: bool) -> torch.Tensor | None:
     return x.grad
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("members", [[0, 1, 2], [0, 2]])
 def test_gradients_through_all_gather_sum_over_the_ranks_that_used_them(members):
     inputs = {r: (input_of(r, torch.float64) * 1.0).requires_grad_() for r in members}
@@ -246,6 +255,7 @@ def decide() -> list[bool]:
     return [f(v) for v, _ in votes for f in (collectives.reduce_boolean_decision, lambda v: collectives.reduce_boolean_decision(v, all=False))]  # noqa: E501  # fmt: skip
 
 
+@pytest.mark.processes
 def test_reduce_boolean_decision_asks_all_or_any():
     assert run_ranks(decide) == [[True, True, False, False, False, True]] * 2
 
@@ -262,6 +272,7 @@ def barrier_with_a_missing_rank() -> None:
         raise KeyError("left early")
 
 
+@pytest.mark.processes
 def test_a_failed_barrier_says_its_name():
     outcome = outcomes_of_ranks(barrier_with_a_missing_rank)[0]
     assert "Rank 0: barrier the meeting failed" in outcome.error
@@ -277,6 +288,7 @@ def broadcast_module() -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
+@pytest.mark.processes
 def test_broadcast_module_gives_all_ranks_the_weights_and_buffers_of_the_first():
     first, second = run_ranks(broadcast_module)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -305,6 +317,7 @@ def leave_many_groups(backend: str) -> int:
     return num_left
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_a_group_can_be_left_at_once_after_a_collective(backend):
     """In torch 2.5, ``destroy_process_group`` by itself may wait for ever there."""

@@ -13,6 +13,8 @@ from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed
 from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED, Net, fail, kill, once, stop, terminate
 from tests.support.hosts import NoHostsError, put_ssh, two_hosts, unplug
 
+pytestmark = pytest.mark.processes
+
 
 def change_hosts(net: Net, hosts: tuple[str, ...]) -> None:
     """Writes the hosts that the discovery script prints."""

@@ -38,6 +38,7 @@ def check_is_as_undisturbed(run: Run, undisturbed: Run) -> None:
     assert run.logged() == undisturbed.logged()
 
 
+@pytest.mark.processes
 def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_workers(undisturbed):
     first, second = once(kill, rank=0, step=70), once(kill, rank=1, step=100, during="validation")
     run = run_torchrun(2, first, second, num_workers=1, **UNFREEZING)
@@ -47,6 +48,7 @@ def test_rank_0_is_killed_then_the_other_in_validation_and_each_with_loader_work
     assert "with 2 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in run.output
 
 
+@pytest.mark.processes
 def test_two_at_once_with_accumulation_and_a_policy():
     run = run_torchrun(
         3,
@@ -65,6 +67,7 @@ def kill_the_restarted_rank_1(net: Net, at: str) -> None:
         kill(net)
 
 
+@pytest.mark.processes
 def test_one_is_killed_during_a_commit_in_manual_optimization_and_again_before_it_has_joined():
     first = once(kill, rank=1, step=60, during="commit")
     strategy = {**STRATEGY, "process_group_backend": "gloo"}
@@ -74,6 +77,7 @@ def test_one_is_killed_during_a_commit_in_manual_optimization_and_again_before_i
     assert run.worlds[1][1] in (40, 60)  # the other may have had the time
 
 
+@pytest.mark.processes
 def test_a_sigterm_to_one_rank_lets_all_commit_before_they_are_started_anew(undisturbed):
     run = run_torchrun(2, once(terminate, rank=1, step=70), **UNFREEZING)
     check_is_as_good_as_undisturbed(run)
@@ -83,6 +87,7 @@ def test_a_sigterm_to_one_rank_lets_all_commit_before_they_are_started_anew(undi
     assert "; 0 steps are repeated" in run.output, run.output
 
 
+@pytest.mark.processes
 def test_one_that_is_lost_before_the_first_step_begins_again():
     run = run_torchrun(2, once(kill, rank=1, during="setup"), strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
@@ -96,6 +101,7 @@ def forget(net: Net) -> None:
     kill(net)
 
 
+@pytest.mark.processes
 def test_where_commits_are_lost_too_it_goes_on_from_disk():
     run = run_torchrun(2, once(forget, rank=0, step=100), strategy=STRATEGY, ckpt_path="last")
     check_is_as_good_as_undisturbed(run)
@@ -109,6 +115,7 @@ def kill_rank_1_in_validate(net: Net, at: str) -> None:
         kill(net)
 
 
+@pytest.mark.processes
 def test_what_is_lost_after_fit_trains_nothing_again():
     run = run_torchrun(2, kill_rank_1_in_validate, strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run)
@@ -139,6 +146,7 @@ def keepers_of(run_id: str) -> list[psutil.Process]:
     return [process for process, command in commands.items() if {keeper.__name__, run_id} <= {*command}]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
 def test_the_keeper_ends_with_the_agent(tmp_path: Path, ending: str):
     (tmp_path / "rank.py").write_text(RANK)

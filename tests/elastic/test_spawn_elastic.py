@@ -28,12 +28,14 @@ def sizes_of(run: Run) -> list[int]:
     return [size for size, _ in run.worlds]
 
 
+@pytest.mark.processes
 def test_an_undisturbed_run_and_other_stages_after_it():
     run = run_workers(2, strategy=STRATEGY, again=True)
     check_is_as_good_as_undisturbed(run, within=0.01)
     assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("rank", "compression"), [(0, None), (1, "powersgd")])
 def test_a_worker_that_is_killed_is_started_anew_and_joins(rank, compression):
     killed = once(kill, rank=rank, step=70)
@@ -54,6 +56,7 @@ def test_a_worker_that_is_killed_is_started_anew_and_joins(rank, compression):
     }
 
 
+@pytest.mark.processes
 def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
     run = run_workers(
         3,
@@ -73,12 +76,14 @@ def test_two_at_once_with_accumulation_loader_workers_and_a_policy():
     assert "the batch of all ranks keeps its size, and is divided by 3" in run.output
 
 
+@pytest.mark.processes
 def test_a_worker_that_is_killed_during_a_commit():
     run = run_workers(2, once(kill, rank=1, step=60, during="commit"), joins_later, strategy=STRATEGY)
     check_is_as_good_as_undisturbed(run)
     assert run.worlds[:2] == [(2, 0), (1, 40)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_worker_that_is_killed_during_validation_in_manual_optimization(backend):
     killed = once(kill, rank=0, step=50, during="validation")
@@ -93,6 +98,7 @@ def kill_the_first_replacement(net: Net, at: str) -> None:
         kill(net)
 
 
+@pytest.mark.processes
 def test_a_new_worker_that_is_killed_before_it_has_joined():
     disturbances = once(kill, rank=1, step=70), kill_the_first_replacement, joins_later
     run = run_workers(2, *disturbances, strategy=STRATEGY, **UNTIL_IT_JOINS)
@@ -101,6 +107,7 @@ def test_a_new_worker_that_is_killed_before_it_has_joined():
     assert "It had not joined them yet" in run.output
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("action", "rank", "what"),
     [(stop, 0, "rank 1 has waited 4 s for it in"), (sleep, 1, "no move was seen in that time")],
@@ -122,6 +129,7 @@ def call_barrier(net: Net) -> None:
     net.trainer.strategy.barrier()
 
 
+@pytest.mark.processes
 def test_a_collective_by_one_worker_alone_ends_fit():
     strategy = {**STRATEGY, "patience": 4, "process_group_backend": "gloo", "max_restarts": 0}
     run = run_workers(2, once(call_barrier, rank=1, step=30), strategy=strategy)
@@ -137,6 +145,7 @@ def kill_rank_0_when_its_replacement_has_joined(net: Net, at: str) -> None:
         kill(net)
 
 
+@pytest.mark.processes
 def test_a_worker_that_is_killed_again_and_again_ends_fit_with_the_first_cause():
     disturbances = once(kill, rank=0, step=30), kill_rank_0_when_its_replacement_has_joined
     run = run_workers(2, *disturbances, strategy={**STRATEGY, "max_restarts": 1}, **UNTIL_IT_JOINS)
@@ -150,12 +159,14 @@ def kill_the_last_rank(net: Net, at: str) -> None:
         kill(net)
 
 
+@pytest.mark.processes
 def test_all_that_have_a_state_are_killed():
     run = run_workers(2, once(kill, rank=0, step=30), kill_the_last_rank, joins_later, strategy=STRATEGY)
     assert run.code != 0
     assert "No other worker is left that has a state to go on with" in run.output
 
 
+@pytest.mark.processes
 def test_an_exception_is_no_death():
     run = run_workers(2, once(fail, rank=1, step=30), strategy=STRATEGY)
     assert run.code != 0
@@ -164,6 +175,7 @@ def test_an_exception_is_no_death():
     assert "is started anew" not in run.output
 
 
+@pytest.mark.processes
 def test_fewer_workers_than_there_must_be_wait_for_the_new_one():
     run = run_workers(2, once(kill, rank=1, step=70), strategy={**STRATEGY, "min_workers": 2})
     check_is_as_good_as_undisturbed(run)
@@ -198,6 +210,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, number: signal.Signals):
     script = tmp_path / "script.py"
@@ -236,6 +249,7 @@ class ShortOfMemory(MLP):
         commit.free_memory = lambda: 3000
 
 
+@pytest.mark.processes
 def test_a_commit_for_which_there_is_no_memory_ends_fit_and_says_what_it_would_take():
     with pytest.raises(WorkerRaisedError, match=r"each of the 2 ranks of this host keeps one; 0\.0 GiB .*`devices="):
         fit(DDPSpawnElasticStrategy(commit_every_n_steps=2), ShortOfMemory, max_epochs=1)

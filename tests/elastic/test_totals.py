@@ -12,6 +12,8 @@ from lightning_strategies_ext.elastic.totals import Totals
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 BATCH = 2  # before which it is done
 
 

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support.examples import EXAMPLES, number, rows, run_example
+
+pytestmark = pytest.mark.processes
 
 BY_NAME = ("--config", EXAMPLES / "cli/ddp_ext.yaml")
 WITH_ARGUMENTS = ("--config", EXAMPLES / "cli/arguments.yaml")

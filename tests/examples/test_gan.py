@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.examples import assert_shows_something, number, run_example
+
+pytestmark = pytest.mark.processes
 
 BEFORE, AFTER, REAL = range(3)
 

@@ -7,9 +7,13 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from benchmarks.horovod_launch import FIRST, SECOND, start_of
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
 from tests.support.ranks import SELDOM, kill_tree, run_command, start_command
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = EXAMPLES / "horovod_digits.py"
 ACCURACY = "accuracy on 360 held-out images"

@@ -7,9 +7,13 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
 from tests.support.ranks import REPOSITORY, free_port, run_command, run_script
 from tests.support.slurm import sbatch
+
+pytestmark = pytest.mark.processes
 
 BATCH_SCRIPT = EXAMPLES / "hosts/digits.slurm"
 ON_TWO_HOSTS = ("--num-nodes", "2", "--devices", "1")

@@ -21,6 +21,7 @@ def test_it_is_kept_without_outputs() -> None:
         assert cell.get("execution_count") is None
 
 
+@pytest.mark.processes
 def test_it_trains_and_predicts(tmp_path: Path) -> None:
     executed = tmp_path / "executed.ipynb"
     program = "from nbclient.cli import main; main()"  # `jupyter execute`

@@ -17,7 +17,7 @@ from tests.support.examples import EXAMPLES, WIDE, number
 from tests.support.ranks import kill_tree, start_script
 from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray
 
-pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
+pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 SCRIPT = EXAMPLES / "ray_digits.py"
 ENVIRONMENT = {**WIDE, "OMP_NUM_THREADS": "1"}
 GONE_WITHIN_S = 60

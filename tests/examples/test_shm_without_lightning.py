@@ -3,8 +3,12 @@
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
 from tests.support.ranks import REPOSITORY, run_script
+
+pytestmark = pytest.mark.processes
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.examples import assert_shows_something, number, rows, run_example
 
+pytestmark = pytest.mark.processes
+
 DISTANCE = "mean squared distance, best of all"
 
 

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.examples import assert_shows_something, number, run_example
+
+pytestmark = pytest.mark.processes
 
 SMALL = ("--epochs", "2", "--width", "32", "--layers", "1", "--context", "64", "--fraction", "0.25")
 

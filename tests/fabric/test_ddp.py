@@ -49,6 +49,7 @@ def train_under_fabric_with_both() -> list[Any]:
     return [ours, theirs]
 
 
+@pytest.mark.processes
 def test_fabric_trains_as_with_stock_to_the_last_bit():
     for ours, theirs in run_ranks(train_under_fabric_with_both):
         assert ours[1] == FabricDDPStrategy.__module__
@@ -74,6 +75,7 @@ def save_and_load(fabric: Fabric, directory: str) -> tuple[dict, dict]:
     return before, state_of(net)
 
 
+@pytest.mark.processes
 def test_fabric_saves_and_loads_without_the_prefix_of_the_wrapper(tmp_path):
     for before, after in run_ranks(save_and_load_in_a_script, str(tmp_path)):
         assert_same_bits(before, after)
@@ -82,6 +84,7 @@ def test_fabric_saves_and_loads_without_the_prefix_of_the_wrapper(tmp_path):
     assert_same_bits(before, after)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_spawn_ext", "dp_ext"])
 def test_one_example_trains_with_each_strategy(strategy, tmp_path):
     result = run_script(
@@ -97,6 +100,7 @@ def test_one_example_trains_with_each_strategy(strategy, tmp_path):
 # --- functions that are launched in workers ---
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["ddp_spawn_ext", "ddp_fork_ext"])
 def test_a_launched_function_trains_as_scripts_do_and_its_value_comes_back(name):
     ((expected, _, total), _), *_ = run_ranks(train_under_fabric_with_both)
@@ -116,6 +120,7 @@ def fail(fabric: Fabric) -> None:
     fabric.barrier()
 
 
+@pytest.mark.processes
 def test_workers_stay_for_the_next_launch_and_a_failure_names_the_rank():
     fabric = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu")
     pid, values = fabric.launch(where, 10, offset=1)

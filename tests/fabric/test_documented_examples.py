@@ -3,11 +3,14 @@
 import re
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.horovod_ranks import run_horovod
 from tests.support.models import assert_same_bits, state_of
 from tests.support.ranks import REPOSITORY, run_ranks
+
+pytestmark = pytest.mark.processes
 
 
 def example_of(page: str) -> str:

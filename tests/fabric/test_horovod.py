@@ -11,6 +11,8 @@ from tests.support.horovod_ranks import run_horovod
 from tests.support.models import MLP, assert_close, loader, state_of
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def train_under_fabric(strategy: str, directory: str) -> dict[str, Any]:
     fabric = Fabric(strategy=strategy, devices=2, accelerator="cpu")

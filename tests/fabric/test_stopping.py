@@ -46,11 +46,13 @@ def train_in_a_script(strategy: str, signum: int) -> tuple[int, list[int]]:
     return train(fabric, signum=signum)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_on_one_rank_stops_all_before_the_same_step(signum: int):
     check(run_ranks(train_in_a_script, "ddp_ext", signum))
 
 
+@pytest.mark.processes
 def test_over_horovod_too():
     check(run_horovod("horovodrun", train_in_a_script, "horovod_ext", signal.SIGTERM))
 
@@ -61,6 +63,7 @@ def check(outcomes: list[tuple[int, list[int]]]) -> None:
     assert gathered == [first, second]
 
 
+@pytest.mark.processes
 def test_one_to_the_process_that_has_started_workers_stops_these():
     done, gathered = Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch(train, os.getpid())
     assert 5 <= done < MANY
@@ -81,6 +84,7 @@ def signal_that_comes_late() -> list[str]:
     return seen if fabric.global_rank == 0 else ["as before"]
 
 
+@pytest.mark.processes
 def test_one_that_comes_after_the_last_step_is_not_lost():
     assert run_ranks(signal_that_comes_late) == [["as before"]] * 2
 

@@ -85,6 +85,7 @@ def pdb_prompt(begun: threading.Event, ended: threading.Event) -> None:
     pdb.Pdb(stdin=Waits(), stdout=io.StringIO(), nosigint=True).set_trace()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("doing", "is_still", "is_idle", "is_debugged"),
     [
@@ -128,6 +129,7 @@ class Store(dict):
         return self[key]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("is_named", [False, True])
 def test_what_one_writes_others_read_after_its_death_too(tmp_path, monkeypatch, is_named):
     if is_named:  # as on macOS
@@ -225,6 +227,7 @@ print(gc.isenabled())
 """
 
 
+@pytest.mark.processes
 def test_garbage_may_be_collected_while_a_thread_is_looked_at(tmp_path):
     script = tmp_path / "looked_at.py"
     script.write_text(LOOKED_AT)

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import atexit
 import sys

@@ -19,6 +19,8 @@ from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
 
+pytestmark = pytest.mark.processes
+
 
 class Uneven(MLP):
     """Ranks meet in each batch of the last validation, of which one has half as many."""

@@ -25,6 +25,8 @@ from lightning_strategies_ext.failure import ending, watch
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, fit, loader, make_trainer, state_of
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_script
 
+pytestmark = pytest.mark.processes
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 NUM_STEPS = 240
 BATCHES_PER_EPOCH = 40

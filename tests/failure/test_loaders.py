@@ -12,6 +12,8 @@ import pytest
 from lightning_strategies_ext.peers import kill_with_forked
 from tests.support.ranks import start_script
 
+pytestmark = pytest.mark.processes
+
 fork = multiprocessing.get_context("fork")
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import os
 import sys

@@ -90,6 +90,7 @@ def train(how: str, backend: str, patience: Any) -> int:
     return trainer.global_step
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("how", "backend", "patience"),
     [
@@ -128,16 +129,19 @@ def train_on(how: str) -> int:
     return trainer.global_step
 
 
+@pytest.mark.processes
 def test_one_whose_loader_takes_long_for_a_batch_is_waited_for():
     assert run_ranks(train_on, "computes") == [10, 10]
 
 
+@pytest.mark.processes
 def test_one_whose_loader_does_nothing_is_not():
     outcomes = outcomes_of_ranks(train_on, "sleeps")
     assert all(outcome.exit_code for outcome in outcomes), outcomes
     assert any("rank 1 is stuck" in outcome.output for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_one_that_sleeps_ends_all_and_the_error_has_the_stacks_of_all(backend):
     trainer = spawn_trainer(
@@ -175,6 +179,7 @@ def train_in_own_groups() -> None:
     make_trainer(strategy, max_epochs=1, callbacks=[WaitsInItsOwnGroup()]).fit(MLP(), loader(80))
 
 
+@pytest.mark.processes
 def test_two_that_wait_for_each_other_end_by_themselves_and_one_of_them_says_why():
     outcomes = outcomes_of_ranks(train_in_own_groups)
     output = "".join(outcome.output for outcome in outcomes)

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import sys
 from lightning_strategies_ext.failure import ending

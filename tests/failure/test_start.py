@@ -6,8 +6,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.ranks import kill_tree, start_script
+
+pytestmark = pytest.mark.processes
 
 PORT_IS_TAKEN = """
 import os

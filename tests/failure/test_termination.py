@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from lightning.pytorch.callbacks import Callback
 
 from tests.support.models import fit
 from tests.support.ranks import outcomes_of_ranks
+
+pytestmark = pytest.mark.processes
 
 LAST = 2
 

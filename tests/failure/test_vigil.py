@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext.failure.ending import ENDED
@@ -13,6 +14,8 @@ from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.vigil import SURE_S, Vigil
 from lightning_strategies_ext.peers import Peer, meet_peers
 from tests.support.ranks import Outcome, outcomes_of_ranks
+
+pytestmark = pytest.mark.processes
 
 PATIENCE_S = 2.0
 #: Which rank 0 serves.

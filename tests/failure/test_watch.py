@@ -14,6 +14,8 @@ from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.watch import Watch
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def fail_and_end_at_once() -> list[str]:
     rank = int(os.environ["LOCAL_RANK"])

@@ -25,6 +25,7 @@ HANGS_S = 90
 BEFORE_HOROVOD_S = 27
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_end_soon_and_say_why(case: Case, tmp_path: Path):
     limit_s = BEFORE_HOROVOD_S if (case.kind, case.strategy) == ("cable", "horovod_ext") else HANGS_S

@@ -18,6 +18,8 @@ from tests.support.elastic_runs import STRATEGY, UNTIL_IT_JOINS, check_is_as_goo
 from tests.support.elastic_training import Plan, joins_later, kill, once, sleep, write_plan
 from tests.support.ranks import kill_tree, start_script
 
+pytestmark = pytest.mark.processes
+
 SHARED = {"is_on_one_gpu": not ON_CPU}
 
 

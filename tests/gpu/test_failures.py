@@ -18,6 +18,8 @@ from lightning_strategies_ext.torch_distributed import process_group
 from tests.faults.cases import Case, try_case
 from tests.gpu.devices import ACCELERATOR, ON_CPU, Ranks, cuda_only
 
+pytestmark = pytest.mark.processes
+
 #: Nothing but a hang takes so long, in seconds; NCCL's own watchdog waits for ten minutes.
 HANGS_S = 60
 

@@ -11,6 +11,8 @@ from tests.support.horovod_ranks import run_horovod
 from tests.support.models import MLP, assert_same_bits, fit, state_of
 from tests.support.one_gpu import pass_for_own_host
 
+pytestmark = pytest.mark.processes
+
 
 def why_no_horovod() -> str | None:
     if importlib.util.find_spec("horovod") is None:

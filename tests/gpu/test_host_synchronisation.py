@@ -7,10 +7,13 @@ from collections import Counter
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from tests.gpu.devices import DEVICE_TYPE, ON_CPU, Ranks
 from tests.support.models import MLP, loader, make_trainer
+
+pytestmark = pytest.mark.processes
 
 #: The profiler's names, or their beginnings, of all by which a host waits for a GPU or reads from it.
 WAITS = (

@@ -15,6 +15,8 @@ from tests.gpu.devices import Ranks
 from tests.gpu.test_host_synchronisation import InMemory, waits_per_step
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, fit, state_of
 
+pytestmark = pytest.mark.processes
+
 
 class Large(MLP):
     """16 MiB of gradients, which are some buckets."""

@@ -11,6 +11,8 @@ from lightning_strategies_ext import DDPStrategy
 from tests.gpu.devices import BACKEND, DEVICE_TYPE, Ranks, cuda_only
 from tests.support.models import fit
 
+pytestmark = pytest.mark.processes
+
 
 def touch_the_device(where: dict[str, Any]) -> tuple[bool, float]:
     return torch.cuda.is_initialized(), torch.ones(1, device=DEVICE_TYPE).item()

@@ -11,6 +11,8 @@ from lightning_strategies_ext.fabric.dp import DataParallelStrategy as FabricDat
 from tests.gpu.devices import BACKEND, DEVICE_TYPE, ON_CPU, Ranks, cuda_only, run_main, two_gpus
 from tests.support.models import MLP, WithBatchNorm, assert_same_bits, dataset, fit, loader, state_of
 
+pytestmark = pytest.mark.processes
+
 num_devices = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=two_gpus)])
 
 

@@ -23,7 +23,7 @@ from tests.support.ray_clusters import (
     variables_of_own_ray,
 )
 
-pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
+pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 
 HALF_A_GPU = HALF if ON_CPU else {**HALF, "num_gpus_per_worker": 0.5}
 WHERE = {"accelerator": "cpu" if ON_CPU else "gpu"}

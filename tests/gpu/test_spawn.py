@@ -10,6 +10,8 @@ from lightning_strategies_ext import DDPSpawnStrategy
 from tests.gpu.devices import DEVICE_TYPE, Devices, Ranks, cuda_only, run_main, two_gpus
 from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
 
+pytestmark = pytest.mark.processes
+
 num_devices = pytest.mark.parametrize("num_devices", [1, pytest.param(2, marks=two_gpus)])
 
 

@@ -31,6 +31,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.processes
+
 #: Has torch compute the same bits again; for cuBLAS see `devices.py`.
 REPEATABLE = {"deterministic": True}
 

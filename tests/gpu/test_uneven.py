@@ -21,6 +21,8 @@ from tests.support.uneven_training import (
     train,
 )
 
+pytestmark = pytest.mark.processes
+
 SHORT = {name: lengths for name, lengths in LENGTHS.items() if name != "even"}
 CASES = [(way, name, kind, steps) for way in ("stop", "join") for name in SHORT for kind in KINDS for steps in (1, 2)]
 #: How far weights may be from those without compression, after ten steps.

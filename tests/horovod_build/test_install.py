@@ -87,6 +87,7 @@ def left_in(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
 
 
+@pytest.mark.processes
 def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: Path):
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
     (tmp_path / "site").mkdir()
@@ -109,6 +110,7 @@ def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: P
     assert left_in(tmp_path / "left") == []
 
 
+@pytest.mark.processes
 def test_what_is_there_is_not_called_missing(tmp_path: Path):
     env = {**quarantine(tmp_path / "left"), "PATH": str(tmp_path), "CXX": "no-such-compiler"}
     result = run_script(*CLI, "--rebuild", env=env)
@@ -118,6 +120,7 @@ def test_what_is_there_is_not_called_missing(tmp_path: Path):
     assert left_in(tmp_path / "left") == []
 
 
+@pytest.mark.processes
 def test_options_of_horovods_build_come_from_the_command_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HOROVOD_WITHOUT_PYTORCH", "1")
     found, missing = find_toolchain(with_mpi=False, with_nccl=False)
@@ -128,6 +131,7 @@ def test_options_of_horovods_build_come_from_the_command_alone(monkeypatch: pyte
     assert environment["HOROVOD_WITHOUT_MPI"] == "1", "CMake would take an MPI that happens to be there"
 
 
+@pytest.mark.processes
 def test_a_second_call_proves_in_seconds():
     if (problem := horovod_problem()) is not None or marker() is None:
         pytest.skip(problem or "the installed Horovod was not built by the command")
@@ -161,6 +165,7 @@ def test_a_wheel_carries_its_key_and_is_not_taken_for_another(tmp_path: Path, wh
     assert not BuildKey.here("2.12.0+cpu").matches(json.loads(key.as_json()))
 
 
+@pytest.mark.processes
 def test_after_an_upgrade_of_torch_horovod_is_built_again(
     tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -194,6 +199,7 @@ def start_with_build_of_earlier_version() -> list[str]:
     return [*said, doctor.facts()["Horovod"]]
 
 
+@pytest.mark.processes
 def test_a_build_of_an_earlier_version_is_to_be_built_again():
     assert installed.what_is_not_fixed() is None, "neither the one that was just built, nor one of another origin"
     said, in_doctor = ranks.run_ranks(start_with_build_of_earlier_version, world_size=1)[0]
@@ -252,6 +258,7 @@ def test_wheels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp
     assert user_cache.directory("horovod") == tmp_path / "mine" / "horovod"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_build_leaves_nothing_in_the_cache(tmp_path: Path, ended_by: signal.Signals):
     compiling = f"import pathlib, time; pathlib.Path({str(tmp_path / 'compiling')!r}).touch(); time.sleep(60)"
@@ -291,6 +298,7 @@ def test_a_copy_that_was_killed_is_cleared_away_by_the_next_build(tmp_path: Path
         assert not killed.exists()
 
 
+@pytest.mark.processes
 def test_of_two_builds_at_once_one_builds_and_the_other_takes_its_wheel(tmp_path: Path):
     building = (
         "import setuptools, time; time.sleep(0.5); setuptools.setup(name='horovod', version='0.28.1', py_modules=[])"
@@ -303,6 +311,7 @@ def test_of_two_builds_at_once_one_builds_and_the_other_takes_its_wheel(tmp_path
     assert sum("waiting for it" in output and "built earlier" in output for output in outputs) == 1
 
 
+@pytest.mark.processes
 def test_a_failed_build_shows_the_end_of_its_log_and_keeps_the_log(tmp_path: Path):
     failing = (
         "print('\\n'.join(f'line {n}' for n in range(100)), flush=True); raise SystemExit('no such header: torch.h')"
@@ -341,6 +350,7 @@ def test_a_source_that_is_not_the_released_one_is_not_unpacked(tmp_path: Path):
     assert not (tmp_path / "outside.py").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("launcher", "said"),
     [
@@ -355,6 +365,7 @@ def test_a_proof_that_fails_says_how(launcher: list[str], said: str):
         prove(Launcher("the launcher", launcher, {}), dict(os.environ), timeout_s=1)
 
 
+@pytest.mark.processes
 def test_the_command_imports_neither_torch_nor_lightning():
     code = (
         "import sys; from lightning_strategies_ext.horovod_build import command, installed;"

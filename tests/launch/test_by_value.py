@@ -19,6 +19,8 @@ from lightning_strategies_ext import WorkerRaisedError
 from tests.support.models import MLP, loader, make_trainer, state_of
 from tests.support.ranks import REPOSITORY, clean_environment
 
+pytestmark = pytest.mark.processes
+
 ADDED = {"to": 1.0}
 
 

@@ -70,6 +70,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.processes
 def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
     result = run_script("-c", WITHOUT_RAY)
     assert result.returncode == 0, result.stdout

@@ -24,6 +24,8 @@ from lightning_strategies_ext import DDPSpawnStrategy, WorkerDiedError, WorkerRa
 from tests.support.models import MLP, loader, make_trainer, state_of
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.processes
+
 STEPS_BEFORE_FAILURE = 3
 # What is promised is 10 seconds; the rest is for a machine that does other things as well.
 FAILURE_WITHIN_S = 15

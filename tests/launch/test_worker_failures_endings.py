@@ -38,6 +38,8 @@ from tests.support.models import MLP, loader, make_trainer, state_of
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
 from tests.support.shared_memory import PrivateSharedMemory, private_shared_memory
 
+pytestmark = pytest.mark.processes
+
 LONG_FIT = {"max_epochs": -1, "max_steps": 100_000}
 
 

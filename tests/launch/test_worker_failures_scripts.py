@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.processes
+
 FAILS_TWICE = """
 from pathlib import Path
 

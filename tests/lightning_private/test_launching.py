@@ -63,6 +63,7 @@ def start_scripts(kind: type) -> list[str]:
     return called
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", [launching.SubprocessScriptLauncher, launching.FabricSubprocessScriptLauncher])
 def test_call_children_scripts_is_how_both_launchers_start_scripts(kind: type) -> None:
     assert in_own_process(start_scripts, kind) == ["called"] * 2
@@ -85,6 +86,7 @@ def test_say_rank_lets_only_rank_0_do_what_is_for_rank_0(monkeypatch: pytest.Mon
     assert done == [("pytorch", 0), ("fabric", 0)]
 
 
+@pytest.mark.processes
 def test_set_num_threads_if_needed_shares_the_cores() -> None:
     variable, num_threads = in_own_process(threads_of_one_of_two)
     assert int(variable) == num_threads == max(1, len(os.sched_getaffinity(0)) // 2)
@@ -103,6 +105,7 @@ def fit_until_ctrl_c() -> list[tuple[Any, ...]]:
     return kill.calls
 
 
+@pytest.mark.processes
 def test_on_ctrl_c_the_trainer_tells_our_script_launcher_to_end_the_other_ranks() -> None:
     assert in_own_process(fit_until_ctrl_c) == [(signal.SIGKILL,)]
 

@@ -46,6 +46,7 @@ def count_moves_of_logged_values(is_skipping: bool) -> tuple[int, dict[str, floa
     return num_moves_in_fit, logged, loss.value.device.type
 
 
+@pytest.mark.processes
 def test_lightning_moves_each_logged_value_to_where_it_is_until_we_stop_it_and_nothing_else_changes() -> None:
     (num_moves, logged, _), (num_left, same_logged, device) = (
         in_own_process(count_moves_of_logged_values, is_skipping) for is_skipping in (False, True)

@@ -31,6 +31,7 @@ def receive_sigterm_between_register_and_confirm() -> tuple[int, bool, bool]:
     return len(on_signal.calls), before, trainer.received_sigterm
 
 
+@pytest.mark.processes
 def test_the_signal_handler_that_the_trainer_installs_is_the_one_that_we_replace() -> None:
     num_signals, received_before_confirm, received_after = in_own_process(receive_sigterm_between_register_and_confirm)
     assert num_signals == 1
@@ -47,6 +48,7 @@ def receive_sigterm_after_release() -> tuple[int, bool]:
     return len(on_signal.calls), trainer.received_sigterm
 
 
+@pytest.mark.processes
 def test_after_release_a_sigterm_is_lightnings_again() -> None:
     assert in_own_process(receive_sigterm_after_release) == (0, True)
 
@@ -66,6 +68,7 @@ def stop_before_the_fourth_step() -> list[tuple[int, int, int]]:
     return seen
 
 
+@pytest.mark.processes
 def test_the_agreement_is_asked_before_each_training_step_where_every_progress_counter_is_complete() -> None:
     assert in_own_process(stop_before_the_fourth_step) == [(step, step, step) for step in range(4)]
 
@@ -88,6 +91,7 @@ def fit_with_a_signal_in_the_third_step() -> tuple[int, bool]:
     return trainer.global_step, trainer.received_sigterm
 
 
+@pytest.mark.processes
 def test_the_trainer_installs_its_handlers_after_the_strategy_was_set_up() -> None:
     assert in_own_process(fit_with_a_signal_in_the_third_step) == (3, True)
 
@@ -113,6 +117,7 @@ def count_broadcasts_of_lightnings_ddp() -> int:
     return len(broadcast.calls)
 
 
+@pytest.mark.processes
 def test_the_broadcast_that_we_take_out_is_what_lightning_runs_in_every_training_step() -> None:
     if Version(lightning.__version__) < Version("2.5.3"):
         pytest.skip("Lightning before 2.5.3 has no broadcast per step to take out")
@@ -150,6 +155,7 @@ def receive_sigusr1() -> tuple[list[int], list[int], list[bool]]:
     return received, saved, progress
 
 
+@pytest.mark.processes
 def test_the_handler_for_a_requeue_is_replaced_and_what_it_does_can_be_done_later() -> None:
     assert in_own_process(receive_sigusr1) == ([1], [2], [False, True, False, True, False, True])
 

@@ -38,6 +38,7 @@ class TunableMLP(MLP):
     lr = 1e-3
 
 
+@pytest.mark.processes
 def test_a_finder_leaves_its_trial_by_an_exception_that_is_no_failure(tmp_path: Path) -> None:
     assert run_ranks(find_learning_rate, tmp_path, world_size=1) == [(True, False)]
 

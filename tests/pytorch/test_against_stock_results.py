@@ -28,6 +28,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import leave_process_group, run_ranks
 
+pytestmark = pytest.mark.processes
+
 try:
     from lightning.pytorch.callbacks import EMAWeightAveraging
 except ImportError:  # before Lightning 2.6

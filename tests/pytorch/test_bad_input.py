@@ -207,6 +207,7 @@ def construct_with_a_backend_that_is_for_gpus(backend: str | None) -> list[str]:
     return [*messages, str(caught.value)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("backend", [None, "nccl"], ids=["a registered one", "nccl"])
 def test_a_backend_that_cannot_move_tensors_of_the_devices_is_refused_when_these_are_known(backend: str | None) -> None:
     if backend == "nccl" and not dist.is_nccl_available():
@@ -227,6 +228,7 @@ def join_a_group_of_another_shape() -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_process_group_of_another_shape_is_refused() -> None:
     (message,) = run_ranks(join_a_group_of_another_shape, world_size=1)
     assert "rank 0 of 1" in message
@@ -263,6 +265,7 @@ def fit_under_torchrun(strategy: str, world_size: int, kwargs: dict[str, int]) -
     return str(caught.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kwargs", [{"devices": 2}, {"devices": 2, "num_nodes": 3}])
 def test_a_world_size_from_torchrun_that_contradicts_the_trainer_is_refused(kwargs: dict[str, int]) -> None:
     (message,) = run_ranks(fit_under_torchrun, "ddp_ext", 4, kwargs, world_size=1, timeout_s=30)
@@ -270,6 +273,7 @@ def test_a_world_size_from_torchrun_that_contradicts_the_trainer_is_refused(kwar
     assert "does not match the world size (4)" in message
 
 
+@pytest.mark.processes
 def test_starting_workers_in_each_process_that_torchrun_has_started_is_refused() -> None:
     (message,) = run_ranks(fit_under_torchrun, "ddp_fork_ext", 2, {"devices": 2}, world_size=1, timeout_s=30)
     assert "`start_method='fork'`" in message
@@ -288,11 +292,13 @@ class WithBatchNormOfAHook(MLP):
         self.norm = nn.BatchNorm1d(3)
 
 
+@pytest.mark.processes
 def test_so_is_that_of_a_layer_that_a_hook_makes() -> None:
     with pytest.raises(WorkerRaisedError, match="`sync_batchnorm=True` needs GPUs"):
         make_trainer("ddp_fork_ext", sync_batchnorm=True).fit(WithBatchNormOfAHook(), loader())
 
 
+@pytest.mark.processes
 def test_where_there_is_nothing_to_synchronise_the_argument_does_no_harm() -> None:
     trainer = make_trainer("ddp_fork_ext", sync_batchnorm=True, max_epochs=1)
     trainer.fit(MLP(), loader())
@@ -316,6 +322,7 @@ def fit_with_averaging_of_a_distributed_optimizer() -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_model_averaging_with_an_optimizer_that_distributes_its_own_work_is_refused() -> None:
     (message,) = run_ranks(fit_with_averaging_of_a_distributed_optimizer, world_size=1)
     assert "`model_averaging_period=4` cannot be combined with ZeroRedundancyOptimizer" in message

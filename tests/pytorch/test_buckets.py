@@ -107,6 +107,7 @@ def train_all() -> dict[str, tuple[Training, Training]]:
     return found
 
 
+@pytest.mark.processes
 def test_sizes_are_tried_in_turn_and_weights_are_those_of_any_size():
     first, second = run_ranks(train_all)
     turns = [25 * 2**20, *(int(size * 2**20) for size in SIZES_MB)] * bucket_search.NUM_TURNS
@@ -131,6 +132,7 @@ def train_little() -> list[str]:
     return found
 
 
+@pytest.mark.processes
 def test_a_training_that_is_too_short_and_a_model_that_is_too_small_are_told():
     too_short, too_small = run_ranks(train_little)[0]
     assert too_short == f"`bucket_cap_mb='auto'`: nothing was chosen, since that takes {NUM_STEPS - 2} more steps."
@@ -145,6 +147,7 @@ def train_observed() -> tuple[dict[str, torch.Tensor], float]:
     return state_of(model), [times.num_bytes for times in monitor.times]
 
 
+@pytest.mark.processes
 def test_a_monitor_follows_from_size_to_size(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state, num_bytes = run_ranks(train_observed)[0]

@@ -19,6 +19,8 @@ from lightning_strategies_ext import DDPSpawnPlugin, DDPSpawnStrategy, DDPStrate
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from tests.support.ranks import run_script
 
+pytestmark = pytest.mark.processes
+
 DDP_DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(DistributedDataParallel).parameters.items()

@@ -95,6 +95,7 @@ def train_with_casts() -> dict[str, list[dict]]:
     return found
 
 
+@pytest.mark.processes
 def test_casts_are_those_of_torch() -> None:
     for found in run_ranks(train_with_casts):
         for name, (ours, torchs, uncompressed) in found.items():
@@ -144,6 +145,7 @@ def train_apart(period: int, outer: Any, per_host: int) -> dict[str, Tensor]:
     return state_of(common)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("per_host", [1, 2])
 @pytest.mark.parametrize(
     ("compression", "outer"),
@@ -184,6 +186,7 @@ def train_and_resume(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.processes
 def test_who_resumes_has_the_weights_of_who_was_not_stopped(tmp_path: Path) -> None:
     first, second = run_ranks(train_and_resume, tmp_path)
     for name, (whole, resumed) in first.items():
@@ -233,6 +236,7 @@ def validate_apart() -> tuple[list[dict], dict, bool]:
     return model.validated, state, "torch.distributed.optim" in sys.modules
 
 
+@pytest.mark.processes
 def test_ranks_validate_one_model_and_end_with_one() -> None:
     (first, end, is_imported), (second, other_end, _) = run_ranks(validate_apart)
     assert not is_imported  # it compiles TorchScript, which nothing here needs
@@ -251,6 +255,7 @@ def train_alone() -> tuple[dict, dict]:
     return found[0], found[1]
 
 
+@pytest.mark.processes
 def test_one_rank_loses_nothing() -> None:
     [(plain, compressed)] = run_ranks(train_alone, world_size=1)
     assert_same_bits(plain, compressed)
@@ -266,11 +271,13 @@ def train_two_optimizers() -> dict:
     return state_of(model)
 
 
+@pytest.mark.processes
 def test_manual_optimization_with_two_optimizers_ends_with_one_model() -> None:
     first, second = run_ranks(train_two_optimizers)
     assert_same_bits(first, second)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["topk", "diloco"])
 def test_workers_bring_the_model_back_and_what_is_to_be_saved(name: str, tmp_path: Path) -> None:
     model = seeded(Wide)
@@ -294,6 +301,7 @@ def fail(compression: Compression) -> None:
     train(seeded(FailsOnRank1), compression)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["powersgd", "localsgd"])
 def test_who_waits_for_a_rank_that_fails_is_told(name: str) -> None:
     first, second = outcomes_of_ranks(fail, WITH_STATE[name])

@@ -70,6 +70,7 @@ def run_all_stages() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.processes
 def test_one_trainer_runs_fit_validate_test_predict_and_fit_again():
     first, second = run_ranks(run_all_stages)
     for seen in (first, second):
@@ -88,6 +89,7 @@ def weights_of_rank_zero_when_not_training() -> list[float]:
     return model.net[0].weight.flatten().tolist()
 
 
+@pytest.mark.processes
 def test_evaluation_without_training_uses_the_weights_of_the_first_rank_everywhere():
     first, second = run_ranks(weights_of_rank_zero_when_not_training)
     assert first == second
@@ -122,6 +124,7 @@ def fail_then_train(hook: str) -> tuple[list[str], dict]:
     return torn_down, state_of(fit("ddp_ext")[1])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("hook", ["setup"])
 def test_an_exception_before_setup_tears_down_and_leaves_the_process_usable(hook):
     first, second = run_ranks(fail_then_train, hook)
@@ -142,6 +145,7 @@ def train_named(names: list[str]) -> dict[str, dict]:
     return {name: state_of(fit(name, max_epochs=1)[1]) for name in names}
 
 
+@pytest.mark.processes
 def test_every_popen_name_trains():
     first, second = run_ranks(train_named, POPEN_NAMES)
     for name in POPEN_NAMES:
@@ -163,6 +167,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", [name for name in FORK_NAMES if not name.endswith("false")])
 def test_every_fork_name_trains_under_both_front_ends(name, tmp_path):
     script = tmp_path / "train.py"
@@ -173,6 +178,7 @@ def test_every_fork_name_trains_under_both_front_ends(name, tmp_path):
     assert "sum 1.0" in result.stdout
 
 
+@pytest.mark.processes
 def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
     result = run_script(REPOSITORY / "examples/digits.py", "--dir", tmp_path, "--epochs", "6", env={"COLUMNS": "120"})
     assert result.returncode == 0, result.stdout
@@ -226,6 +232,7 @@ def use_collectives() -> None:
     fit("ddp_ext", Module, max_epochs=1)
 
 
+@pytest.mark.processes
 def test_collectives_of_the_strategy_and_of_the_module():
     run_ranks(use_collectives)
 
@@ -255,6 +262,7 @@ def gradients_with_and_without_sync() -> list[bool]:
     return agree
 
 
+@pytest.mark.processes
 def test_block_backward_sync_keeps_gradients_local():
     assert run_ranks(gradients_with_and_without_sync) == [[False, True]] * 2
 
@@ -264,6 +272,7 @@ def join_a_group_of_another_shape() -> None:
     make_trainer("ddp_ext").fit(MLP(), loader())
 
 
+@pytest.mark.processes
 def test_a_process_group_of_another_shape_is_refused():
     for outcome in outcomes_of_ranks(join_a_group_of_another_shape):
         assert "is rank 0 of 1 in a process group" in outcome.error
@@ -273,6 +282,7 @@ def train_with_sync_batchnorm_on_cpu() -> None:
     make_trainer("ddp_ext", sync_batchnorm=True).fit(WithBatchNorm(), loader())
 
 
+@pytest.mark.processes
 def test_sync_batchnorm_on_cpu_is_refused_before_anything_starts():
     for outcome in outcomes_of_ranks(train_with_sync_batchnorm_on_cpu):
         assert "`sync_batchnorm=True` needs GPUs" in outcome.error

@@ -73,6 +73,7 @@ def train_with_trainer_flags() -> dict:
     return state_of(fit("ddp_ext", max_epochs=1, precision="bf16-mixed")[1])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("gives_devices", [True, False])
 def test_plugins_given_to_the_strategy_are_those_that_are_used(tmp_path, gives_devices):
     first, second = run_ranks(train_with_plugins, tmp_path, gives_devices)
@@ -97,6 +98,7 @@ def compressed_and_not(kind: str) -> list[dict]:
     return [train_with(**arguments), train_with()]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["fp16", "bf16", "wrapper", "state"])
 def test_a_communication_hook_exchanges_the_gradients_on_cpu_too(kind):
     outcomes = run_ranks(compressed_and_not, kind)
@@ -126,6 +128,7 @@ def train_locally() -> list[list[float]]:
     return note.weights
 
 
+@pytest.mark.processes
 def test_post_local_sgd_lets_models_drift_apart_and_averages_them_by_its_period():
     first, second = run_ranks(train_locally)
     agree = [a == b for a, b in zip(first, second, strict=True)]
@@ -146,6 +149,7 @@ def train_within_the_host() -> list[list[float]]:
     return note.weights
 
 
+@pytest.mark.processes
 def test_post_local_sgd_exchanges_gradients_within_the_host_when_no_group_is_given():
     first, second = run_ranks(train_within_the_host)
     assert first == second
@@ -164,6 +168,7 @@ def time_out() -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.processes
 def test_timeout_bounds_a_collective():
     assert 1 < run_ranks(time_out)[0] < 4
 
@@ -184,6 +189,7 @@ def take_too_much_memory(make_strategy: Callable[..., Any]) -> tuple[str, float]
     return dist.get_backend(), tensor.item()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("make_strategy", [DDPStrategy, FabricDDPStrategy])
 def test_cpu_ranks_of_one_host_share_memory_by_default_and_options_reach_it(make_strategy):
     outcomes = outcomes_of_ranks(take_too_much_memory, make_strategy)
@@ -199,6 +205,7 @@ def test_cpu_ranks_that_share_hosts_share_memory_there_by_default(world_size: in
     assert process_group.default_backend(torch.device("cuda"), world_size, num_hosts) == "nccl"
 
 
+@pytest.mark.processes
 def test_process_group_backend_is_used():
     assert run_ranks(look_at_process_group) == [("cpu:gloo", "cpu:gloo", 3.0)] * 2
 
@@ -237,6 +244,7 @@ def look_at_ddp() -> list[Any]:
     return seen
 
 
+@pytest.mark.processes
 def test_defaults_keep_gradients_once_and_broadcast_no_buffer_that_is_not_there():
     plain, chosen, with_buffers = run_ranks(look_at_ddp)[0]
     assert plain == ((True, False, False), [], 1), "gradients lie in one bucket"
@@ -249,6 +257,7 @@ def fit_often(name: str, model: type[MLP]) -> None:
         fit(name, model, max_epochs=1)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "model", "times"),
     [

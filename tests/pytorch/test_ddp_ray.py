@@ -21,7 +21,7 @@ from tests.support.models import MLP, assert_same_bits, loader, make_trainer, st
 from tests.support.ranks import REPOSITORY
 from tests.support.ray_clusters import FOREVER_S, HALF, assert_nothing_is_left, needs_ray, own_ray
 
-pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
+pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,6 +29,7 @@ from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_t
 from tests.support.ray_clusters import FOREVER_S, HALF, assert_nothing_is_left, needs_ray
 
 pytestmark = [
+    pytest.mark.processes,
     needs_ray,
     pytest.mark.timeout(FOREVER_S),
     pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="Ray Client needs pip install 'ray[client]'"),

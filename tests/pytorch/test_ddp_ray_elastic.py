@@ -16,7 +16,7 @@ from tests.support.hosts import ADDRESSES, NoHostsError, unplug
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, ray_on_two_hosts, variables_of_own_ray
 
-pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
+pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,7 @@ from tests.support.hosts import NoHostsError
 from tests.support.ranks import run_command
 from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray, ray_on_two_hosts
 
-pytestmark = [needs_ray, pytest.mark.timeout(FOREVER_S)]
+pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 
 PROGRAM = """
 import json

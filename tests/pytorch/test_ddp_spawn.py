@@ -48,6 +48,7 @@ class History(pl.Callback):
 # --- training, with each way to start workers ---
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_the_weights_are_those_of_ddp_on_the_whole_batch(start_method):
     model = seeded()
@@ -74,6 +75,7 @@ def test_every_name_makes_the_strategy(name):
     assert strategy._ddp_kwargs.get("find_unused_parameters") == (name.endswith("true") if "unused" in name else None)
 
 
+@pytest.mark.processes
 def test_workers_get_the_globals_of_the_main_process(tmp_path, monkeypatch):
     strategy = DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2)
     monkeypatch.chdir(tmp_path)
@@ -110,6 +112,7 @@ def use_workers(start_method: str) -> None:
     _kept.append(strategy)  # as the cycles of a Trainer keep it to the end; what is collected ends its workers
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_a_main_process_that_multiprocessing_has_started_ends_with_its_workers(start_method):
     run_ranks(use_workers, start_method, world_size=1)  # waits ten seconds for the end of a process, then kills it
@@ -138,6 +141,7 @@ def trained(tmp_path_factory):
     return trainer, model, epochs, directory
 
 
+@pytest.mark.processes
 def test_the_main_process_could_have_written_the_last_checkpoint(trained, tmp_path):
     trainer, _, _, directory = trained
     theirs = torch.load(directory / "last.ckpt", weights_only=False)
@@ -161,6 +165,7 @@ def trained_alone():
     return alone
 
 
+@pytest.mark.processes
 def test_progress_is_that_of_single_process_training(trained, trained_alone):
     trainer, _, epochs, _ = trained
     alone = trained_alone
@@ -172,6 +177,7 @@ def test_progress_is_that_of_single_process_training(trained, trained_alone):
     assert epochs == [0, 1, 2]
 
 
+@pytest.mark.processes
 def test_metrics_come_back(trained, trained_alone):
     trainer = trained[0]
     for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
@@ -184,6 +190,7 @@ def test_metrics_come_back(trained, trained_alone):
     assert float(last) == pytest.approx(trainer.callback_metrics["val_loss"].item())
 
 
+@pytest.mark.processes
 def test_callbacks_come_back(trained):
     trainer, _, _, directory = trained
     history, checkpoint, stopping, rates = (
@@ -201,6 +208,7 @@ def test_callbacks_come_back(trained):
     assert [round(rate, 6) for rate in rates.lrs["lr-Adam"][:3]] == [0.01, 0.009, 0.0081]
 
 
+@pytest.mark.processes
 def test_the_callers_objects_are_the_same_as_before(trained):
     trainer, model, _, _ = trained
     assert trainer.lightning_module is model
@@ -213,6 +221,7 @@ def test_the_callers_objects_are_the_same_as_before(trained):
         trainer.lr_scheduler_configs[0].scheduler.step()
 
 
+@pytest.mark.processes
 def test_weights_are_written_into_the_users_tensors():
     model = MLP()
     view = next(model.parameters()).detach().view(-1)
@@ -222,6 +231,7 @@ def test_weights_are_written_into_the_users_tensors():
     assert torch.equal(view, next(model.parameters()).detach().view(-1))
 
 
+@pytest.mark.processes
 def test_the_generators_go_on_from_rank_0():
     model = seeded(Stateful)
     trainer = spawn_trainer(max_epochs=1, callbacks=[callback := Generators()])
@@ -243,6 +253,7 @@ class Generators(pl.Callback):
         self.states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
 
 
+@pytest.mark.processes
 def test_the_scaler_comes_back_and_goes_on():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     trainer = spawn_trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)], max_epochs=1)
@@ -295,6 +306,7 @@ class Data(pl.LightningDataModule):
         return loader(num_samples=13)
 
 
+@pytest.mark.processes
 def test_attributes_of_the_module_and_the_datamodule_come_back():
     model, data = Remembers(), Data()
     seen, vocabulary, average, file = model.seen, data.vocabulary, model.average, model.file
@@ -336,6 +348,7 @@ class BuildsLayersLate(MLP):
         return functional.cross_entropy(self.net(batch[0]) * self.scale, batch[1])
 
 
+@pytest.mark.processes
 def test_layers_that_are_made_in_the_worker_come_back():
     model = seeded(BuildsLayersLate)
     trainer = spawn_trainer(max_epochs=1)
@@ -351,6 +364,7 @@ def test_layers_that_are_made_in_the_worker_come_back():
     assert value == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.processes
 def test_frozen_and_unfrozen_parameters_and_modes_come_back():
     model = MLP()
     model.net[0].requires_grad_(False)

@@ -16,6 +16,8 @@ from tests.support.models import (
     state_of,
 )
 
+pytestmark = pytest.mark.processes
+
 
 class KeepsOptimizer(MLP):
     """Returns the same optimizer and scheduler in each fit."""

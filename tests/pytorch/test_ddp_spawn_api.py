@@ -10,6 +10,7 @@ from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
 from tests.support.models import MLP, WithBatchNorm, assert_same_bits, loader, make_trainer, state_of
 
 
+@pytest.mark.processes
 def test_the_plugin_takes_its_arguments_in_their_old_order(tmp_path):
     devices = [torch.device("cpu")] * 2
     plugin = DDPSpawnPlugin(devices, 3, None, None, True)
@@ -37,6 +38,7 @@ class CallsSetupAsDocumented(DDPSpawnPlugin):
         assert len(self.optimizers) == (0 if self.lightning_module is None else 1)
 
 
+@pytest.mark.processes
 def test_setup_of_the_plugin_can_be_called_without_a_trainer():
     plugin, model, expected = CallsSetupAsDocumented(), seeded(), seeded()
     trainer = spawn_trainer(plugin, max_epochs=1)
@@ -60,6 +62,7 @@ class Queues(DDPSpawnStrategy):
         self.stages = [*getattr(self, "stages", ()), (os.getpid(), trainer.state.fn.value, self.got["pid"])]
 
 
+@pytest.mark.processes
 def test_a_strategy_can_bring_back_more():
     strategy = Queues()
     trainer = spawn_trainer(strategy, max_epochs=1)
@@ -87,6 +90,7 @@ class QueuesByModuleWithTrainer(MLP):
         self.got = torch.tensor([queue.get()] * 3) // 8 * trainer.global_step
 
 
+@pytest.mark.processes
 def test_a_module_can_bring_back_more():
     for make_model, expected in ((QueuesByModule, [0, 1, 2]), (QueuesByModuleWithTrainer, [8, 8, 8])):
         model = make_model()
@@ -106,6 +110,7 @@ class Calls(DDPSpawnStrategy):
         }
 
 
+@pytest.mark.processes
 def test_spawn_runs_a_function_without_a_trainer():
     strategy = Calls(parallel_devices=[torch.device("cpu")] * 2)
     result = strategy.spawn(strategy.collective, 10, scale=2)
@@ -117,6 +122,7 @@ def test_spawn_runs_a_function_without_a_trainer():
         DDPSpawnStrategy().spawn(len, [])
 
 
+@pytest.mark.processes
 def test_communication_hooks_work_in_workers():
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 

@@ -26,6 +26,8 @@ from tests.support.models import (
     state_of,
 )
 
+pytestmark = pytest.mark.processes
+
 
 class SavesInTheEnd(pl.Callback):
     """What the process that trains would save when the stage has ended."""

@@ -18,6 +18,8 @@ from tests.support.models import (
     state_of,
 )
 
+pytestmark = pytest.mark.processes
+
 # --- layers that are known late ---
 
 

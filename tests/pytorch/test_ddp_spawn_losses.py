@@ -56,6 +56,7 @@ class FailsToGet(HasEverything):
         raise ValueError("not now")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("make_model", [PutsUnloadable, PutsUnpicklable, FailsToGet])
 def test_a_run_whose_results_cannot_be_brought_back_is_saved_and_it_is_said_where(make_model, tmp_path):
     model, expected = seeded(make_model), seeded(HasEverything)
@@ -96,6 +97,7 @@ def usual_ctrl_c():
     signal.signal(signal.SIGINT, handler)  # Lightning ignores it once it has seen one
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("usual_ctrl_c")
 def test_a_ctrl_c_while_results_come_back_counts_when_they_are_here(caplog):
     model, expected = seeded(IsInterrupted), seeded(HasEverything)
@@ -112,6 +114,7 @@ def test_a_ctrl_c_while_results_come_back_counts_when_they_are_here(caplog):
     assert trainer.optimizers[0].state
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("usual_ctrl_c")
 def test_a_second_ctrl_c_while_results_come_back_does_not_wait_for_them():
     model, trainer = seeded(IsInterrupted), spawn_trainer(max_epochs=1)
@@ -130,6 +133,7 @@ class RaisesFromC(MLP):
         raise error
 
 
+@pytest.mark.processes
 def test_the_headline_of_a_failure_is_the_exception():
     with pytest.raises(WorkerRaisedError, match=r"^\W*rank \d \(pid \d+\) failed: ValueError: the real reason\n"):
         spawn_trainer().fit(RaisesFromC(), loader())
@@ -211,6 +215,7 @@ def test_what_cannot_be_sent_of_the_trainer_is_named_by_its_path():
         trainer.fit(MLP(), loader())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
 def test_a_profiler_goes_through_several_stages(strategy, tmp_path):
     profiler = PyTorchProfiler(dirpath=tmp_path, filename="profile")

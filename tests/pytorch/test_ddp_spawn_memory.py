@@ -6,10 +6,13 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import psutil
+import pytest
 import torch
 
 from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
 from tests.support.models import MLP, assert_same_bits, loader, state_of
+
+pytestmark = pytest.mark.processes
 
 
 class Large(MLP):

@@ -20,6 +20,8 @@ from tests.support.models import (
     make_trainer,
 )
 
+pytestmark = pytest.mark.processes
+
 
 class HoldsObjects(pl.Callback):
     def __init__(self) -> None:

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
 from tests.support.models import MLP, assert_same_bits, dataset, loader, make_trainer, state_of
 
+pytestmark = pytest.mark.processes
+
 
 def test_validate_and_test_return_what_one_process_does(tmp_path):
     model = seeded()

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, run_script, start_script
 
+pytestmark = pytest.mark.processes
+
 
 class NotesStart(pl.Callback):
     """Writes a file when training is under way."""

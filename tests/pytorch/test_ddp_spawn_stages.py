@@ -7,11 +7,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import psutil
+import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.support.ddp_spawn_trainers import Stateful, seeded, spawn_trainer
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
+
+pytestmark = pytest.mark.processes
 
 
 def test_validation_between_two_fits_changes_nothing():

@@ -28,6 +28,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def workers_of_this_process() -> list[psutil.Process]:
     workers = []

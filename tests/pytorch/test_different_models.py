@@ -15,6 +15,8 @@ from tests.support.horovod_ranks import try_horovod
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 class Different(MLP):
     """Differs on the last rank in one way."""

@@ -60,6 +60,7 @@ def test_digits_train_alike(num_replicas):
     assert ours[0]["test_accuracy"] > 0.8
 
 
+@pytest.mark.processes
 def test_the_example_trains(tmp_path):
     result = run_script(
         REPOSITORY / "examples/digits.py", "--strategy", "dp_ext", "--dir", tmp_path, "--epochs", "4",

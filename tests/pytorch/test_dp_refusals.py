@@ -279,6 +279,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.processes
 def test_ctrl_c_ends_training_as_it_does_with_one_device(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -21,6 +21,8 @@ from tests.support import models
 from tests.support.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, start_script
 from tests.support.slurm import variables_of_job, variables_of_task
 
+pytestmark = pytest.mark.processes
+
 Place = dict[str, Any]
 # As the ranks have that the weights are compared with.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

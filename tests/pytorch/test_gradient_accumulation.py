@@ -15,6 +15,8 @@ from torch.nn import functional
 from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 # Two ranks, 64 samples, batches of four: eight micro-batches per rank and epoch.
 
 

@@ -41,6 +41,8 @@ from tests.support.models import (
 )
 from tests.support.ranks import REPOSITORY, SELDOM, run_ranks, run_script
 
+pytestmark = pytest.mark.processes
+
 LAUNCHERS = ("horovodrun", "mpirun")
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
@@ -10,6 +11,8 @@ from torch import nn
 from tests.support.horovod_ranks import run_horovod
 from tests.support.models import LOADS_EVERYTHING, MLP, assert_close, fit, loader, make_trainer, state_of, weights_after
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 
 def half(strategy: str, directory: str) -> None:

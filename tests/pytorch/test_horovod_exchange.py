@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_strategies_ext import HorovodStrategy
 from tests.pytorch.test_horovod import Accumulates
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import MLP, assert_close, loader, make_trainer, weights_after
+
+pytestmark = pytest.mark.processes
 
 # --- one exchange per window ---
 

@@ -20,6 +20,8 @@ from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 class Signals(MLP):
     def training_step(self, batch, batch_idx):

@@ -33,6 +33,7 @@ def contradict() -> Any:
     return found
 
 
+@pytest.mark.processes
 def test_devices_that_contradict_the_launcher_are_refused():
     for devices, nodes in run_horovod("horovodrun", contradict):
         assert devices.startswith("`devices=3`: horovodrun has started 2 ranks on this host. Use `devices=2`")
@@ -54,6 +55,7 @@ def test_ranks_of_torchrun_are_refused(make, monkeypatch):
         make(strategy="horovod_ext", accelerator="cpu", devices=2)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("make", [partial(pl.Trainer, logger=False), Fabric])
 def test_a_rank_whose_parent_has_gone_says_so(make, monkeypatch):
     parent = subprocess.Popen(["true"])

@@ -32,6 +32,7 @@ REFUSED = ["ddp_ext", "ddp_ext_find_unused_parameters_true", "horovod_ext"]
 ACCEPTED = ["ddp_spawn_ext", "ddp_notebook_ext", "ddp_fork_ext", "dp_ext", "an instance"]
 
 
+@pytest.mark.processes
 def test_a_prompt_is_told_of_the_strategies_that_work_there() -> None:
     process = subprocess.run(
         [sys.executable, "-i"],

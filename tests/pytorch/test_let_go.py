@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 from torch.nn.parallel import DistributedDataParallel
@@ -9,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_strategies_ext import DDPStrategy
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import REPOSITORY, run_ranks, run_script
+
+pytestmark = pytest.mark.processes
 
 CASES = {
     "whole gradients": {},

@@ -150,6 +150,7 @@ def train_all(directory: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.processes
 def test_weights_and_collectives_are_those_without_it(tmp_path: Path) -> None:
     of_ranks = run_ranks(train_all, str(tmp_path))
     for found in of_ranks:
@@ -213,6 +214,7 @@ def train_slowly(directory: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.processes
 def test_the_slowest_rank_is_named_with_what_it_is_slow_in(tmp_path: Path) -> None:
     first, second = run_ranks(train_slowly, str(tmp_path))
     for name, slow, where in (("data", 1, "data loading"), ("forward", 0, "the forward pass")):
@@ -257,6 +259,7 @@ def fail(directory: str) -> Any:
     train(CommunicationMonitor(every_n_steps=4, directory=directory, picture=False), "ddp_ext", seeded(Raises))
 
 
+@pytest.mark.processes
 def test_nobody_hangs_for_it(tmp_path: Path) -> None:
     began = time.monotonic()
     first, second = outcomes_of_ranks(fail, str(tmp_path))
@@ -270,6 +273,7 @@ def test_nobody_hangs_for_it(tmp_path: Path) -> None:
 # --- workers, Horovod, one process ---
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("strategy", "devices"), [("ddp_spawn_ext", 2), ("dp_ext", 2), ("auto", 1)], ids=["workers", "dp", "one"]
 )
@@ -300,6 +304,7 @@ def train_over_horovod(directory: str) -> list[Any]:
     return [*found, monitor.times, num_bytes_of(model)]
 
 
+@pytest.mark.processes
 def test_over_horovod(tmp_path: Path) -> None:
     for rank, (without, with_it, times, num_bytes) in enumerate(
         run_horovod("horovodrun", train_over_horovod, str(tmp_path))

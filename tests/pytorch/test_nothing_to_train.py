@@ -61,6 +61,7 @@ make_trainer("ddp_ext").fit(Frozen(), loader())
 """
 
 
+@pytest.mark.processes
 def test_a_model_with_nothing_to_train_is_refused_before_a_second_process_starts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -89,6 +90,7 @@ def fit_alone(make_model: Callable[[], Frozen], callbacks: list[Callback]) -> in
     return trainer.global_step
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("make_model", "callbacks"),
     [
@@ -103,6 +105,7 @@ def test_a_model_that_is_unfrozen_before_training_is_accepted(make_model: type, 
     assert run_ranks(fit_alone, make_model, callbacks, world_size=1) == [1]
 
 
+@pytest.mark.processes
 def test_a_model_that_setup_left_frozen_is_refused_then() -> None:
     (message,) = run_ranks(fit_alone, StaysFrozenInSetup, [], world_size=1)
     assert "No parameter of StaysFrozenInSetup needs a gradient" in message
@@ -113,6 +116,7 @@ def validate_frozen() -> list[str]:
     return list(trainer.validate(Frozen(), loader(), verbose=False)[0])
 
 
+@pytest.mark.processes
 def test_a_frozen_model_can_be_validated() -> None:
     assert run_ranks(validate_frozen, world_size=1) == [["val_loss"]]
 
@@ -125,5 +129,6 @@ def set_up_frozen_under_fabric() -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_fabric_refuses_to_set_up_a_module_with_nothing_to_train() -> None:
     run_ranks(set_up_frozen_under_fabric, world_size=1)

@@ -5,6 +5,7 @@ import pickle
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
@@ -158,15 +159,18 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
     assert [one["rank"] for one in ours] == [0, 1]
 
 
+@pytest.mark.processes
 def test_a_strategy_with_collectives_of_its_own_trains_as_on_lightnings_base():
     ours = run_ranks(use_written_for, ParallelStrategy, OverAStore)
     assert_same(ours, run_ranks(use_written_for, LightningParallelStrategy, OverAStore))
 
 
+@pytest.mark.processes
 def test_a_strategy_without_collectives_has_those_of_its_process_group():
     assert_same(run_ranks(use_written_for, ParallelStrategy, WithoutCollectives), run_ranks(use_ddp))
 
 
+@pytest.mark.processes
 def test_a_reduction_that_a_user_adds_to_ddp_makes_its_decisions_too():
     assert_same(run_ranks(use_ddp, CountsReductions), run_ranks(use_ddp))
 
@@ -177,6 +181,7 @@ def count_exchanges(base: type) -> int:
     return strategy.num_exchanges
 
 
+@pytest.mark.processes
 def test_a_strategy_that_wraps_its_model_in_ddp_exchanges_once_per_window():
     for base in (ParallelStrategy, LightningParallelStrategy):
         assert run_ranks(count_exchanges, base) == [4, 4]  # two epochs of eight batches per rank

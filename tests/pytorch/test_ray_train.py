@@ -16,7 +16,7 @@ from tests.support.ddp_spawn_trainers import seeded
 from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
 from tests.support.ray_clusters import FOREVER_S, needs_ray, needs_ray_train, own_ray_for_train
 
-pytestmark = [needs_ray, needs_ray_train, pytest.mark.timeout(FOREVER_S)]
+pytestmark = [pytest.mark.processes, needs_ray, needs_ray_train, pytest.mark.timeout(FOREVER_S)]
 
 
 def refused() -> list[str]:

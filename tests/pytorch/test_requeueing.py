@@ -16,6 +16,8 @@ from tests.support.models import MLP, StatefulLoader, assert_same_bits, dataset,
 from tests.support.ranks import run_ranks
 from tests.support.slurm import num_lines, put_scontrol, sbatch, variables_of_job, variables_of_task
 
+pytestmark = pytest.mark.processes
+
 #: Batches of a window; the signal comes in the middle of one, and of an epoch.
 WINDOW, BATCH = 3, 4
 JOB = """\

@@ -23,6 +23,8 @@ from tests.support.elastic_training import Plan, write_plan
 from tests.support.hosts import ONE_THREAD, Host, NoHostsError, run, two_hosts
 from tests.support.ranks import REPOSITORY, kill_tree, run_script
 
+pytestmark = pytest.mark.processes
+
 DIGITS = REPOSITORY / "examples" / "digits.py"
 
 TRAIN_WITHOUT_END = """

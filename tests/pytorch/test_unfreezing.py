@@ -25,6 +25,8 @@ from lightning_strategies_ext.torch_distributed.wrapping import TrainableParamet
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, dataset, make_trainer, state_of
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 BATCH_SIZE = 8
 NUM_BATCHES = 8
 State = dict[str, Tensor]

@@ -61,6 +61,7 @@ def die_while_others_wait(numel: int, is_asynchronous: bool) -> tuple[str, float
     return error, seconds, victim
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize(("world_size", "numel"), [(2, 1), (2, MANY), (3, 1), (3, MANY)])
 def test_who_waits_for_a_killed_rank_is_told_at_once_which(world_size: int, numel: int, is_asynchronous: bool):
@@ -90,6 +91,7 @@ def die_and_leave_a_child() -> tuple[str, float]:
         os.kill(pids[1], signal.SIGKILL)
 
 
+@pytest.mark.processes
 def test_a_rank_that_died_is_missed_though_its_child_lives():
     error, seconds = outcomes_of_ranks(die_and_leave_a_child, timeout_s=30)[0].value
     assert "rank 1 (pid" in error
@@ -112,6 +114,7 @@ def reduce_in_a_child() -> tuple[int, float]:
     return exit_code, tensor.item()
 
 
+@pytest.mark.processes
 def test_a_forked_child_cannot_take_its_parents_part():
     assert run_ranks(reduce_in_a_child, timeout_s=30) == [(7, 4.0)] * 2
 
@@ -125,6 +128,7 @@ def reduce_after_the_end() -> str:
     return error_of(group.allreduce([torch.ones(1)]).wait)[0]
 
 
+@pytest.mark.processes
 def test_a_group_that_was_shut_down_says_so():
     assert all("it was shut down" in said for said in run_ranks(reduce_after_the_end, timeout_s=30))
 
@@ -140,6 +144,7 @@ def leave_while_another_waits(reason: str) -> tuple[str, float]:
     return error_of(dist.all_reduce, torch.ones(4))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("reason", ["destroyed", "returned"])
 def test_who_waits_for_a_rank_that_leaves_is_told(reason: str):
     error, seconds = run_ranks(leave_while_another_waits, reason, timeout_s=30)[0]
@@ -161,6 +166,7 @@ def leave_while_another_is_late(reason: str) -> tuple[str, float]:
     return error_of(dist.all_reduce, torch.ones(4)) if rank == 0 else ("", 0.0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("reason", ["destroyed", "returned", "killed"])
 def test_who_waits_is_told_at_once_of_the_one_that_has_left_though_another_is_late(reason: str):
     first = outcomes_of_ranks(leave_while_another_is_late, reason, world_size=3, timeout_s=30)[0]
@@ -184,6 +190,7 @@ def end_while_another_does_not_run() -> float:
     os._exit(0)
 
 
+@pytest.mark.processes
 def test_what_a_rank_has_published_counts_though_it_has_ended_since():
     first = outcomes_of_ranks(end_while_another_does_not_run, timeout_s=30)[0]
     assert first.value == 3.0, first
@@ -206,6 +213,7 @@ def sleep_too_long(reason: str) -> tuple[str, float, str, float]:
     return *first, *again
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("reason", ["asleep", "stopped"])
 def test_who_waits_too_long_is_told_for_whom_and_the_group_is_of_no_use_after(reason: str, world_size: int):
@@ -236,6 +244,7 @@ def wait_for_one_when_another_has_left() -> tuple[str, float]:
     return error_of(dist.all_reduce, torch.ones(1))
 
 
+@pytest.mark.processes
 def test_a_timeout_is_met_though_another_rank_has_sent_its_part_and_left():
     outcome = outcomes_of_ranks(wait_for_one_when_another_has_left, world_size=3, timeout_s=15)[0]
     assert outcome.value is not None, outcome
@@ -263,6 +272,7 @@ def fail_asynchronously() -> list[str]:
     return errors
 
 
+@pytest.mark.processes
 def test_handles_and_futures_of_what_failed_raise():
     outcome = outcomes_of_ranks(fail_asynchronously, timeout_s=30)[0]
     assert outcome.value is not None, outcome
@@ -282,6 +292,7 @@ def fail_in_one_group() -> float:
     return tensor.item()
 
 
+@pytest.mark.processes
 def test_groups_of_living_ranks_work_on():
     outcomes = outcomes_of_ranks(fail_in_one_group, world_size=3, timeout_s=30)
     assert [outcome.value for outcome in outcomes[:2]] == [3.0, 3.0], str(outcomes[0])
@@ -296,6 +307,7 @@ def name_global_ranks() -> str:
     return error_of(dist.barrier, group=pair)[0] if rank == 1 else ""
 
 
+@pytest.mark.processes
 def test_ranks_of_a_subgroup_are_named_as_in_the_default_group():
     assert "rank 2 (pid" in outcomes_of_ranks(name_global_ranks, world_size=3, timeout_s=30)[1].value
 
@@ -309,6 +321,7 @@ while True:
 """
 
 
+@pytest.mark.processes
 def test_nothing_stays_behind_when_all_ranks_are_killed(tmp_path: Path):
     (tmp_path / "rank.py").write_text(FOR_EVER)
     with private_shared_memory() as shared_memory:
@@ -344,6 +357,7 @@ def start_with_too_much(num_bytes: int) -> tuple[list[float], bool]:
     return tensor.tolist(), gathered == [0, 1]
 
 
+@pytest.mark.processes
 def test_without_room_in_shared_memory_the_group_talks_over_gloo_and_says_so_once():
     outcomes = outcomes_of_ranks(start_with_too_much, 10**15, timeout_s=30)
     assert [outcome.value for outcome in outcomes] == [([6.0] * 3, True)] * 2, str(outcomes[0])
@@ -372,10 +386,12 @@ def start_with(options) -> int:
     return int(tensor.sum())
 
 
+@pytest.mark.processes
 def test_options_set_the_size():
     assert run_ranks(start_with, ShmOptions(segment_num_bytes=200_000), timeout_s=30) == [600_000] * 2
 
 
+@pytest.mark.processes
 def test_options_of_another_kind_are_refused():
     for outcome in outcomes_of_ranks(start_with, {"segment_num_bytes": 1}, timeout_s=30):
         assert outcome.error is not None

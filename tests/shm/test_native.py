@@ -20,6 +20,8 @@ from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
 from tests.support.shm_ranks import start_shm
 
+pytestmark = pytest.mark.processes
+
 STRESS = Path(__file__).with_name("all_reduce_stress.c")
 SLOT_NUM_BYTES = 32 * 1024
 COMPILED_DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64]

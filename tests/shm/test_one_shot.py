@@ -33,6 +33,7 @@ def reduce_in_one_shot(op: ReduceOp) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX], ids=str)
 def test_tensors_are_combined_in_the_order_of_the_ranks(op: ReduceOp):
     parts = [contributed(rank) for rank in range(3)]
@@ -59,6 +60,7 @@ def wait_for_one_that_does_not_come() -> float:
     return time.monotonic() - began  # of rank 0, before the other has ended
 
 
+@pytest.mark.processes
 def test_a_rank_that_does_not_come_is_an_error_at_the_timeout():
     waited_s, _ = run_ranks(wait_for_one_that_does_not_come)
     assert 0.9 < waited_s < 3

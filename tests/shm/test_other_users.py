@@ -46,6 +46,7 @@ def reduce_as_a_user_without_home(home: str | None) -> tuple[float, bool]:
     return tensor.sum().item(), dist.group.WORLD._compiled is not None
 
 
+@pytest.mark.processes
 @needs_root
 @pytest.mark.parametrize("home", [None, "/root", "/proc"])
 def test_a_user_without_a_home_trains_and_one_line_says_what_it_costs(
@@ -99,6 +100,7 @@ def spoil(path: Path, how: str) -> None:
 WAYS = [pytest.param("of another user", marks=needs_root), "writable by its group", "writable by others"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("what", ["file", "directory", "directory above"])
 @pytest.mark.parametrize("how", WAYS)
 def test_a_library_that_others_may_have_written_is_not_loaded(kept: Path, what: str, how: str):
@@ -113,6 +115,7 @@ def test_a_library_that_others_may_have_written_is_not_loaded(kept: Path, what: 
     assert kept.read_text().startswith("no library")
 
 
+@pytest.mark.processes
 def test_no_link_leads_what_is_kept_elsewhere(kept: Path, tmp_path: Path):
     precious = tmp_path / "precious"
     precious.write_text("precious")
@@ -154,6 +157,7 @@ def test_a_wheel_that_others_may_have_written_is_not_installed(tmp_path: Path, h
         pytest.fail("it was locked")
 
 
+@pytest.mark.processes
 def test_the_command_says_that_a_wheel_is_not_safe(tmp_path: Path):
     make = f"""
 from pathlib import Path
@@ -218,6 +222,7 @@ def call_first(address: str, number: int, as_others: bool, strangers: ExitStack)
         os.seteuid(0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("num_strangers", "as_others"), [(3, False), pytest.param(300, True, marks=needs_root), (300, False)]
 )

@@ -79,6 +79,7 @@ def run_random_programs(world_size: int, num_examples: int) -> None:
     check()
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(900)  # a failure is made small, which takes many new ranks
 @pytest.mark.parametrize("world_size", NUM_EXAMPLES)
 def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(world_size: int):

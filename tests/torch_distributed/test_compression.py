@@ -158,6 +158,7 @@ def exchanged(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(exchange_all, backend, num_hosts, world_size=size)
 
 
+@pytest.mark.processes
 def test_all_ranks_have_the_same_to_the_last_bit(exchanged: list[dict[str, Any]]) -> None:
     for name in CASES:
         for other in exchanged[1:]:
@@ -165,6 +166,7 @@ def test_all_ranks_have_the_same_to_the_last_bit(exchanged: list[dict[str, Any]]
                 assert torch.equal(one, another), name
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "bits"), [("bf16", 8), ("fp16", 11)])
 def test_a_cast_rounds_each_gradient_and_each_sum(exchanged: list[dict[str, Any]], name: str, bits: int) -> None:
     found = exchanged[0][name]
@@ -176,6 +178,7 @@ def test_a_cast_rounds_each_gradient_and_each_sum(exchanged: list[dict[str, Any]
     assert not found["state"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["powersgd", "topk", "powersgd of bf16"])
 def test_what_is_left_out_is_kept_and_comes_later(exchanged: list[dict[str, Any]], name: str) -> None:
     found = exchanged[0][name]
@@ -189,6 +192,7 @@ def test_what_is_left_out_is_kept_and_comes_later(exchanged: list[dict[str, Any]
     assert missing["of.2"].abs().max() > 1e-2, "nothing was left out"
 
 
+@pytest.mark.processes
 def test_a_matrix_of_as_many_directions_as_are_sent_is_exact(exchanged: list[dict[str, Any]]) -> None:
     found = exchanged[0]["powersgd"]
     for got, exact in zip(found["got"], found["exact"], strict=True):
@@ -196,6 +200,7 @@ def test_a_matrix_of_as_many_directions_as_are_sent_is_exact(exchanged: list[dic
         assert not torch.allclose(got[2], exact[2], atol=1e-2)
 
 
+@pytest.mark.processes
 def test_the_first_steps_can_be_exact(exchanged: list[dict[str, Any]]) -> None:
     found = exchanged[0]["powersgd after two steps"]
     are_exact = [
@@ -205,6 +210,7 @@ def test_the_first_steps_can_be_exact(exchanged: list[dict[str, Any]]) -> None:
     assert are_exact == [True, True, False]
 
 
+@pytest.mark.processes
 def test_what_is_sent_of_the_largest_is_as_many_as_asked_for(exchanged: list[dict[str, Any]]) -> None:
     """A share is one rank's of each host; each sends so many, and they may send the same."""
     num_senders = len(exchanged) if len(exchanged) < 4 else 2

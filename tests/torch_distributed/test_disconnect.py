@@ -17,6 +17,8 @@ from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
+pytestmark = pytest.mark.processes
+
 #: The timeout of the group.
 FOREVER_S = 60
 #: Only a rank that waits for the timeout, or for a child, comes to that.

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
@@ -14,6 +15,8 @@ from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss
 from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 PEER = """
 import os, pickle, time

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.torch_distributed import process_group
 
+pytestmark = pytest.mark.processes
+
 
 def join() -> DistributedDataParallel:
     process_group.join("gloo", dist.HashStore(), 0, 1, torch.device("cpu"), None)

@@ -15,6 +15,8 @@ from lightning_strategies_ext import DDPSpawnStrategy
 from tests.support.ranks import run_ranks
 from tests.support.uneven_training import BATCH_SIZE, KINDS, Model, batch_of, reference, strategy_of, train
 
+pytestmark = pytest.mark.processes
+
 LENGTHS = (3, 6)
 EPOCH = {"max_epochs": 1}
 ARGUMENTS: dict[str, dict[str, Any]] = {

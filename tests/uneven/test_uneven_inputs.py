@@ -51,6 +51,7 @@ def ranks(engine: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[An
     return run(engine, train_all, str(tmp_path_factory.mktemp("checkpoints")))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_are_those_of_the_ranks_that_had_data(ranks, case):
     way, name, kind, accumulate = case
@@ -64,12 +65,14 @@ def test_weights_are_those_of_the_ranks_that_had_data(ranks, case):
     assert all(torch.equal(ranks[0][case]["weights"][key], value) for key, value in ranks[1][case]["weights"].items())
 
 
+@pytest.mark.processes
 def test_an_end_that_training_does_not_reach_is_no_error(ranks):
     for rank in ranks:
         assert rank["not reached"]["global_step"] == 4
         assert len(rank["not reached"]["steps"]) == 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", [case for case in CASES if case[3] == 1], ids=str)
 def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
     way, name, _, _ = case
@@ -96,6 +99,7 @@ def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
             assert least == pytest.approx(min(present), abs=1e-5)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_shadow_steps_do_not_count_for_batch_normalisation(engine, ranks, kind):
     results = [rank["batch norm", kind]["weights"] for rank in ranks]
@@ -105,18 +109,21 @@ def test_shadow_steps_do_not_count_for_batch_normalisation(engine, ranks, kind):
         assert torch.equal(results[0]["1.running_mean"], results[1]["1.running_mean"])
 
 
+@pytest.mark.processes
 def test_an_epoch_in_which_ranks_are_even_again(engine, ranks):
     for rank, result in enumerate(ranks):
         assert result["later even"]["num_seen"] == ((5, 3)[rank if engine == "horovod" else 0] + 4) * BATCH_SIZE
         assert_equal(result["later even"]["weights"], reference("join", (5, 3), "counted", later=(4, 4)))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_manual_optimization_joins(ranks, kind):
     for rank in ranks:
         assert_equal(rank["manual", kind]["weights"], reference("join", (5, 3), kind, num_steps=2))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("length", [4, 5])
 def test_what_has_been_exchanged_already_counts_once(ranks, length):
     """Rank 0 runs out after the first or after the second batch of the last three."""
@@ -140,6 +147,7 @@ def test_what_has_been_exchanged_already_counts_once(ranks, length):
             torch.testing.assert_close(rank["adds up", length]["weights"][name], value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_validation_and_checkpoints_go_on_after_a_rank_has_joined(ranks, kind):
     for rank in ranks:
@@ -152,6 +160,7 @@ def fail(engine: str, lengths: tuple[int, ...], kind: str, accumulate: int) -> N
     train(strategy_of(engine, "error"), lengths, kind, Model, {"accumulate_grad_batches": accumulate})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "lengths", "accumulate", "said"),
     [
@@ -171,6 +180,7 @@ def train_one_short(engine: str, kind: str) -> None:
     train(strategy_of(engine, "join"), (5, 3), kind, Model, {"max_epochs": 1})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "said"), [("counted", "rank 0: 5, rank 1: 3"), ("streamed", "rank 1 ran out 2 batches")]
 )
@@ -183,6 +193,7 @@ def train_three(engine: str) -> Any:
     return [train(strategy_of(engine, "join"), (4, 1, 2), kind, Model)["weights"] for kind in KINDS]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("engine", [*ENGINES, "gloo"])
 def test_three_ranks_that_run_out_one_after_the_other(engine):
     for rank in run(engine, train_three, num_ranks=3):
@@ -212,6 +223,7 @@ def train_drawing(engine: str) -> list[Any]:
     return [steps, refused]
 
 
+@pytest.mark.processes
 def test_steps_that_draw_their_batches_themselves_train_and_cannot_be_evened_out():
     for steps, refused in run("horovod", train_drawing):
         assert steps == [3 * NUM_EPOCHS] * 2
@@ -223,6 +235,7 @@ def train_without_data(engine: str) -> None:
     train(strategy_of(engine, "join"), (2, 0), "streamed", Model)
 
 
+@pytest.mark.processes
 def test_a_rank_without_any_batch_is_an_error(engine):
     assert any("no training batch at all" in text for text in texts_of_errors(engine, train_without_data))
 

@@ -1,0 +1,91 @@
+"""Tiers of tests, which markers make.
+
+    def test_a_pure_function(): ...         # `make check`, `make test`, `make test-all`
+
+    @pytest.mark.processes                  # starts a process, itself or in a fixture
+    def test_three_ranks(): ...             # `make test-all`
+
+    @pytest.mark.processes
+    @pytest.mark.representative             # represents a promise of the docs: see tests/README.md
+    def test_two_ranks(): ...               # `make test`, `make test-all`
+
+The functions here are hooks of pytest, which ``tests/conftest.py`` imports. They fail a test without the marker
+``processes`` that starts a process, and a test that took longer than its time limit.
+"""
+
+import sys
+from collections.abc import Generator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+
+#: Audit events (PEP 578) of the calls that start a process.
+_EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pty.spawn", "subprocess.Popen"})
+#: The test that runs in this process, if it must not start one.
+_test_without_processes: pytest.Item | None = None
+_elapsed_s = pytest.StashKey[float]()
+
+
+def _refuse_process(event: str) -> None:
+    if _test_without_processes is not None:
+        pytest.fail(f"This test starts a process ({event}): mark it with @pytest.mark.processes.")
+
+
+def _audit(event: str, _: tuple[Any, ...]) -> None:
+    if event in _EVENTS:
+        _refuse_process(event)
+
+
+def _start(process: BaseProcess) -> None:
+    _refuse_process("multiprocessing")
+    _start_process(process)
+
+
+def watch_for_processes() -> None:
+    """Makes calls that start a process fail the test that runs, if it has no marker ``processes``."""
+    sys.addaudithook(_audit)
+    # multiprocessing's methods "spawn" and "forkserver" raise no audit event.
+    BaseProcess.start = _start  # type: ignore[method-assign]
+
+
+_start_process = BaseProcess.start
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Marks the time in which a test without the marker ``processes`` runs, with the setup of its fixtures."""
+    global _test_without_processes
+    _test_without_processes = None if item.get_closest_marker("processes") else item
+    try:
+        return (yield)
+    finally:
+        _test_without_processes = None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fails a test that passed although its time limit fired.
+
+    pytest-timeout raises an exception in the main thread. Python discards an exception that is raised in a finalizer or
+    in a callback of a weak reference, so a test can hang until its limit there, and then pass.
+    """
+    report = yield
+    item.stash[_elapsed_s] = elapsed_s = item.stash.get(_elapsed_s, 0.0) + call.duration
+    limit_s = _time_limit_s(item)
+    if report.passed and 0 < limit_s <= elapsed_s:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} took {elapsed_s:.0f} s, which is more than its time limit of {limit_s:g} s. Python discarded"
+            " the exception of the limit, probably in a finalizer or a callback."
+        )
+    return report
+
+
+def _time_limit_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    if marker is not None:
+        return float(marker.args[0] if marker.args else marker.kwargs["timeout"])
+    return float(item.config.getoption("timeout", None) or item.config.getini("timeout") or 0)
