@@ -78,7 +78,7 @@ def pytest_runtest_makereport(
     if report.passed and 0 < limit_s <= elapsed_s:
         report.outcome = "failed"
         report.longrepr = (
-            f"{item.nodeid} took {elapsed_s:.0f} s, which is more than its time limit of {limit_s:g} s. Python discarded"
+            f"{item.nodeid} took {elapsed_s:.0f} s, more than its time limit of {limit_s:g} s. Python discarded"
             " the exception of the limit, probably in a finalizer or a callback."
         )
     return report
