@@ -1,11 +1,13 @@
 """The promises of an editable install: it is the checkout, and when that is gone, `import torch` still works."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import environments
+from tests.support import environments, ranks
 from tests.support.environments import Environment
 from tests.support.ranks import REPOSITORY
 
@@ -16,6 +18,17 @@ import json, torch
 from lightning.pytorch.strategies import StrategyRegistry
 print(json.dumps("ddp_ext" in StrategyRegistry))
 """
+
+
+def build_editable(directory: Path, checkout: Path) -> Path:
+    """What pip installs of a checkout with ``--editable``."""
+    build = f"from hatchling.build import build_editable; build_editable({str(directory)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, timeout=ranks.LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = directory.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +47,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """One in which that checkout is installed."""
     directory = tmp_path_factory.mktemp("environment")
-    wheel = environments.build_editable(tmp_path_factory.mktemp("wheel"), checkout)
+    wheel = build_editable(tmp_path_factory.mktemp("wheel"), checkout)
     return environments.make_environment(wheel, directory)[0]
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import DDPSpawnStrategy, WorkerRaisedError
 from lightning_strategies_ext._lightning import trainer_stages
-from tests.support.ddp_spawn_trainers import ALONE, Configurable, HasEverything, HasState, seeded, spawn_trainer
+from tests.support.ddp_spawn_trainers import ALONE, Configurable, HasEverything, seeded, spawn_trainer
 from tests.support.models import (
     LOADS_EVERYTHING,
     StatefulLoader,
@@ -27,6 +27,27 @@ from tests.support.models import (
 )
 
 pytestmark = pytest.mark.processes
+
+
+class HasState(pl.LightningDataModule):
+    """A counter of its own, and a loader that says where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches_seen = 0
+
+    def train_dataloader(self):
+        return StatefulLoader(dataset(), batch_size=4)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.batches_seen += 1
+        return batch
+
+    def state_dict(self):
+        return {"batches_seen": self.batches_seen}
+
+    def load_state_dict(self, state):
+        self.batches_seen = state["batches_seen"]
 
 
 class SavesInTheEnd(pl.Callback):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from tests.support.models import MLP, StatefulLoader, WithBatchNorm, dataset, make_trainer
+from tests.support.models import MLP, WithBatchNorm, make_trainer
 
 #: With a sampler for several ranks, the order of the samples would not be that of one process.
 ALONE: dict[str, Any] = {"devices": 1, "use_distributed_sampler": False}
@@ -71,27 +71,6 @@ class HasEverything(MLP):
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
-class HasState(pl.LightningDataModule):
-    """A counter of its own, and a loader that says where it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches_seen = 0
-
-    def train_dataloader(self):
-        return StatefulLoader(dataset(), batch_size=4)
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        self.batches_seen += 1
-        return batch
-
-    def state_dict(self):
-        return {"batches_seen": self.batches_seen}
-
-    def load_state_dict(self, state):
-        self.batches_seen = state["batches_seen"]
 
 
 class Node:

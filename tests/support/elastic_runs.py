@@ -99,7 +99,7 @@ def run_elastic(
     variables: dict[str, str] | None = None,
     **plan: Any,
 ) -> Run:
-    """Runs the script with ``horovodrun`` and a discovery script.
+    """Runs the script with ``horovodrun`` and a discovery script; ``**plan`` are attributes of the :class:`Plan`.
 
     Args:
         *disturbances: Functions that each rank calls on the way.
@@ -109,7 +109,6 @@ def run_elastic(
         keep: The directory of the run; a temporary one if None.
         enter: Beginning of a command that runs on a certain host.
         variables: Variables of the environment.
-        **plan: Further attributes of the :class:`Plan`.
     """
     interface = "eth0" if enter else "lo"
     with _directory(keep) as directory:

@@ -30,55 +30,36 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 import lightning_strategies_ext as ext
 from tests.support.one_gpu import pass_for_own_host, put_all_on_one
 
-NUM_TRAINED, NUM_HELD_OUT = 1437, 360
+NUM_TRAINED = 1437
 NUM_EPOCHS = 4
 
 
 @dataclass
 class Plan:
-    """What the script does.
+    """What the script does."""
 
-    Attributes:
-        num_ranks: Number of ranks at the start.
-        started_by: What starts the ranks: "horovodrun", "torchrun", "spawn" or "ray".
-        local_ranks: Number of ranks that ``torchrun`` starts on each host.
-        disturbances: Functions that each rank calls on the way.
-        strategy: Arguments of the strategy.
-        trainer: Arguments of the Trainer.
-        policy: Names of callbacks of this package, each with its arguments.
-        pause_s: Seconds that each training step lasts longer in worlds of the sizes ``pauses_in``.
-        pauses_in: Sizes of worlds; the size at the start if None.
-        validation_pause_s: Seconds that each validation step lasts longer in these worlds.
-        num_workers: Number of DataLoader workers.
-        is_manual: Whether optimization is manual.
-        unfreezes_at: Epoch before which the first layers are frozen, if any.
-        ckpt_path: The argument of ``fit``.
-        again: Whether the script validates and calls a second ``fit`` after the first.
-        is_on_one_gpu: Whether all ranks share the first GPU.
-    """
-
-    num_ranks: int
-    started_by: str
-    local_ranks: int = 1
+    num_ranks: int  # at the start
+    started_by: str  # "horovodrun", "torchrun", "spawn" or "ray"
+    local_ranks: int = 1  # that torchrun starts on each host
     disturbances: Sequence["Disturbance"] = ()
-    strategy: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    policy: dict[str, dict[str, Any]] = field(default_factory=dict)
-    pause_s: float = 0.0
-    pauses_in: Sequence[int] | None = None
-    validation_pause_s: float = 0.0
-    num_workers: int = 0
-    is_manual: bool = False
-    unfreezes_at: int | None = None
+    strategy: dict[str, Any] = field(default_factory=dict)  # arguments
+    trainer: dict[str, Any] = field(default_factory=dict)  # arguments
+    policy: dict[str, dict[str, Any]] = field(default_factory=dict)  # callbacks of this package and their arguments
+    pause_s: float = 0.0  # by which each training step is longer,
+    validation_pause_s: float = 0.0  # and each validation step,
+    pauses_in: Sequence[int] | None = None  # in worlds of these sizes; if None, of the size at the start
+    num_workers: int = 0  # of the DataLoader
+    is_manual: bool = False  # optimization
+    unfreezes_at: int | None = None  # epoch before which the first layers are frozen
     ckpt_path: str | None = None
-    again: bool = False
-    is_on_one_gpu: bool = False
+    again: bool = False  # whether `validate` and a second `fit` follow
+    is_on_one_gpu: bool = False  # whether all ranks share the first GPU
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
@@ -86,22 +67,13 @@ def write_plan(directory: Path, plan: Plan) -> None:
     (directory / "plan").write_bytes(pickle.dumps(plan))
 
 
-class Digits(Dataset):
-    """Images, their labels and their numbers."""
-
-    def __init__(self, is_held_out: bool) -> None:
-        digits = load_digits()
-        labels = torch.from_numpy(digits.target).long()
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        self.numbers = order[NUM_TRAINED:] if is_held_out else order[:NUM_TRAINED]
-        self.images = torch.from_numpy(digits.data)[self.numbers].float() / 16
-        self.labels = labels[self.numbers]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.images[index], self.labels[index], index
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """Images, labels and numbers of the samples for training, and of those for validation."""
+    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    parts = order[:NUM_TRAINED], order[NUM_TRAINED:]
+    trained, held_out = (TensorDataset(images[p].float() / 16, labels[p], torch.arange(len(p))) for p in parts)
+    return trained, held_out
 
 
 class Net(pl.LightningModule):
@@ -279,15 +251,6 @@ def fail(net: Net) -> None:
 # --- the script ---
 
 
-def make_strategy(plan: Plan) -> Any:
-    if plan.started_by == "torchrun":
-        return ext.DDPElasticStrategy(**plan.strategy)
-    if plan.started_by == "ray":
-        return ext.DDPRayStrategy(plan.num_ranks, elastic=True, **plan.strategy)
-    strategy = ext.DDPSpawnStrategy if plan.started_by == "spawn" else ext.HorovodStrategy
-    return strategy(elastic=True, **plan.strategy)
-
-
 def main() -> None:
     directory = Path(sys.argv[1])
     plan = pickle.loads((directory / "plan").read_bytes())
@@ -300,7 +263,11 @@ def main() -> None:
     if plan.unfreezes_at is not None:
         net.backbone = net.net[1:4]
         callbacks.append(pl.callbacks.BackboneFinetuning(plan.unfreezes_at, backbone_initial_lr=4e-3))
-    strategy = make_strategy(plan)
+    kinds = {"horovodrun": ext.HorovodStrategy, "torchrun": ext.DDPElasticStrategy, "spawn": ext.DDPSpawnStrategy}
+    own_arguments = {} if plan.started_by == "torchrun" else {"elastic": True}
+    if plan.started_by == "ray":
+        own_arguments["num_workers"] = plan.num_ranks
+    strategy = kinds.get(plan.started_by, ext.DDPRayStrategy)(**own_arguments, **plan.strategy)
     arguments = {
         "max_epochs": NUM_EPOCHS,
         "accelerator": "cpu",
@@ -320,8 +287,8 @@ def main() -> None:
         if plan.started_by == "spawn":
             put_all_on_one(strategy, plan.num_ranks)
     trainer = pl.Trainer(**arguments, strategy=strategy)
-    trained = DataLoader(Digits(False), batch_size=16, shuffle=True, num_workers=plan.num_workers)
-    held_out = Digits(True)
+    training_set, held_out = digits()
+    trained = DataLoader(training_set, batch_size=16, shuffle=True, num_workers=plan.num_workers)
     trainer.fit(net, trained, DataLoader(held_out, batch_size=32), ckpt_path=plan.ckpt_path)
     if plan.again:
         arguments |= {"max_epochs": 1, "callbacks": []}
@@ -330,7 +297,8 @@ def main() -> None:
         again.fit(net, trained)
     net.cpu().eval()
     with torch.no_grad():
-        accuracy = (net.net(held_out.images).argmax(1) == held_out.labels).float().mean().item()
+        images, labels, _ = held_out.tensors
+        accuracy = (net.net(images).argmax(1) == labels).float().mean().item()
     weights = [parameter.flatten()[:3].tolist() for parameter in net.parameters()]
     net.trainer = trainer
     lr = trainer.optimizers[0].param_groups[0]["lr"]

@@ -84,15 +84,6 @@ def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] 
     return path
 
 
-def build_editable(directory: Path, checkout: Path) -> Path:
-    """What pip installs of a checkout with ``--editable``."""
-    build = f"from hatchling.build import build_editable; build_editable({str(directory)!r})"
-    done = subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = directory.glob("*.whl")
-    return path
-
-
 def make_environment(wheel: Path, directory: Path, without: Sequence[str] = ()) -> tuple[Environment, Path]:
     """Makes a virtual environment with a wheel, and with all that this interpreter has installed.
 

@@ -11,7 +11,6 @@ multiprocessing forkserver that has imported torch and Lightning. :func:`run_scr
     assert run_script("-m", "lightning_strategies_ext").returncode == 0
 """
 
-import io
 import multiprocessing
 import os
 import signal
@@ -22,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -91,31 +89,33 @@ def outcomes_of_ranks(
     """Like :func:`run_ranks`, for ranks that are expected to fail: returns every rank's outcome."""
     port = free_port()
     with tempfile.TemporaryDirectory() as directory:
-        logs = [Path(directory, f"rank{rank}.log") for rank in range(world_size)]
-        pipes = [_context.Pipe(duplex=False) for _ in range(world_size)]
+        paths = [Path(directory, f"rank{rank}") for rank in range(world_size)]
         ranks = [
             _context.Process(
-                target=_rank_main,
-                args=(function, args, rank, world_size, port, pipes[rank][1], logs[rank], dict(rank_environment)),
+                target=_rank_main, args=(function, args, rank, world_size, port, path, dict(rank_environment))
             )
-            for rank in range(world_size)
+            for rank, path in enumerate(paths)
         ]
-        for rank, (_, sender) in zip(ranks, pipes, strict=True):
-            rank.start()
-            sender.close()
         try:
-            received = _receive([receiver for receiver, _ in pipes], time.monotonic() + timeout_s)
-            for rank in ranks:
-                rank.join(10)
+            for process in ranks:
+                process.start()
+            deadline = time.monotonic() + timeout_s
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
         finally:
-            for rank in ranks:
-                if rank.pid is not None and rank.is_alive():
-                    kill_tree(rank.pid)
-                    rank.join()
-        return [
-            Outcome(index, *received[index], rank.exitcode, logs[index].read_text() if logs[index].exists() else "")
-            for index, rank in enumerate(ranks)
-        ]
+            for process in ranks:
+                if process.pid is not None and process.is_alive():
+                    kill_tree(process.pid)
+                    process.join()
+        return [_outcome(rank, process.exitcode, paths[rank]) for rank, process in enumerate(ranks)]
+
+
+def _outcome(rank: int, exit_code: int | None, path: Path) -> Outcome:
+    log, result = path.with_suffix(".log"), path.with_suffix(".result")
+    value, error = None, "no result: the rank was killed, or was still running at the time limit"
+    if result.exists() and result.stat().st_size > 0:
+        value, error = torch.load(result, weights_only=False)
+    return Outcome(rank, value, error, exit_code, log.read_text() if log.exists() else "")
 
 
 def leave_process_group() -> None:
@@ -199,32 +199,17 @@ def start_server() -> None:
     process.join()
 
 
-def _receive(receivers: list[Connection], deadline: float) -> list[tuple[Any, str | None]]:
-    results: list[tuple[Any, str | None]] = [(None, "no result: died, or still running at the time limit")] * len(
-        receivers
-    )
-    waiting = dict(zip(receivers, range(len(receivers)), strict=True))
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        for receiver in wait(list(waiting), timeout=left):
-            index = waiting.pop(receiver)  # type: ignore[arg-type]
-            try:
-                results[index] = torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)  # type: ignore[union-attr]
-            except EOFError:
-                results[index] = (None, "died without a result")
-    return results
-
-
 def _rank_main(
     function: Callable[..., Any],
     args: Any,
     rank: int,
     world_size: int,
     port: int,
-    sender: Connection,
-    log: Path,
+    path: Path,
     environment: dict[str, str],
 ) -> None:
-    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    """Runs a function in the process of a rank; its output and its result go to files."""
+    output = os.open(path.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
@@ -238,12 +223,11 @@ def _rank_main(
     )
     torch.set_num_threads(1)
     value, error = None, None
-    try:
-        value = function(*args)
-    except BaseException:
-        error = traceback.format_exc()
-        raise
-    finally:
-        buffer = io.BytesIO()
-        torch.save((value, error), buffer)
-        sender.send_bytes(buffer.getvalue())
+    with path.with_suffix(".result").open("wb") as result:  # before the rank may become another user
+        try:
+            value = function(*args)
+        except BaseException:
+            error = traceback.format_exc()
+            raise
+        finally:
+            torch.save((value, error), result)

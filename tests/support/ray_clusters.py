@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import secrets
 import shutil
 import sys
@@ -37,16 +36,13 @@ def own_ray() -> Iterator[None]:
     from lightning_strategies_ext.launch.ray import cluster
     from lightning_strategies_ext.launch.ray.demand import Demand
 
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(REPOSITORY)
-    try:
-        cluster.join("local", Demand(0.5), 1, None)
-        yield
-    finally:
-        cluster.leave()
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(REPOSITORY))
+        try:
+            cluster.join("local", Demand(0.5), 1, None)
+            yield
+        finally:
+            cluster.leave()
 
 
 @contextmanager
@@ -80,7 +76,7 @@ def ray_on_two_hosts(
 
     Args:
         directory: For the file of the hosts' names.
-        num_cpus: Of each host.
+        num_cpus: Number of CPUs of each host.
         settings: Of Ray, as variables of the environment.
 
     Raises:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_strategies_ext import DDPStrategy, HorovodStrategy
+from tests.support.models import make_trainer
 
 BATCH_SIZE = 4
 NUM_EPOCHS = 2
@@ -176,20 +177,9 @@ def train(
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains on this rank, which has as many batches per epoch as its place in the lengths says."""
-    trainer = pl.Trainer(
-        **{
-            "strategy": strategy,
-            "accelerator": "cpu",
-            **({} if isinstance(strategy, HorovodStrategy) else {"devices": len(lengths)}),
-            "max_epochs": NUM_EPOCHS,
-            "use_distributed_sampler": False,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            **(options or {}),
-        }
-    )
+    devices = "auto" if isinstance(strategy, HorovodStrategy) else len(lengths)
+    own = {"devices": devices, "use_distributed_sampler": False, "num_sanity_val_steps": 2, **(options or {})}
+    trainer = make_trainer(strategy, **{"max_epochs": NUM_EPOCHS, **own})
     model = make_model()
     model.lengths, model.kind = lengths, kind
     trainer.fit(model, val_dataloaders=DataLoader(Counted(9, 2), batch_size=BATCH_SIZE))
