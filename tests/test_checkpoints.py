@@ -91,7 +91,7 @@ def kill_while_saving(io: CheckpointIO, path: Path, num_kills: int, seed: int = 
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_killed_at_any_time_a_process_leaves_what_it_has_saved(tmp_path: Path):
     path = tmp_path / "last.ckpt"
     assert kill_while_saving(WholeCheckpointIO(), path, NUM_KILLS) == 0

@@ -100,7 +100,7 @@ def run_on(system: str, script: str, directory: Path) -> list[str]:
         text=True,
     )
     try:
-        output, errors = process.communicate(timeout=200)
+        output, errors = process.communicate(timeout=300)
     finally:
         kill_tree(process.pid)
     assert process.returncode == 0, output + errors

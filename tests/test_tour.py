@@ -43,7 +43,7 @@ def test_what_comes_back_is_what_one_device_gives(strategy, alone):
 )
 def test_the_table_has_a_column_for_each_and_says_what_is_lost_with_stock(strategy, columns, steps, predictions):
     tour_py = REPOSITORY / "examples/tour.py"
-    result = run_script(tour_py, "--strategy", strategy, env={"COLUMNS": "120"}, timeout_s=240)
+    result = run_script(tour_py, "--strategy", strategy, env={"COLUMNS": "120"})
     assert result.returncode == 0, result.stdout
     table = [line.replace("┃", "│").split("│") for line in result.stdout.splitlines()]
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in table if len(cells) > 2}

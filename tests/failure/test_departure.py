@@ -70,7 +70,7 @@ def fit_unevenly(backend: Any, told: Path) -> str:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_process_that_has_more_batches_is_told_of_while_the_other_goes_on(backend, tmp_path):
-    first, second = outcomes_of_ranks(fit_unevenly, backend, tmp_path / "told", timeout_s=100)
+    first, second = outcomes_of_ranks(fit_unevenly, backend, tmp_path / "told")
     assert first.value == "ended" or first.exit_code == -9, first
     assert EXPECTED in str(second.value), second
 

@@ -49,7 +49,7 @@ def test_a_script_that_catches_the_failure_goes_on_without_the_others(tmp_path):
     pids.mkdir()
     process = start_script(script, pids)
     try:
-        output, _ = process.communicate(timeout=180)
+        output, _ = process.communicate(timeout=300)
     finally:
         left = [pid for pid in map(int, os.listdir(pids)) if runs(pid, script)]
         for pid in left:
@@ -66,7 +66,7 @@ def test_where_the_port_of_the_rendezvous_is_taken_all_processes_end(tmp_path):
     pids.mkdir()
     process = start_script(script, pids)
     try:
-        output, _ = process.communicate(timeout=180)  # others hold its end of the pipe, as long as there are any
+        output, _ = process.communicate(timeout=300)  # others hold its end of the pipe, as long as there are any
         assert process.returncode == 1, output
         assert "EADDRINUSE" in output
     finally:

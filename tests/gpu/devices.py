@@ -57,7 +57,7 @@ class Ranks:
 
 def run_main(body: Callable[..., Any], num_devices: int, *args: Any) -> Any:
     """Calls ``body(where, *args)`` in a process that is no rank, and starts its own if it wants any."""
-    return run_ranks(_as_main, Devices(devices=num_devices), body, args, world_size=1, timeout_s=200)[0]
+    return run_ranks(_as_main, Devices(devices=num_devices), body, args, world_size=1)[0]
 
 
 @cache
@@ -66,7 +66,7 @@ def why_no_two_ranks() -> str | None:
     if ON_CPU or NUM_GPUS > 1:
         return None
     try:
-        run_ranks(_as_rank, Ranks(2).devices, _meets_the_other, (), world_size=2, timeout_s=60)
+        run_ranks(_as_rank, Ranks(2).devices, _meets_the_other, (), world_size=2)
     except AssertionError as error:
         return f"needs two GPUs: there is one, and NCCL did not let two ranks share it: {str(error)[-300:]}"
     return None

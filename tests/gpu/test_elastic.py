@@ -59,7 +59,7 @@ def test_ranks_that_torchrun_starts_anew_go_on_from_the_memory_of_their_hosts(tw
         agents = [start_script(*command) for _ in range(2)]
         try:
             with ThreadPoolExecutor() as pool:
-                outputs = list(pool.map(lambda agent: agent.communicate(timeout=200)[0], agents))
+                outputs = list(pool.map(lambda agent: agent.communicate(timeout=300)[0], agents))
         finally:
             for agent in agents:
                 kill_tree(agent.pid)

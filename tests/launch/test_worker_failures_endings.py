@@ -91,7 +91,7 @@ class Run:
             )
         self._known: list[psutil.Process] = []
 
-    def wait_for(self, *names: str, timeout_s: float = 200) -> None:
+    def wait_for(self, *names: str, timeout_s: float = 300) -> None:
         """Waits until files of these names are there."""
         deadline = time.monotonic() + timeout_s
         while missing := [name for name in names if not (self.directory / name).exists()]:
@@ -114,14 +114,14 @@ class Run:
         names = [path.name for path in self.temporary.iterdir() if [*path.glob("_remote_module*")] == []]
         return [name for name in names if not name.startswith(("torchinductor", "ompi."))]
 
-    def wait_for_no_temporary_files(self, but: str | None = None, timeout_s: float = 5) -> None:
+    def wait_for_no_temporary_files(self, but: str | None = None, timeout_s: float = 60) -> None:
         """Waits until nothing is there, but for names that begin so: processes may still be cleaning up."""
         deadline = time.monotonic() + timeout_s
         while left := [name for name in self.temporary_files() if but is None or not name.startswith(but)]:
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
 
-    def end(self, timeout_s: float = 60) -> str:
+    def end(self, timeout_s: float = 300) -> str:
         """Waits for the script to end by itself and returns what it has written."""
         try:
             exit_code = self.process.wait(timeout_s)

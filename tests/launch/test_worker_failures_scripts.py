@@ -96,7 +96,7 @@ def run_text(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(text: str, *args: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
         script.write_text(text)
-        return run_script(script, *args, timeout_s=240)
+        return run_script(script, *args)
 
     return run
 

@@ -33,7 +33,7 @@ SPLITS = sorted(PROGRAMS.keys() - {"geometric"})
 #: Lightning's leaves what is unfrozen out of its exchange, so that ranks' weights drift apart.
 UNFREEZES = "finetuning"
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -268,14 +268,14 @@ def fit_under_torchrun(strategy: str, world_size: int, kwargs: dict[str, int]) -
 @pytest.mark.processes
 @pytest.mark.parametrize("kwargs", [{"devices": 2}, {"devices": 2, "num_nodes": 3}])
 def test_a_world_size_from_torchrun_that_contradicts_the_trainer_is_refused(kwargs: dict[str, int]) -> None:
-    (message,) = run_ranks(fit_under_torchrun, "ddp_ext", 4, kwargs, world_size=1, timeout_s=30)
+    (message,) = run_ranks(fit_under_torchrun, "ddp_ext", 4, kwargs, world_size=1)
     assert f"`devices=2` and `num_nodes={kwargs.get('num_nodes', 1)}`" in message
     assert "does not match the world size (4)" in message
 
 
 @pytest.mark.processes
 def test_starting_workers_in_each_process_that_torchrun_has_started_is_refused() -> None:
-    (message,) = run_ranks(fit_under_torchrun, "ddp_fork_ext", 2, {"devices": 2}, world_size=1, timeout_s=30)
+    (message,) = run_ranks(fit_under_torchrun, "ddp_fork_ext", 2, {"devices": 2}, world_size=1)
     assert "`start_method='fork'`" in message
     assert "TorchElasticEnvironment" in message
     assert "`strategy='ddp_ext'`" in message

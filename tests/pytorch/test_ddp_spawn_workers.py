@@ -146,7 +146,7 @@ def test_a_stage_can_follow_where_the_user_has_left_the_process_group():
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, loader())
     assert trainer.global_step == 16
-    assert run_ranks(fit_after_leaving_the_group, timeout_s=100) == [8, 8]
+    assert run_ranks(fit_after_leaving_the_group) == [8, 8]
 
 
 def num_threads_and_exit_handler(path: str) -> int:

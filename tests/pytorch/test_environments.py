@@ -181,7 +181,7 @@ def test_ranks_started_by_srun_train_together(script: Path):
         start_script(script, script.parent, "2", "1", env={**job, **variables_of_task(rank, 2)}) for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:
         for rank in ranks:
             kill_tree(rank.pid)

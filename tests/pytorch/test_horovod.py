@@ -235,7 +235,7 @@ def weights_of_one_process(make_model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=LAUNCHERS)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_horovod(request.param, everything, timeout_s=240)
+    return run_horovod(request.param, everything)
 
 
 CASE_NAMES = [*CASES, "scheduled accumulation", "bf16-mixed", "16-mixed"]

@@ -112,7 +112,7 @@ def test_a_rank_that_begins_an_operation_while_another_is_lost_hears_of_it(tmp_p
     """Two locks: Horovod's, under which its thread lets go of tensors, and Python's, which is needed for that."""
     path = tmp_path / "said"
     path.write_bytes(bytes(2))
-    first, second = run_horovod("horovodrun", begin_while_another_is_lost, path, timeout_s=60)
+    first, second = run_horovod("horovodrun", begin_while_another_is_lost, path)
     assert "Horovod has been shut down" in first
     assert second == "left"
 

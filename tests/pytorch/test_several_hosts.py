@@ -217,7 +217,7 @@ def numbers_in(files: list[Path], job: Job, timeout_s: float = 60) -> list[int]:
 def test_two_hosts_train_what_two_processes_on_one_host_train(start_job: StartJob, tmp_path: Path):
     epochs = ("--epochs", "3")
     job = start_job(DIGITS, "--num-nodes", "2", "--devices", "1", *epochs, "--dir", tmp_path / "two")
-    assert job.exit_codes(timeout_s=90) == [0, 0], job.output()
+    assert job.exit_codes(timeout_s=300) == [0, 0], job.output()
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in job.output().splitlines() if "│" in line]
     values = dict(table)
     assert len(values) == len(table), "the table was printed more than once"
@@ -237,7 +237,7 @@ def test_a_rank_killed_on_one_host_ends_the_other_host(start_job: StartJob, tmp_
     job = start_job(script, tmp_path)
     pids = numbers_in([tmp_path / f"started{rank}" for rank in range(2)], job)
     kill_tree(pids[killed])
-    exit_codes = job.exit_codes(timeout_s=30)
+    exit_codes = job.exit_codes(timeout_s=120)
     assert all(code != 0 for code in exit_codes), job.output()
 
 
@@ -248,7 +248,7 @@ def test_where_the_cable_is_pulled_the_ranks_of_both_hosts_end(start_job: StartJ
     numbers_in([tmp_path / f"started{rank}" for rank in range(4)], job)
     hosts[0].set_cable("down")
     try:
-        numbers_in([tmp_path / f"ended{rank}" for rank in range(4)], job, timeout_s=120)
+        numbers_in([tmp_path / f"ended{rank}" for rank in range(4)], job, timeout_s=300)
     finally:
         hosts[0].set_cable("up")
     deadline = time.monotonic() + 120
@@ -262,7 +262,7 @@ def test_a_rank_in_which_a_library_holds_the_interpreter_for_a_while_is_not_lost
     script = tmp_path / "train.py"
     script.write_text(HOLD)
     job = start_job(script)
-    assert job.exit_codes(timeout_s=180) == [0, 0], job.output()
+    assert job.exit_codes(timeout_s=300) == [0, 0], job.output()
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -272,7 +272,7 @@ def test_a_rank_that_is_stopped_alone_on_its_host_is_stuck(start_job: StartJob, 
     job = start_job(script, tmp_path)
     pids = numbers_in([tmp_path / f"started{rank}" for rank in range(2)], job)
     os.kill(pids[stopped], signal.SIGSTOP)
-    numbers_in([tmp_path / f"ended{1 - stopped}"], job, timeout_s=120)
+    numbers_in([tmp_path / f"ended{1 - stopped}"], job, timeout_s=300)
     assert job.agents[1 - stopped].wait(120) != 0
     output = job.logs[1 - stopped].read_text()
     assert f"rank {stopped} on {job.hosts[stopped].name} is stuck" in output, output
@@ -285,7 +285,7 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(start_job: StartJob, t
     job = start_job(script, tmp_path, ranks=2)
     pids = numbers_in([tmp_path / f"started{rank}" for rank in range(4)], job)
     os.kill(pids[3], signal.SIGKILL)
-    assert all(code != 0 for code in job.exit_codes(timeout_s=180)), job.output()
+    assert all(code != 0 for code in job.exit_codes(timeout_s=300)), job.output()
     for rank in range(3):  # by an exception; once in dozens of times gloo does not return, and the watch ends the rank
         by_watch = f"rank {rank} ended because rank 3 failed"
         assert (tmp_path / f"ended{rank}").exists() or by_watch in job.output(), job.output()
@@ -298,7 +298,7 @@ def test_a_sigterm_on_one_host_ends_both_before_the_same_step(start_job: StartJo
     job = start_job(script, tmp_path, rendezvous="c10d")
     pids = numbers_in([tmp_path / f"started{rank}" for rank in range(2)], job)
     run("kill", "-TERM", str(pids[1]))
-    assert job.exit_codes(timeout_s=30) == [0, 0], job.output()
+    assert job.exit_codes(timeout_s=120) == [0, 0], job.output()
     steps = numbers_in([tmp_path / f"ended{rank}" for rank in range(2)], job)
     assert steps[0] == steps[1] > 5
 
@@ -307,7 +307,7 @@ def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_j
     script = tmp_path / "exchange.py"
     script.write_text(EXCHANGE)
     job = start_job(script, tmp_path, ranks=2)
-    assert job.exit_codes(timeout_s=90) == [0, 0], job.output()
+    assert job.exit_codes(timeout_s=300) == [0, 0], job.output()
     # One rank of each host sends 4 MiB. Four ranks in a ring, as gloo has them, would send 6 MiB over the cable.
     assert all(2**22 < sent < 1.2 * 2**22 for sent in numbers_in([tmp_path / f"sent{rank}" for rank in range(4)], job))
     # And they train what one process does, by default.
@@ -321,7 +321,7 @@ def test_ranks_that_share_hosts_add_up_inside_each_host_before_they_send(start_j
         torch.testing.assert_close(weights, models.state_of(model))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_an_elastic_host_goes_and_comes_back(hosts: list[Host], tmp_path: Path):
     directory = tmp_path / "run"
     directory.mkdir()

@@ -65,7 +65,7 @@ def die_while_others_wait(numel: int, is_asynchronous: bool) -> tuple[str, float
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize(("world_size", "numel"), [(2, 1), (2, MANY), (3, 1), (3, MANY)])
 def test_who_waits_for_a_killed_rank_is_told_at_once_which(world_size: int, numel: int, is_asynchronous: bool):
-    outcomes = outcomes_of_ranks(die_while_others_wait, numel, is_asynchronous, world_size=world_size, timeout_s=30)
+    outcomes = outcomes_of_ranks(die_while_others_wait, numel, is_asynchronous, world_size=world_size)
     assert outcomes[-1].exit_code == -signal.SIGKILL
     for outcome in outcomes[:-1]:
         assert outcome.value is not None, outcome
@@ -93,7 +93,7 @@ def die_and_leave_a_child() -> tuple[str, float]:
 
 @pytest.mark.processes
 def test_a_rank_that_died_is_missed_though_its_child_lives():
-    error, seconds = outcomes_of_ranks(die_and_leave_a_child, timeout_s=30)[0].value
+    error, seconds = outcomes_of_ranks(die_and_leave_a_child)[0].value
     assert "rank 1 (pid" in error
     assert seconds < 5
 
@@ -116,7 +116,7 @@ def reduce_in_a_child() -> tuple[int, float]:
 
 @pytest.mark.processes
 def test_a_forked_child_cannot_take_its_parents_part():
-    assert run_ranks(reduce_in_a_child, timeout_s=30) == [(7, 4.0)] * 2
+    assert run_ranks(reduce_in_a_child) == [(7, 4.0)] * 2
 
 
 def reduce_after_the_end() -> str:
@@ -130,7 +130,7 @@ def reduce_after_the_end() -> str:
 
 @pytest.mark.processes
 def test_a_group_that_was_shut_down_says_so():
-    assert all("it was shut down" in said for said in run_ranks(reduce_after_the_end, timeout_s=30))
+    assert all("it was shut down" in said for said in run_ranks(reduce_after_the_end))
 
 
 def leave_while_another_waits(reason: str) -> tuple[str, float]:
@@ -147,7 +147,7 @@ def leave_while_another_waits(reason: str) -> tuple[str, float]:
 @pytest.mark.processes
 @pytest.mark.parametrize("reason", ["destroyed", "returned"])
 def test_who_waits_for_a_rank_that_leaves_is_told(reason: str):
-    error, seconds = run_ranks(leave_while_another_waits, reason, timeout_s=30)[0]
+    error, seconds = run_ranks(leave_while_another_waits, reason)[0]
     assert re.search(r"rank 1 \(pid \d+\) has (left|ended)", error)
     assert seconds < 5
 
@@ -169,7 +169,7 @@ def leave_while_another_is_late(reason: str) -> tuple[str, float]:
 @pytest.mark.processes
 @pytest.mark.parametrize("reason", ["destroyed", "returned", "killed"])
 def test_who_waits_is_told_at_once_of_the_one_that_has_left_though_another_is_late(reason: str):
-    first = outcomes_of_ranks(leave_while_another_is_late, reason, world_size=3, timeout_s=30)[0]
+    first = outcomes_of_ranks(leave_while_another_is_late, reason, world_size=3)[0]
     assert first.value is not None, first
     error, seconds = first.value
     assert re.search(r"rank 2 \(pid \d+\) has (left|ended)", error)
@@ -192,7 +192,7 @@ def end_while_another_does_not_run() -> float:
 
 @pytest.mark.processes
 def test_what_a_rank_has_published_counts_though_it_has_ended_since():
-    first = outcomes_of_ranks(end_while_another_does_not_run, timeout_s=30)[0]
+    first = outcomes_of_ranks(end_while_another_does_not_run)[0]
     assert first.value == 3.0, first
 
 
@@ -217,7 +217,7 @@ def sleep_too_long(reason: str) -> tuple[str, float, str, float]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("reason", ["asleep", "stopped"])
 def test_who_waits_too_long_is_told_for_whom_and_the_group_is_of_no_use_after(reason: str, world_size: int):
-    outcomes = outcomes_of_ranks(sleep_too_long, reason, world_size=world_size, timeout_s=12)
+    outcomes = outcomes_of_ranks(sleep_too_long, reason, world_size=world_size)
     for outcome in outcomes:
         if outcome.rank == 1:
             continue
@@ -246,7 +246,7 @@ def wait_for_one_when_another_has_left() -> tuple[str, float]:
 
 @pytest.mark.processes
 def test_a_timeout_is_met_though_another_rank_has_sent_its_part_and_left():
-    outcome = outcomes_of_ranks(wait_for_one_when_another_has_left, world_size=3, timeout_s=15)[0]
+    outcome = outcomes_of_ranks(wait_for_one_when_another_has_left, world_size=3)[0]
     assert outcome.value is not None, outcome
     error, seconds = outcome.value
     assert re.search(r"rank [12] \(pid", error)
@@ -274,7 +274,7 @@ def fail_asynchronously() -> list[str]:
 
 @pytest.mark.processes
 def test_handles_and_futures_of_what_failed_raise():
-    outcome = outcomes_of_ranks(fail_asynchronously, timeout_s=30)[0]
+    outcome = outcomes_of_ranks(fail_asynchronously)[0]
     assert outcome.value is not None, outcome
     assert all(re.search(r"rank 1 \(pid \d+\)", error) for error in outcome.value)
     assert all("has failed before" in error for error in outcome.value[2:])
@@ -294,7 +294,7 @@ def fail_in_one_group() -> float:
 
 @pytest.mark.processes
 def test_groups_of_living_ranks_work_on():
-    outcomes = outcomes_of_ranks(fail_in_one_group, world_size=3, timeout_s=30)
+    outcomes = outcomes_of_ranks(fail_in_one_group, world_size=3)
     assert [outcome.value for outcome in outcomes[:2]] == [3.0, 3.0], str(outcomes[0])
 
 
@@ -309,7 +309,7 @@ def name_global_ranks() -> str:
 
 @pytest.mark.processes
 def test_ranks_of_a_subgroup_are_named_as_in_the_default_group():
-    assert "rank 2 (pid" in outcomes_of_ranks(name_global_ranks, world_size=3, timeout_s=30)[1].value
+    assert "rank 2 (pid" in outcomes_of_ranks(name_global_ranks, world_size=3)[1].value
 
 
 FOR_EVER = """
@@ -359,7 +359,7 @@ def start_with_too_much(num_bytes: int) -> tuple[list[float], bool]:
 
 @pytest.mark.processes
 def test_without_room_in_shared_memory_the_group_talks_over_gloo_and_says_so_once():
-    outcomes = outcomes_of_ranks(start_with_too_much, 10**15, timeout_s=30)
+    outcomes = outcomes_of_ranks(start_with_too_much, 10**15)
     assert [outcome.value for outcome in outcomes] == [([6.0] * 3, True)] * 2, str(outcomes[0])
     said = [[line for line in outcome.output.splitlines() if "gloo, since" in line] for outcome in outcomes]
     assert [len(lines) for lines in said] == [1, 0]
@@ -388,12 +388,12 @@ def start_with(options) -> int:
 
 @pytest.mark.processes
 def test_options_set_the_size():
-    assert run_ranks(start_with, ShmOptions(segment_num_bytes=200_000), timeout_s=30) == [600_000] * 2
+    assert run_ranks(start_with, ShmOptions(segment_num_bytes=200_000)) == [600_000] * 2
 
 
 @pytest.mark.processes
 def test_options_of_another_kind_are_refused():
-    for outcome in outcomes_of_ranks(start_with, {"segment_num_bytes": 1}, timeout_s=30):
+    for outcome in outcomes_of_ranks(start_with, {"segment_num_bytes": 1}):
         assert outcome.error is not None
         assert "TypeError" in outcome.error
         assert "ShmOptions" in outcome.error

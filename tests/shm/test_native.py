@@ -147,7 +147,7 @@ def differ(what: str) -> None:
 )
 def test_ranks_that_reduce_different_things_are_told_what(what: str, said: list[str]):
     start = time.monotonic()
-    for outcome in outcomes_of_ranks(differ, what, timeout_s=30):
+    for outcome in outcomes_of_ranks(differ, what):
         assert outcome.error is not None, outcome
         assert "do not call the same collectives" in outcome.error
         assert all(words in outcome.error for words in said), outcome
@@ -175,7 +175,7 @@ def test_without_a_compiled_library_all_goes_in_rounds_and_one_line_says_why(
 ):
     for name, value in {user_cache.VARIABLE: str(tmp_path), **environment}.items():
         monkeypatch.setitem(ranks.rank_environment, name, value)
-    outcomes = outcomes_of_ranks(reduce_in_two_groups, timeout_s=60)
+    outcomes = outcomes_of_ranks(reduce_in_two_groups)
     assert [outcome.value for outcome in outcomes] == [(12.0, False)] * 2, str(outcomes[0])
     said = [[line for line in outcome.output.splitlines() if "in Python" in line] for outcome in outcomes]
     assert [len(lines) for lines in said] == [1, 0]

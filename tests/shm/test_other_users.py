@@ -53,7 +53,7 @@ def test_a_user_without_a_home_trains_and_one_line_says_what_it_costs(
     home: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delitem(ranks.rank_environment, VARIABLE, raising=False)
-    outcomes = outcomes_of_ranks(reduce_as_a_user_without_home, home, timeout_s=60)
+    outcomes = outcomes_of_ranks(reduce_as_a_user_without_home, home)
     assert [outcome.value for outcome in outcomes] == [(6.0, True)] * 2, str(outcomes[0])
     said = [[line for line in outcome.output.splitlines() if "cannot be kept" in line] for outcome in outcomes]
     assert [len(lines) for lines in said] == [1, 0], str(outcomes[0])
@@ -227,7 +227,7 @@ def call_first(address: str, number: int, as_others: bool, strangers: ExitStack)
     ("num_strangers", "as_others"), [(3, False), pytest.param(300, True, marks=needs_root), (300, False)]
 )
 def test_strangers_that_call_and_say_nothing_delay_nobody(num_strangers: int, as_others: bool):
-    outcomes = outcomes_of_ranks(connect_beside_strangers, num_strangers, as_others, timeout_s=60)
+    outcomes = outcomes_of_ranks(connect_beside_strangers, num_strangers, as_others)
     for outcome in outcomes:
         assert outcome.value is not None, outcome
         assert outcome.value[0] == 2.0

@@ -217,7 +217,7 @@ def test_ddp_of_two_ranks_trains_the_weights_that_it_trains_over_gloo():
 
 def test_ddp_with_a_hook_that_starts_collectives_when_others_end_trains_the_same_weights():
     """PowerSGD's hook starts and awaits collectives in a callback of a collective's future."""
-    run_ranks(train_both_ways, "powerSGD", timeout_s=20)
+    run_ranks(train_both_ways, "powerSGD")
 
 
 def train_with_unused_parameters() -> list[torch.Tensor]:
@@ -253,7 +253,7 @@ def call_in_a_callback() -> list[float]:
 
 
 def test_a_callback_of_a_future_can_call_a_collective():
-    assert run_ranks(call_in_a_callback, timeout_s=20) == [[6.0], [6.0]]
+    assert run_ranks(call_in_a_callback) == [[6.0], [6.0]]
 
 
 def call_different_collectives(name: str, late_rank: int) -> None:
@@ -275,7 +275,7 @@ def call_different_collectives(name: str, late_rank: int) -> None:
 @pytest.mark.parametrize("name", ["kind", "size", "kind, in many pieces", "barrier"])
 def test_ranks_that_call_different_collectives_are_told(name: str, late_rank: int):
     start = time.monotonic()
-    outcomes = outcomes_of_ranks(call_different_collectives, name, late_rank, timeout_s=30)
+    outcomes = outcomes_of_ranks(call_different_collectives, name, late_rank)
     assert time.monotonic() - start < 12
     for outcome in outcomes:
         assert_said(outcome, "do not call the same collectives")

@@ -213,7 +213,7 @@ def disagree(on: str) -> None:
     ],
 )
 def test_ranks_that_disagree_are_told(on: str, said: list[str]):
-    for outcome in outcomes_of_ranks(disagree, on, timeout_s=40):
+    for outcome in outcomes_of_ranks(disagree, on):
         assert outcome.error is not None, outcome
         assert "do not call the same collectives" in outcome.error
         assert all(words in outcome.error for words in said), outcome

@@ -111,7 +111,7 @@ def join_with_handles_that_cxx_keeps() -> list[float]:
 
 def test_a_handle_that_only_cxx_code_keeps_can_be_waited_for():
     # Three steps with the mean of 1 and 2, and the last two of rank 1 alone.
-    assert run_ranks(join_with_handles_that_cxx_keeps, timeout_s=40)[1] == [3 * 1.5 + 2 * 2.0] * 2
+    assert run_ranks(join_with_handles_that_cxx_keeps)[1] == [3 * 1.5 + 2 * 2.0] * 2
 
 
 def destroy_with_operations_under_way(has_waited: bool) -> list[str]:
@@ -140,7 +140,7 @@ def destroy_with_operations_under_way(has_waited: bool) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("has_waited", [False, True])
 def test_futures_of_what_was_under_way_fail_when_the_group_is_destroyed(has_waited: bool):
-    errors = run_ranks(destroy_with_operations_under_way, has_waited, timeout_s=30)[0]
+    errors = run_ranks(destroy_with_operations_under_way, has_waited)[0]
     assert len(errors) == 5
     assert all("shut down" in error or "left" in error or "ended" in error for error in errors), errors
 
@@ -170,7 +170,7 @@ def fork_while_a_thread_waits() -> tuple[int, float]:
 
 @pytest.mark.processes
 def test_a_child_that_was_forked_while_a_thread_was_at_work_is_told_that_it_has_no_group():
-    assert run_ranks(fork_while_a_thread_waits, timeout_s=60) == [(7, 2.0), (0, 2.0)]
+    assert run_ranks(fork_while_a_thread_waits) == [(7, 2.0), (0, 2.0)]
 
 
 def wait_too_short() -> tuple[str, float, float]:

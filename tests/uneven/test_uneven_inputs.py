@@ -260,16 +260,16 @@ def test_what_cannot_work_is_refused_at_construction(make, arguments, message):
 def run(engine: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2) -> list[Any]:
     """Calls a function with the engine's name and the arguments on all ranks."""
     if engine == "horovod":
-        return run_horovod("horovodrun", function, engine, *args, num_ranks=num_ranks, timeout_s=200)
-    return run_ranks(function, engine, *args, world_size=num_ranks, timeout_s=200)
+        return run_horovod("horovodrun", function, engine, *args, num_ranks=num_ranks)
+    return run_ranks(function, engine, *args, world_size=num_ranks)
 
 
 def texts_of_errors(engine: str, function: Callable[..., Any], *args: Any) -> list[str]:
     """What the ranks' errors say that are about uneven inputs."""
     if engine == "horovod":
-        _, outcomes = try_horovod("horovodrun", function, engine, *args, timeout_s=60)
+        _, outcomes = try_horovod("horovodrun", function, engine, *args)
         return [outcome.text for outcome in outcomes.values() if outcome.name == "UnevenInputsError"]
-    errors = [outcome.error or "" for outcome in outcomes_of_ranks(function, engine, *args, timeout_s=60)]
+    errors = [outcome.error or "" for outcome in outcomes_of_ranks(function, engine, *args)]
     assert all(errors), errors
     return [error for error in errors if "UnevenInputsError: " in error]
 
