@@ -107,7 +107,7 @@ def test_a_job_goes_on_where_it_was_and_ends_with_the_weights_of_one_that_was_no
     programs.mkdir()
     script.write_text(JOB)
     (tmp_path / "train.py").write_text(TRAIN)
-    result = sbatch(script, tmp_path, moment, submitted_from=tmp_path, programs=programs, timeout_s=60)
+    result = sbatch(script, tmp_path, moment, submitted_from=tmp_path, programs=programs)
     assert result.returncode == 0, result.stdout
     assert (programs / "requests").read_text() == "requeue 4711\n"
     (checkpoint,) = tmp_path.glob("hpc_ckpt_*")

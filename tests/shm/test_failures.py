@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from lightning_strategies_ext.shm.creation import ShmOptions
 from lightning_strategies_ext.shm.native_build import VARIABLE as COMPILED
+from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_command
 from tests.support.shared_memory import private_shared_memory
-from tests.support.shm_ranks import start_shm
 
 MANY = 1_000_000
 VARIABLE = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"

@@ -16,9 +16,9 @@ from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.shm import compiler
 from lightning_strategies_ext.shm.compiler import SOURCE, NotCompiledError
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
+from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
-from tests.support.shm_ranks import start_shm
 
 pytestmark = pytest.mark.processes
 

@@ -22,9 +22,9 @@ from lightning_strategies_ext.shm.links import LinkedRank, PeerLostError
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.user_cache import UnsafePlaceError
+from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_script
-from tests.support.shm_ranks import start_shm
 
 NOBODY = 65_500
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user, or give files away")

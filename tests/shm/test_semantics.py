@@ -11,8 +11,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ranks import Outcome, outcomes_of_ranks, rank_environment, run_ranks
-from tests.support.shm_programs import (
+from tests.shm.programs import (
     ARITHMETIC,
     BITWISE,
     DTYPES,
@@ -28,7 +27,8 @@ from tests.support.shm_programs import (
     WAITS,
     Operation,
 )
-from tests.support.shm_ranks import PER_HOST, check_programs, start_shm
+from tests.shm.start import PER_HOST, check_programs, start_shm
+from tests.support.ranks import Outcome, outcomes_of_ranks, rank_environment, run_ranks
 
 #: Where a message, a slot, or the size from which ranks share the work of an all-reduce ends.
 BORDERS = [

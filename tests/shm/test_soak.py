@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_strategies_ext.shm.native_build import VARIABLE
+from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from tests.support.shm_ranks import start_shm
 
 NUM_ROUNDS = int(os.environ.get("SHM_SOAK_ROUNDS", "12"))
 NUM_BATCHES = 5

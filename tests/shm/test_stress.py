@@ -23,8 +23,7 @@ from torch import Tensor
 
 from lightning_strategies_ext.shm.native_build import VARIABLE
 from lightning_strategies_ext.shm.work import ShmWork
-from tests.support.ranks import rank_environment, run_ranks
-from tests.support.shm_programs import (
+from tests.shm.programs import (
     GLOO_IS_WHOLE,
     INLINE_NUM_BYTES,
     LAYOUTS,
@@ -34,7 +33,8 @@ from tests.support.shm_programs import (
     start,
     subgroups_of,
 )
-from tests.support.shm_ranks import TIMEOUT_S, start_shm
+from tests.shm.start import TIMEOUT_S, start_shm
+from tests.support.ranks import rank_environment, run_ranks
 
 #: ``SHM_STORMS=100`` makes this many times as many, for a night.
 FACTOR = int(os.environ.get("SHM_STORMS", "1"))

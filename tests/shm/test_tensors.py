@@ -12,8 +12,8 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.shm.start import start_shm
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from tests.support.shm_ranks import start_shm
 
 
 def groups() -> tuple[int, Any, Any]:

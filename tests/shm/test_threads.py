@@ -18,9 +18,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.shm.native_build import VARIABLE as COMPILED
+from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import run_ranks
-from tests.support.shm_ranks import start_shm
 
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])

@@ -1,1 +1,1 @@
-"""What tests share: ranks, models, trainers, programs that ranks run."""
+"""What several test modules share; ``from tests.support.ranks import run_ranks`` is the most used."""

@@ -1,4 +1,8 @@
-"""What the tests of ``ddp_spawn_ext`` train, and their Trainer."""
+"""Models of the tests of ``ddp_spawn_ext``, and their Trainer.
+
+model, trainer = seeded(Stateful), spawn_trainer(max_epochs=2)
+trainer.fit(model, loader())  # the trained weights are in this process
+"""
 
 from typing import Any
 

@@ -1,7 +1,11 @@
 """Trains with ``dp_ext`` and with one device on the same whole batches, and compares.
 
-Replicas on the CPU take turns; where it could matter, they also run at once, and with copies of the parameters as on
-several GPUs (the device "cpu:0" is another one than "cpu" to torch, and what is moved to it is copied).
+    @each_way
+    def test_training(way):
+        assert_trains_alike(way(2), WithBatchNorm)  # two replicas
+
+Replicas on the CPU take turns. Other ways run replicas at once, and with copies of the parameters as on several GPUs:
+for torch, the device "cpu:0" is not the device "cpu", so that a tensor moved to it is copied.
 """
 
 import lightning.pytorch as pl

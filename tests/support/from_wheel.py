@@ -1,6 +1,8 @@
-"""What must work where the wheel is installed with one of its extras, and there is no checkout.
+"""Checks the wheel that is installed with one of its extras, where there is no checkout.
 
-python from_wheel.py EXTRA
+    python from_wheel.py lightning
+
+``make matrix CORNERS=wheel`` runs it in an environment for each extra.
 """
 
 import importlib

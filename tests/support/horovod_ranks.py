@@ -2,8 +2,8 @@
 
     outcomes = run_horovod("mpirun", function, *args)
 
-The function must stand at the top level of a module. It runs in each rank of ``horovodrun`` or ``mpirun``; with
-"python", in the only process that there is at first, and again in those that ``fit`` starts.
+The function stands at the top level of a module. It runs in each rank of ``horovodrun`` or ``mpirun``. With "python",
+it runs in one process at first, and again in the ranks that ``fit`` starts.
 """
 
 import importlib

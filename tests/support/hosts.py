@@ -1,4 +1,8 @@
-"""Two hosts on one Linux machine, see :mod:`benchmarks.namespaces`"""
+"""Two hosts on one Linux machine, each in a network namespace of its own; see :mod:`benchmarks.namespaces`.
+
+with two_hosts(tmp_path) as hosts:  # raises NoHostsError where there are no namespaces
+    process = hosts[1].start("train.py", log=tmp_path / "log", MASTER_ADDR=ADDRESSES[0])
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,8 @@
-"""Models, data and one training function that the tests share. Small, but none trivial: each exercises one promise."""
+"""Models, data and one training function that the tests share.
+
+trainer, model = fit("ddp_ext", TwoOptimizers, max_epochs=1)
+assert_same_bits(state_of(model), weights_after("ddp", TwoOptimizers, max_epochs=1))
+"""
 
 import inspect
 from collections.abc import Callable

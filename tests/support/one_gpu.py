@@ -1,4 +1,8 @@
-"""Several ranks on one GPU, for tests: NCCL refuses it to ranks of one host, so that each passes for a host."""
+"""Several ranks on one GPU: NCCL refuses two ranks of one host on a GPU, so that each rank acts as a host.
+
+pass_for_own_host()
+make_trainer("ddp_ext", accelerator="gpu", devices=1, num_nodes=2)
+"""
 
 import os
 from typing import Any

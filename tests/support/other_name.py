@@ -1,9 +1,9 @@
-"""This repository as it would be if its tests said ``pytorch_lightning``, which are run there.
+"""Writes this repository with ``pytorch_lightning`` in place of ``lightning`` in its tests, which are then run there.
 
     python -m tests.support.other_name DIRECTORY
 
-Tests, benchmarks, examples and what the documentation shows are rewritten as the package itself is, see
-``hatch_build.py``; where they name a module of ours, they name the one for ``pytorch_lightning``.
+Tests, benchmarks, examples and the code of the documentation are rewritten as the package itself is, see
+``hatch_build.py``. A name of a module of this package becomes that of its twin for ``pytorch_lightning``.
 """
 
 import re

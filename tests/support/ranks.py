@@ -1,4 +1,4 @@
-"""The one harness of the multi-process tests: starts ranks, collects each one's outcome, always cleans up.
+"""Starts the ranks of a test, collects the outcome of each, and always cleans up.
 
     def one_rank(size):                       # what one rank does; runs in a process of its own
         return strategy.reduce(torch.ones(size)).tolist()

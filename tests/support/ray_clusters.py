@@ -1,4 +1,9 @@
-"""A Ray for the tests of a module, on this machine, and what is left in it. It can be imported without Ray."""
+"""A Ray cluster for the tests of a module, on this machine. The module can be imported without Ray.
+
+with own_ray():
+    trainer.fit(model, loader())
+    assert_nothing_is_left(trainer.strategy.launcher.pids)
+"""
 
 import importlib.util
 import json

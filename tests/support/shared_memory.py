@@ -1,4 +1,9 @@
-"""A ``/dev/shm`` of a test's own: what is left there, the test's processes have left, whoever else uses the machine."""
+"""A ``/dev/shm`` for one test, so that other processes of the machine leave nothing in it.
+
+with private_shared_memory() as shared_memory:
+    subprocess.run([*shared_memory.prefix, sys.executable, "train.py"])
+    shared_memory.wait_until_empty()
+"""
 
 import os
 import shutil

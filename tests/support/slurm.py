@@ -1,6 +1,8 @@
-"""What a SLURM cluster does with a batch script, on this machine: a process per task, and variables that say which.
+"""What a SLURM cluster does with a batch script, on this machine: a process per task, with SLURM's variables.
 
-A job that asks to be queued again is told to end, and begins from the start of its script when it has.
+    result = sbatch(script, submitted_from=tmp_path, programs=empty_directory)
+
+A job that requests a requeue is terminated, and its script starts again.
 """
 
 import os
@@ -9,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.ranks import free_port, run_command
+from tests.support.ranks import LIMIT_S, free_port, run_command
 
 _SRUN = """\
 #!{python}
@@ -65,7 +67,7 @@ def put_scontrol(programs: Path) -> Path:
 
 
 def sbatch(
-    script: Path, *arguments: str | Path, submitted_from: Path, programs: Path, timeout_s: float
+    script: Path, *arguments: str | Path, submitted_from: Path, programs: Path, timeout_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """Runs a batch script to its end.
 
@@ -81,7 +83,9 @@ def sbatch(
     srun = programs / "srun"
     srun.write_text(_SRUN.format(python=sys.executable))
     srun.chmod(0o755)
-    (programs / "python").symlink_to(sys.executable)
+    python = programs / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link would not find the packages of its target
+    python.chmod(0o755)
     variables = {**variables_of_job(num_nodes, per_node, name=asked["job-name"]), "SLURM_CPUS_PER_TASK": "1"}
     # Two of these may run at once, so the port is not that of the job's number.
     here = {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "160"}

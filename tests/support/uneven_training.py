@@ -1,4 +1,8 @@
-"""Training on ranks that have different numbers of batches, and the same in one process."""
+"""Training on ranks that have different numbers of batches, and the same training in one process.
+
+trained = train(strategy_of("gloo", "join"), (5, 3), "counted", Model)  # on each of two ranks
+torch.testing.assert_close(trained["weights"], reference("join", (5, 3), "counted"))
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

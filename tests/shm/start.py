@@ -5,7 +5,7 @@ def add_up():
     ...
 
 run_ranks(add_up)
-check_programs([program], world_size=3)  # a program of :mod:`.shm_programs`
+check_programs([program], world_size=3)  # a program of :mod:`.programs`
 """
 
 import os
@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_strategies_ext.shm import rendezvous
+from tests.shm.programs import SHARED, SLOT_NUM_BYTES, Program, difference, digest, run_program, subgroups_of
 from tests.support.ranks import LIMIT_S, run_ranks
-from tests.support.shm_programs import SHARED, SLOT_NUM_BYTES, Program, difference, digest, run_program, subgroups_of
 
 TIMEOUT_S = 60
 _START_TIMEOUT = timedelta(seconds=LIMIT_S)

@@ -5,7 +5,7 @@
     assert not difference(operation, world_size, ours[0], theirs[0])
 
 A program is a list of operations, the same on all ranks. Each rank makes its tensors from the seed of the operation and
-its rank. The ranks are those of :mod:`tests.support.shm_ranks`.
+its rank. The ranks are those of :mod:`tests.shm.start`.
 """
 
 import hashlib
