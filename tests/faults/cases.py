@@ -73,7 +73,7 @@ LIMIT_S = 10.0
 #: What it takes longer to know that a host is lost, in seconds.
 LOST_S = 10.0
 #: How long the script may take until the fault happens, in seconds.
-START_S = 120.0
+START_S = 300.0
 _NAME = "LIGHTNING_STRATEGIES_EXT_FAULT"
 
 
@@ -293,7 +293,7 @@ def _try(
 
 
 def _processes_of(directory: Path) -> list[psutil.Process]:
-    """The processes of a case: those that were forked for it are at home in its directory."""
+    """The processes of a case, found by their directory or by a variable of their environment."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -41,8 +41,6 @@ def cluster() -> Iterator[str]:
     """The address of a server of Ray Client, to which this process is connected."""
     import ray
 
-    # Its own process has those that it starts below it, and these are forked from the server that has imported all.
-    starts_ray = f"import sys; sys.executable = {sys.executable!r}; from ray.scripts.scripts import main; main()"
     port = free_port()
     environment = {
         **clean_environment(),
@@ -54,16 +52,8 @@ def cluster() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
         head = subprocess.Popen(
             [
-                *(
-                    sys.executable,
-                    "-c",
-                    starts_ray,
-                    "start",
-                    "--head",
-                    "--block",
-                    "--node-ip-address=127.0.0.1",
-                    "--port=0",
-                ),
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+                *("--node-ip-address=127.0.0.1", "--port=0"),
                 *(f"--ray-client-server-port={port}", "--num-cpus=2", "--include-dashboard=false"),
                 f"--temp-dir={directory}",
             ],
