@@ -257,7 +257,7 @@ def test_a_callback_of_a_future_can_call_a_collective():
 
 
 def call_different_collectives(name: str, late_rank: int) -> None:
-    rank = start_shm(timeout_s=15)
+    rank = start_shm(timeout_s=200)
     many = torch.ones(2_000_000)
     if rank == late_rank:
         time.sleep(0.3)
@@ -276,7 +276,7 @@ def call_different_collectives(name: str, late_rank: int) -> None:
 def test_ranks_that_call_different_collectives_are_told(name: str, late_rank: int):
     start = time.monotonic()
     outcomes = outcomes_of_ranks(call_different_collectives, name, late_rank)
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 150  # and not after the timeout
     for outcome in outcomes:
         assert_said(outcome, "do not call the same collectives")
 
