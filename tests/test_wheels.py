@@ -98,7 +98,7 @@ def test_where_the_repository_is_known_links_of_the_readme_lead_there(sdist: Pat
     assert "Project-URL" not in unknown
     assert "](docs/ddp.md)" in unknown
     assert f"Project-URL: Changelog, {address}/blob/HEAD/CHANGELOG.md\n" in known
-    assert f"![Step times]({address}/raw/HEAD/benchmarks/results/step_time.png)" in known
+    assert f"]({address}/blob/HEAD/docs/ddp.md)" in known
     targets = re.findall(r"\]\(([^)]+)\)", known)
     assert [target for target in targets if not target.startswith("https://")] == []
     assert len(targets) == len(re.findall(r"\]\(([^)]+)\)", unknown))

@@ -1,0 +1,264 @@
+"""The README: its limits, and that each command, script, output and figure in it is real."""
+
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import textwrap
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from packaging.requirements import Requirement
+
+import lightning_strategies_ext
+from hatch_build import Metadata
+from tests.support import lean
+from tests.support.environments import PACKAGE, Environment
+from tests.support.ranks import REPOSITORY, run_command, run_warm
+
+TEXT = (REPOSITORY / "README.md").read_text()
+MAX_LINES, MAX_WIDTH, MAX_WORDS_IN_CELL = 130, 120, 20
+HEADINGS = [
+    "# lightning-strategies-ext",
+    "## Reasons to use it",
+    "## Reasons not to use it",
+    "## Installation",
+    "## Example",
+    "## Choice of a strategy",
+    "## Changes from `ddp`",
+    "## Commands",
+    "## Documentation",
+]
+#: Placeholders of the README: the address of the repository, and the user's directory.
+ADDRESS, DIRECTORY = "https://git.example.org/lightning-strategies-ext.git", "/home/me"
+INSTALL_CLONE, INSTALL_URL = "pip install .", f"pip install git+{ADDRESS}"
+DOCTOR, UNINSTALL = "python -m lightning_strategies_ext", "pip uninstall lightning-strategies-ext"
+TRAIN, DEMO, TEST = "python train.py", "make demo", "make test"
+#: The commands that the tests below run. A command that is added to the README needs a test.
+COMMANDS = {INSTALL_CLONE, INSTALL_URL, DOCTOR, TRAIN, UNINSTALL, DEMO, TEST}
+#: Many times the duration of the slowest command, so that only a hang reaches it.
+TIMEOUT_S = 240
+
+
+def blocks(language: str) -> list[str]:
+    """Returns the fenced blocks of one language, without their indentation."""
+    found = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", TEXT, re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(text) for _, text in found]
+
+
+def prose() -> str:
+    """Returns the README without its fenced blocks."""
+    return re.sub(r"^( *)```.*?^\1```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+def section(heading: str) -> str:
+    """Returns the text between a heading and the next one, without fenced blocks."""
+    return prose().split(f"{heading}\n")[1].split("\n## ")[0]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Returns the cells of each row of the Markdown tables in a text, without the rulers below the headers."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in table if set("".join(row)) != {"-"}]
+
+
+def column(page: str, heading: str, names: tuple[str, ...]) -> list[list[str]]:
+    """Returns columns of the first table below a heading of a page in ``docs/``, one list per row."""
+    text = (REPOSITORY / "docs" / page).read_text().split(f"\n{heading}\n")[1]
+    header, *body = rows(text[text.index("\n|") + 1 :].split("\n\n")[0])
+    places = [header.index(name) for name in names]
+    return [[row[place] for place in places] for row in body]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Git repository with the files of this checkout that an installation needs."""
+    directory = tmp_path_factory.mktemp("git") / "clone"
+    directory.mkdir()
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, directory)
+    left_out = shutil.ignore_patterns("__pycache__", "pytorch_lightning")
+    shutil.copytree(REPOSITORY / PACKAGE, directory / PACKAGE, ignore=left_out)
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false")
+    for command in (("init", "--quiet"), ("add", "."), (*identity, "commit", "--quiet", "--message", "Test")):
+        subprocess.run(["git", *command], cwd=directory, check=True, timeout=60)
+    return directory
+
+
+def test_length_width_and_headings():
+    lines = TEXT.splitlines()
+    assert len(lines) <= MAX_LINES
+    is_exempt = re.compile(r"\||.*://")
+    assert [line for line in lines if len(line) > MAX_WIDTH and not is_exempt.match(line)] == []
+    assert re.findall(r"^#+ .*$", prose(), re.MULTILINE) == HEADINGS
+
+
+def test_no_table_cell_is_long():
+    cells = [re.sub(r"\]\([^)]*\)", "", cell) for row in rows(TEXT) for cell in row]
+    assert cells
+    assert [cell for cell in cells if len(cell.split()) > MAX_WORDS_IN_CELL] == []
+
+
+def test_each_part_has_the_size_that_was_decided():
+    introduction = prose().split("\n\n")[1]
+    assert introduction.count(". ") == 0
+    assert introduction.endswith(".")
+    status = re.findall(r"^> .*$", TEXT, re.MULTILINE)
+    assert TEXT.index("```diff") < TEXT.index(status[0]) < TEXT.index(HEADINGS[1])
+    assert len(re.findall(r"^- ", section("## Reasons to use it"), re.MULTILINE)) == 4
+    assert len(rows(section("## Choice of a strategy"))) == 1 + 6
+    assert len(re.findall(r"^- ", section("## Changes from `ddp`"), re.MULTILINE)) == 5
+    report, output = blocks("text")
+    assert [len(text.splitlines()) for text in (report, output, *blocks("python"))] == [6, 1, 25]
+
+
+def test_each_command_is_run_by_a_test():
+    written = [line.partition("  #")[0].rstrip() for block in blocks("bash") for line in block.splitlines()]
+    inline = re.findall(r"`((?:pip|python|make|torchrun|git) [^`]+)`", prose())
+    assert {*written, *inline} == COMMANDS
+
+
+def test_each_strategy_in_it_is_registered():
+    names = {name for name in re.findall(r"`(\w+)`", prose()) if name.endswith("_ext") or name in ("dp", "horovod")}
+    assert {"ddp_ext", "dp", "horovod"} < names
+    assert names <= set(StrategyRegistry.available_strategies())
+
+
+def test_both_lines_of_the_difference_construct_a_trainer_with_that_strategy():
+    (difference,) = blocks("diff")
+    strategies = {}
+    for line in difference.splitlines():
+        names = {"Trainer": pl.Trainer}
+        exec(line[2:], names)
+        strategies[line[0]] = type(names["trainer"].strategy)
+    assert strategies == {"-": DDPStrategy, "+": lightning_strategies_ext.DDPStrategy}
+
+
+def test_figures_are_those_of_the_documentation():
+    text = " ".join(prose().split())
+    cases = column("failures.md", "## All of it", ("`ddp_ext`", "Lightning's `ddp`"))
+    passed, all_cases, stock_passed, all_stock_cases = (
+        sum(int(row[index].split(" of ")[part]) for row in cases if row[0])
+        for index, part in ((0, 0), (0, 1), (1, 0), (1, 1))
+    )
+    assert passed == all_cases == all_stock_cases
+    assert f"Of [{all_cases} injected faults]" in text
+    assert f"Lightning's `ddp` {stock_passed}." in text
+
+    (ratios,) = zip(*column("benchmarks.md", "## Steps", ("`ddp` / `ddp_ext`",)), strict=True)
+    numbers = [float(re.findall(r"[\d.]+", ratio)[0]) for ratio in ratios]
+    assert f"{min(numbers):.1f} to {max(numbers):.1f} times as fast" in text
+
+    names = ("", "`ddp_spawn`", "`ddp_spawn_ext`")
+    workers = {name: seconds for name, *seconds in column("benchmarks.md", "## Workers", names)}
+    stock, ours = workers["from `test()` to the first batch, after that"]
+    assert f"`test` starts in {float(ours)} s instead of {float(stock):.1f} s" in text
+
+    step_after_kill = column("ddp_spawn_elastic.md", "## What it costs", ("from the kill to the end of the next step",))
+    assert f"the next step ended {float(step_after_kill[0][0].split()[0]):.2f} s after a worker was killed" in text
+
+
+def test_the_extras_exclude_the_malicious_releases():
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    for name in ("lightning", "pytorch-lightning"):
+        (written,) = re.findall(rf'^{name} = \["(.*)"\]$', text, re.MULTILINE)
+        versions = Requirement(written).specifier
+        releases = ("2.6.1", "2.6.2", "2.6.3", "2.6.4")
+        assert [release for release in releases if release in versions] == ["2.6.1", "2.6.4"]
+    assert "2.6.2 or 2.6.3" in section("## Installation")
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+@pytest.mark.parametrize("command", [INSTALL_CLONE, INSTALL_URL])
+def test_the_package_can_be_installed_inspected_and_removed(command: str, clone: Path, tmp_path: Path):
+    """Dependencies are in the environment already, and the build takes its requirements from there: no network."""
+    lean.make_environment(tmp_path / "venv", (*lean.LEFT_OUT, PACKAGE))
+    (tmp_path / "work").mkdir()
+    python = tmp_path / "venv" / "bin" / "python"
+
+    def run(line: str, *options: str, directory: str | Path = "work") -> "subprocess.CompletedProcess[str]":
+        program, *words = shlex.split(line)
+        module = ["-m", "pip"] if program == "pip" else []
+        return Environment(python, tmp_path / directory).run(*module, *words, *options, timeout_s=TIMEOUT_S)
+
+    here = command.replace(ADDRESS, clone.as_uri())
+    installed = run(here, "--no-deps", "--no-build-isolation", directory=clone if command == INSTALL_CLONE else "work")
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    doctor = run(DOCTOR)
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    assert re.search(r"ddp_ext.*yes", doctor.stdout)
+    removed = run(UNINSTALL, "--yes")
+    assert removed.returncode == 0, removed.stdout + removed.stderr
+    assert "No module named lightning_strategies_ext" in run(DOCTOR).stderr
+
+
+@pytest.mark.parametrize("strategy", ["ddp_ext", "ddp"])
+def test_the_script_prints_what_is_written_with_both_strategies(
+    strategy: str, wheel_install: Environment, tmp_path: Path
+):
+    (script,) = blocks("python")
+    _, output = blocks("text")
+    assert script.count('"ddp_ext"') == 1
+    name = TRAIN.split()[1]
+    (tmp_path / name).write_text(script.replace('"ddp_ext"', f'"{strategy}"'))
+    done = Environment(wheel_install.python, tmp_path).run(name, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == output
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def run_wrong_label(environment: Environment, directory: Path, *options: str) -> str:
+    """Runs the example in a directory of its own, and returns its standard error."""
+    script = shutil.copy(REPOSITORY / "examples" / "wrong_label.py", directory)
+    done = Environment(environment.python, directory).run(script, *options, timeout_s=TIMEOUT_S)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr
+
+
+def test_the_failure_report_is_what_the_example_prints(wheel_install: Environment, tmp_path: Path):
+    report, _ = blocks("text")
+    written = re.sub(r"\d{8}-\d{6}-\d+", "RUN", report.replace(DIRECTORY, str(tmp_path))).splitlines()
+    written[0] = written[0].replace("node7", socket.gethostname())
+    errors = run_wrong_label(wheel_install, tmp_path)
+    printed = re.sub(r"\d{8}-\d{6}-\d+", "RUN", errors).splitlines()
+    assert [line for line in printed[-8:] if set(line) != {"-"}] == written, errors
+    assert len(list(tmp_path.glob("failures/*/rank-?.txt"))) == 2
+
+
+def test_ddp_prints_what_is_said_of_it(wheel_install: Environment, tmp_path: Path):
+    errors = run_wrong_label(wheel_install, tmp_path, "--strategy", "ddp").splitlines()
+    assert len([line for line in errors if line.startswith("[rank")]) > 100
+    # Which of the two the kernel reports depends on what rank 1 had not read.
+    assert [line for line in errors if re.search("Connection (closed|reset) by peer", line)]
+
+
+def test_make_demo_runs_a_program_that_trains(tmp_path: Path):
+    planned = run_command("make", "--directory", REPOSITORY, "--no-print-directory", "--dry-run", DEMO.split()[1])
+    assert planned.returncode == 0, planned.stdout
+    python, script, *options = shlex.split(planned.stdout.splitlines()[-1])
+    assert python == ".venv/bin/python"
+    done = run_warm(REPOSITORY / script, *options, "--epochs", "2", cwd=tmp_path, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"processes\W+2\W", done.stdout)
+
+
+def test_make_test_runs_what_is_said_of_it():
+    """Only its plan is read: this test is among what it runs."""
+    planned = run_command("make", "--directory", REPOSITORY, "--dry-run", TEST.split()[1])
+    assert planned.returncode == 0, planned.stdout
+    assert [program for program in ("ruff check", "mypy", "pytest") if f"/{program}" not in planned.stdout] == []
+
+
+def test_links_and_pictures_of_the_package_readme_have_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_ADDRESS", "https://example.org/project/")
+    (tmp_path / "README.md").write_text("[a](docs/a.md#b) ![c](d/e.png) [f](#g) [h](https://example.org)\n")
+    metadata: dict[str, dict[str, str]] = {}
+    Metadata(str(tmp_path), {}).update(metadata)
+    assert metadata["readme"]["text"] == (
+        "[a](https://example.org/project/blob/HEAD/docs/a.md#b) ![c](https://example.org/project/raw/HEAD/d/e.png)"
+        " [f](#g) [h](https://example.org)\n"
+    )
