@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from hatch_build import ADDRESS_VARIABLE, MACHINE_VARIABLE
+from hatch_build import ADDRESS_VARIABLE, MACHINE_VARIABLE, Metadata
 from tests.support import environments
 from tests.support.ranks import REPOSITORY
 
@@ -102,6 +102,17 @@ def test_where_the_repository_is_known_links_of_the_readme_lead_there(sdist: Pat
     targets = re.findall(r"\]\(([^)]+)\)", known)
     assert [target for target in targets if not target.startswith("https://")] == []
     assert len(targets) == len(re.findall(r"\]\(([^)]+)\)", unknown))
+
+
+def test_links_and_pictures_of_the_package_readme_have_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(ADDRESS_VARIABLE, "https://example.org/project/")
+    (tmp_path / "README.md").write_text("[a](docs/a.md#b) ![c](d/e.png) [f](#g) [h](https://example.org)\n")
+    metadata: dict[str, dict[str, str]] = {}
+    Metadata(str(tmp_path), {}).update(metadata)
+    assert metadata["readme"]["text"] == (
+        "[a](https://example.org/project/blob/HEAD/docs/a.md#b) ![c](https://example.org/project/raw/HEAD/d/e.png)"
+        " [f](#g) [h](https://example.org)\n"
+    )
 
 
 @pytest.mark.processes
