@@ -292,6 +292,21 @@ def train_in_turn(
         if dist.is_initialized():
             dist.barrier()
         ms[name], weights[name] = train(case, length)
+    check_same_weights(case, weights, reference)
+    return ms
+
+
+def check_same_weights(case: Case, weights: dict[str, Tensor], reference: str) -> None:
+    """Checks that contenders did the same work.
+
+    Args:
+        case: What they have trained.
+        weights: The trained weights of each.
+        reference: The contender that the others are compared with.
+
+    Raises:
+        RuntimeError: If a contender arrived at other weights than the reference.
+    """
     for name, vector in weights.items():
         if not torch.allclose(vector, weights[reference], rtol=1e-4, atol=1e-6):
             difference = (vector - weights[reference]).abs().max().item()
@@ -299,7 +314,6 @@ def train_in_turn(
                 f"{case.label}: {name} arrived at other weights than {reference} (largest difference"
                 f" {difference:.1e}): they did not do the same work."
             )
-    return ms
 
 
 def time_of_completion() -> float:

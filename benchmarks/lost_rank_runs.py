@@ -15,10 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import IO
 
-import psutil
-
 from benchmarks.lost_rank_job import NUM_RANKS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job, Step, read_steps
-from benchmarks.ranks import free_port
+from benchmarks.ranks import end_tree, free_port
 
 HAS_TORCHFT = find_spec("torchft") is not None
 #: For one run, in seconds; only a hang reaches it.
@@ -143,18 +141,6 @@ def wait_for(
     finally:
         for process in processes:
             end_tree(process)
-
-
-def end_tree(process: "subprocess.Popen[bytes]") -> None:
-    """Kills a process and all that it has started, one by one."""
-    if process.poll() is None:
-        own = psutil.Process(process.pid)
-        for one in [*own.children(recursive=True), own]:
-            try:
-                one.kill()
-            except psutil.NoSuchProcess:
-                continue
-    process.wait()
 
 
 def figures(job: Job, steps: list[Step]) -> dict[str, float]:

@@ -6,16 +6,20 @@ they run over is what the rank has joined last (:func:`join`).
 """
 
 import gc
+import json
 import multiprocessing
 import os
 import random
 import socket
+import subprocess
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -141,6 +145,56 @@ def join(backend: str, rank: int | None = None, world_size: int | None = None) -
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
     dist.barrier()
+
+
+def send_to_all(key: str, value: Any, timeout: timedelta) -> Any:
+    """Sends a value of rank 0 to all ranks through the store: a rank that waits for it does not use its core.
+
+    Args:
+        key: Unique key of the value.
+        value: The value on rank 0, as JSON can hold it.
+        timeout: How long the other ranks wait.
+
+    Returns:
+        The value of rank 0.
+    """
+    assert _store is not None
+    if dist.get_rank() == 0:
+        _store.set(key, json.dumps(value))
+    _store.wait([key], timeout)
+    return json.loads(_store.get(key))
+
+
+def collect_on_first(key: str, value: Any, timeout: timedelta) -> list[Any]:
+    """Collects a value of every rank on rank 0 through the store.
+
+    Args:
+        key: Unique key of the values.
+        value: The value of this rank, as JSON can hold it.
+        timeout: How long rank 0 waits.
+
+    Returns:
+        The values in rank order on rank 0, an empty list elsewhere.
+    """
+    assert _store is not None
+    _store.set(f"{key}/{dist.get_rank()}", json.dumps(value))
+    if dist.get_rank():
+        return []
+    keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+    _store.wait(keys, timeout)
+    return [json.loads(_store.get(one)) for one in keys]
+
+
+def end_tree(process: "subprocess.Popen[Any]") -> None:
+    """Kills a process and its descendants, and waits for its end."""
+    if process.poll() is None:
+        own = psutil.Process(process.pid)
+        for one in [*own.children(recursive=True), own]:
+            try:
+                one.kill()
+            except psutil.NoSuchProcess:
+                continue
+    process.wait()
 
 
 def free_port() -> int:

@@ -67,7 +67,8 @@ def parse(parser: argparse.ArgumentParser, quick: str, **smaller: object) -> arg
     arguments = parser.parse_args()
     if arguments.quick:
         vars(arguments).update(smaller)
-    arguments.output = arguments.output or (QUICK_OUTPUT if arguments.quick else DEFAULT_OUTPUT)
+    if not getattr(arguments, "against", None):  # it has a directory of its own
+        arguments.output = arguments.output or (QUICK_OUTPUT if arguments.quick else DEFAULT_OUTPUT)
     return arguments
 
 

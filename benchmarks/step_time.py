@@ -4,6 +4,7 @@
     python -m benchmarks.step_time --hidden 32 --rounds 21
     python -m benchmarks.step_time --quick
     python -m benchmarks.step_time --accelerator gpu
+    python -m benchmarks.step_time --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 Two CPU ranks on this host, one torch thread each, a 64-h-h-10 MLP, 32 samples per rank and batch, SGD, data in memory.
 Per width three cases: plain; one metric averaged over ranks per step (``self.log(..., sync_dist=True)``, in the
@@ -25,6 +26,7 @@ cores every other process shows in the numbers.
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -36,9 +38,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import against
 from benchmarks.contenders import (
     Case,
     Length,
+    check_same_weights,
     silence_lightning,
     train_by_hand,
     train_in_turn,
@@ -58,6 +62,7 @@ from benchmarks.report import (
     rotated,
     write_json,
 )
+from benchmarks.turns import Part, Row
 
 OURS = "ddp_ext"
 OURS_OVER_GLOO = "ddp_ext, gloo"
@@ -116,6 +121,29 @@ def measure(cases: list[Case], accelerator: str, peer: str, rounds: int, length:
             print(f"measured {case.label}", file=sys.stderr, flush=True)
         results.append({"ms": ms, "rss_mb": rss_mb, "threads": threads})
     return results
+
+
+def rows(accelerator: str, cases: list[dict[str, Any]], length: dict[str, int]) -> dict[str, Row]:
+    """Returns the rows of ``--against``: our strategy per case, and the hand-written loop over gloo as a control."""
+    silence_lightning()
+    contenders = contenders_on(accelerator, "ddp")
+    weights: dict[Case, Tensor] = {}
+
+    def measure(case: Case, name: str) -> dict[str, float]:
+        gc.collect()
+        dist.barrier()
+        if case not in weights:
+            weights[case] = contenders[BY_HAND](case, Length(**length))[1]
+        ms, vector = contenders[name](case, Length(**length))
+        check_same_weights(case, {name: vector, BY_HAND: weights[case]}, reference=BY_HAND)
+        return {f"{case.label}: {name}, ms": ms}
+
+    return {
+        f"{case.label}: {name}": Row(partial(measure, case, name), ["DDPStrategy"] if name != BY_HAND else [])
+        for case in (Case(**one) for one in cases)
+        for name in (OURS, OURS_OVER_GLOO, BY_HAND)
+        if name in contenders
+    }
 
 
 def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
@@ -223,6 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, nargs="+", default=[32, 256, 1024], help="widths of the hidden layers")
     parser.add_argument("--rounds", type=int, default=20, help="rounds per case; 10 give every order once")
     parser.add_argument("--steps", type=int, default=48, help="timed batches per round, made a multiple of 4")
+    against.add_arguments(parser)
     arguments = parse(parser, "three rounds of 20 steps", rounds=3, steps=20)
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be positive")
@@ -245,10 +274,20 @@ def main() -> None:
     ]
     is_cpu = arguments.accelerator == "cpu"
     world_size = 2 if is_cpu else min(2, torch.cuda.device_count())
+    backend = "gloo" if is_cpu else "nccl"
+    if arguments.against:
+        settings = {
+            "accelerator": arguments.accelerator,
+            "cases": [vars(case) for case in cases],
+            "length": vars(length),
+        }
+        part = Part("benchmarks.step_time:rows", arguments.rounds, settings, world_size, backend)
+        against.compare("step_time", arguments, [part])
+        return
     per_rank = run_ranks(
         *(measure, cases, arguments.accelerator, arguments.peer, arguments.rounds, length),
         world_size=world_size,
-        backend="gloo" if is_cpu else "nccl",
+        backend=backend,
     )
     summaries = [summarize(case, arguments.peer, list(ranks)) for case, *ranks in zip(cases, *per_rank, strict=True)]
     settings = {"peer": arguments.peer, "rounds": arguments.rounds, "warmup": length.warmup, "steps": length.steps}

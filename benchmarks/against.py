@@ -1,0 +1,378 @@
+"""Comparison of the working tree with another revision of the package, for ``--against REV`` of six benchmarks.
+
+    python -m benchmarks.step_time --against HEAD~1
+    python -m benchmarks.step_time --against 6a9b84b --rounds 40 --rows plain
+    python -m benchmarks.collectives --against v0.1.0 --part operations
+
+REV is checked out into a temporary git worktree. Each revision has a process of its own, or ranks of its own, with an
+environment of its own: a directory in front of ``sys.path`` that holds today's ``benchmarks`` and the revision's
+package, and a cache directory in which the revision's native library is built before the first measurement. So today's
+program measures both revisions; :mod:`benchmarks.names` gives it the names that each of them has.
+
+The revisions take turns row by row, within seconds, and the order alternates. The ratio of a row is taken within a
+round, and the table shows its median over rounds with quartiles. Ranks are started again every few rounds, since a
+process can be slower than another one for all of its life. Only strategies of this package are measured, and a row that
+does not depend on the package (a control) where there is one: its ratio shows how quiet the machine is.
+
+Rows that one of the revisions lacks are left out and listed by name. The worktree is removed at the end, after errors
+and after Ctrl-C as well; after a SIGKILL, ``git worktree prune`` removes what git still lists.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from benchmarks.names import CACHE_VARIABLES, PACKAGE, PACKAGE_VARIABLE
+from benchmarks.ranks import end_tree
+from benchmarks.report import DEFAULT_OUTPUT, Spread, paired_ratio, print_table, write_json
+from benchmarks.turns import Part
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Git ignores it: results of two revisions are no results of the package.
+OUTPUT = DEFAULT_OUTPUT / "against"
+#: Rounds for which ranks are kept, in addition to a first one that is not counted.
+ROUNDS_PER_START = 5
+#: For the processes of a part to start, in seconds; only a hang reaches it.
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 30.0
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Revision:
+    """One of the two revisions.
+
+    Attributes:
+        name: Its column in the table.
+        about: The commit, with its subject.
+        directory: Directory that processes of the revision run in and import from.
+        environment: Environment variables of these processes.
+    """
+
+    name: str
+    about: str
+    directory: Path
+    environment: dict[str, str]
+
+
+class MeasuredProcess:
+    """The process, or ranks, in which one revision measures the rows of a part.
+
+    Args:
+        revision: The revision.
+        part: The part.
+        chosen: Texts of which a row's name must contain one; empty for all rows.
+    """
+
+    def __init__(self, revision: Revision, part: Part, chosen: Sequence[str]) -> None:
+        self.revision = revision
+        self.output: IO[str] = tempfile.TemporaryFile("w+")
+        self.connection: Connection | None = None
+        address = str(revision.directory / "turns.socket")
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.settimeout(_POLL_S)
+        with suppress(FileNotFoundError):
+            os.unlink(address)
+        self.listener.bind(address)
+        self.listener.listen(1)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.turns", part.to_json(), address, *chosen],
+            cwd=revision.directory,
+            env=revision.environment,
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C interrupts the comparing process alone, which then ends this one
+        )
+
+    def receive(self) -> Any:
+        """Receives what the process sends next.
+
+        Raises:
+            RuntimeError: If it has ended.
+        """
+        try:
+            if self.connection is None:
+                self.connection = self._accept()
+            while not self.connection.poll(_POLL_S):
+                if self.process.poll() is not None:
+                    raise EOFError
+            return self.connection.recv()
+        except (EOFError, ConnectionError):
+            self._fail("ended")
+
+    def _accept(self) -> Connection:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                return Connection(self.listener.accept()[0].detach())
+            if self.process.poll() is not None:
+                raise EOFError
+        self._fail(f"did not start within {START_TIMEOUT_S:g} s")
+
+    def _fail(self, what: str) -> NoReturn:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_TIMEOUT_S)
+        self.output.seek(0)
+        raise RuntimeError(f"The measured process of {self.revision.name} {what}:\n{self.output.read()[-20_000:]}")
+
+    def measure(self, row: str) -> dict[str, float]:
+        """Measures a row once."""
+        assert self.connection is not None
+        with suppress(ConnectionError):  # `receive` says why
+            self.connection.send(row)
+        figures: dict[str, float] = self.receive()
+        return figures
+
+    def close(self) -> None:
+        """Ends the process: lets it return if it is waiting for a turn, else kills it."""
+        if self.connection is not None:
+            with suppress(ConnectionError):
+                self.connection.send(None)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_TIMEOUT_S)
+            self.connection.close()
+        end_tree(self.process)
+        self.listener.close()
+        self.output.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--against`` and ``--rows`` to the command line of a benchmark."""
+    parser.add_argument("--against", metavar="REV", type=to_commit, help="compare the working tree with this revision")
+    parser.add_argument(
+        "--rows", metavar="TEXT", nargs="+", default=[], help="with --against: only rows that contain one of these"
+    )
+
+
+def to_commit(revision: str) -> str:
+    """Returns the full hash of a revision.
+
+    Raises:
+        argparse.ArgumentTypeError: If the repository does not have it.
+    """
+    found = run_git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}", check=False)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"there is no commit {revision!r} in the git history of {ROOT.name}. Give a commit, branch or tag that `git"
+            " log` knows; in a shallow clone, run `git fetch --unshallow` before."
+        )
+    return found
+
+
+def run_git(*arguments: str, check: bool = True) -> str:
+    """Runs git in the checkout and returns what it prints; without ``check`` also after it has failed."""
+    try:
+        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=check)
+    except FileNotFoundError:
+        raise RuntimeError("`--against` needs git, and there is no such command.") from None
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"`git {' '.join(arguments)}` failed: {error.stderr.strip()}") from None
+    return done.stdout.strip()
+
+
+def compare(program: str, arguments: argparse.Namespace, parts: Sequence[Part]) -> None:
+    """Measures the working tree and another revision in turns, then prints and writes the ratios.
+
+    Args:
+        program: Name of the benchmark.
+        arguments: Its command line, with ``against`` and ``rows``, and ``output`` if the user has given one.
+        parts: What to measure.
+    """
+    samples: dict[str, list[tuple[float, float]]] = {}
+    left_out: list[str] = []
+    with check_out(arguments.against) as (today, other):
+        for revision in (today, other):
+            build(revision)
+        for part in parts:
+            found, missing = measure_part(part, (today, other), arguments.rows)
+            samples |= found
+            left_out += missing
+    if not samples and not left_out:
+        raise SystemExit(f"--rows: no row contains any of {arguments.rows}.")
+    present(program, today, other, samples, left_out)
+    write_json(
+        arguments.output or OUTPUT,
+        f"{program}_against_{other.name}",
+        {
+            "settings": {name: value for name, value in vars(arguments).items() if name != "output"},
+            "today": today.about,
+            "other": other.about,
+            "left out": left_out,
+            "results": [summarize(row, today, other, pairs) for row, pairs in samples.items()],
+        },
+    )
+
+
+def measure_part(
+    part: Part, revisions: tuple[Revision, Revision], chosen: Sequence[str]
+) -> tuple[dict[str, list[tuple[float, float]]], list[str]]:
+    """Measures the rows of a part in turns.
+
+    Returns:
+        Per row a pair of figures for each round, in the order of the revisions; and the rows that are left out, with
+        what a revision lacks.
+    """
+    samples: dict[str, list[tuple[float, float]]] = {}
+    left_out: dict[str, str] = {}
+    rounds_per_start = ROUNDS_PER_START if part.num_ranks else part.rounds
+    for start in range(0, part.rounds, rounds_per_start):
+        processes = []
+        try:
+            processes = [MeasuredProcess(revision, part, chosen) for revision in revisions]
+            missing = [process.receive() for process in processes]
+            for process, by_row in zip(processes, missing, strict=True):
+                left_out |= {
+                    row: f"{row} ({process.revision.name} has no {' and no '.join(lacks)})"
+                    for row, lacks in by_row.items()
+                    if lacks
+                }
+            rows = [row for row in missing[0] if row not in left_out]
+            # New ranks measure a round that does not count: they import and allocate in it.
+            uncounted = [-1] if part.num_ranks and rows else []
+            for number in [*uncounted, *range(start, min(start + rounds_per_start, part.rounds))]:
+                for index, row in enumerate(rows):
+                    order = processes if (number + index) % 2 == 0 else processes[::-1]
+                    figures = {process.revision.name: process.measure(row) for process in order}
+                    if number < 0:
+                        continue
+                    ours, theirs = (figures[revision.name] for revision in revisions)
+                    for name in ours:
+                        if name in theirs:
+                            samples.setdefault(name, []).append((ours[name], theirs[name]))
+                if number >= 0 and rows:
+                    print(f"{part.rows}: round {number + 1} of {part.rounds}", file=sys.stderr, flush=True)
+            if not rows:
+                break
+        finally:
+            for process in processes:
+                process.close()
+    return samples, list(left_out.values())
+
+
+def build(revision: Revision) -> None:
+    """Compiles the revision's Python files and its native library, so that no measurement contains it."""
+    package = revision.directory / PACKAGE
+    subprocess.run([sys.executable, "-m", "compileall", "-q", package], env=revision.environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.turns", "--build"],
+        cwd=revision.directory,
+        env=revision.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(f"{revision.name}: {done.stderr.strip()}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def check_out(commit: str) -> Iterator[tuple[Revision, Revision]]:
+    """Checks out a revision for as long as the context lasts.
+
+    Yields:
+        The working tree and the revision.
+    """
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    directory = Path(tempfile.mkdtemp(prefix="against-"))
+    worktree = directory / "worktree"
+    try:
+        # Without hooks, which could do anything.
+        run_git("-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", "--quiet", str(worktree), commit)
+        head = describe("HEAD")
+        if run_git("status", "--porcelain", "--", PACKAGE, "benchmarks"):
+            head += ", with changes that are not committed"
+        today = prepare("today", head, ROOT, directory / "today")
+        yield today, prepare(run_git("rev-parse", "--short", commit), describe(commit), worktree, directory / "other")
+    finally:
+        if worktree.exists():
+            with suppress(RuntimeError):
+                run_git("worktree", "remove", "--force", str(worktree))
+        shutil.rmtree(directory, ignore_errors=True)
+        signal.signal(signal.SIGTERM, handler)
+
+
+def describe(revision: str) -> str:
+    """Returns the abbreviated hash, date and subject of a revision."""
+    return run_git("log", "-1", "--format=%h (%cs) %s", revision)
+
+
+def prepare(name: str, about: str, checkout: Path, directory: Path) -> Revision:
+    """Makes the directory that processes of a revision import from, and their environment."""
+    temporary, cache = directory / "tmp", directory / "cache"
+    for each in (directory, temporary, cache):
+        each.mkdir(mode=0o700)
+    (directory / PACKAGE).symlink_to(checkout / PACKAGE)
+    (directory / "benchmarks").symlink_to(ROOT / "benchmarks")
+    path = os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "TMPDIR": str(temporary),
+        PACKAGE_VARIABLE: str((checkout / PACKAGE).resolve()),
+        **dict.fromkeys(CACHE_VARIABLES, str(cache)),
+    }
+    # Each process would compile the modules of a new checkout again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return Revision(name, about, directory, environment)
+
+
+def summarize(row: str, today: Revision, other: Revision, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Merges the rounds of a row. A row with a figure that is not positive has no ratio: it is a small difference."""
+    by_revision = dict(zip((today.name, other.name), zip(*pairs, strict=True), strict=True))
+    has_ratio = all(figure > 0 for pair in pairs for figure in pair)
+    ratio = vars(paired_ratio(by_revision[today.name], by_revision[other.name])) if has_ratio else None
+    return {
+        "row": row,
+        "figures": {name: vars(Spread.of(figures)) for name, figures in by_revision.items()},
+        f"{today.name}/{other.name}": ratio,
+        "rounds": {name: [round(figure, 6) for figure in figures] for name, figures in by_revision.items()},
+    }
+
+
+def present(
+    program: str,
+    today: Revision,
+    other: Revision,
+    samples: dict[str, list[tuple[float, float]]],
+    left_out: Sequence[str],
+) -> None:
+    """Prints the ratios, and what is left out."""
+    ratio = f"{today.name}/{other.name}"
+    table = []
+    for row, pairs in samples.items():
+        summary = summarize(row, today, other, pairs)
+        figures = [Spread(**summary["figures"][name]) for name in (today.name, other.name)]
+        text = Spread(**summary[ratio]).text(3) if summary[ratio] else "-"
+        table.append([row, *map(with_three_digits, figures), text, str(len(pairs))])
+    if table:
+        caption = (
+            f"A ratio above 1 means that today is slower, or takes more.\ntoday: {today.about}\n"
+            f"{other.name}: {other.about}"
+        )
+        columns = ["", today.name, other.name, f"{ratio}, within a round", "rounds"]
+        print_table(f"{program}: two revisions in turns, median [quartiles]", columns, table, caption)
+    else:
+        print(f"{program}: today and {other.name} ({other.about}) have no row in common.")
+    for line in left_out:
+        print(f"left out: {line}")
+
+
+def with_three_digits(spread: Spread) -> str:
+    """Returns the median with its quartiles, each with three significant digits or all before the point."""
+    texts = [
+        f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        for value in (spread.median, spread.lower_quartile, spread.upper_quartile)
+    ]
+    return f"{texts[0]} [{texts[1]}, {texts[2]}]"
