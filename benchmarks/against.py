@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from benchmarks.names import CACHE_VARIABLES, PACKAGE, PACKAGE_VARIABLE
 from benchmarks.ranks import end_tree
@@ -78,7 +78,7 @@ class MeasuredProcess:
 
     def __init__(self, revision: Revision, part: Part, chosen: Sequence[str]) -> None:
         self.revision = revision
-        self.output: IO[str] = tempfile.TemporaryFile("w+")
+        self.output = revision.directory / "output"
         self.connection: Connection | None = None
         address = str(revision.directory / "turns.socket")
         self.listener = socket.socket(socket.AF_UNIX)
@@ -87,14 +87,15 @@ class MeasuredProcess:
             os.unlink(address)
         self.listener.bind(address)
         self.listener.listen(1)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.turns", part.to_json(), address, *chosen],
-            cwd=revision.directory,
-            env=revision.environment,
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C interrupts the comparing process alone, which then ends this one
-        )
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.turns", part.to_json(), address, *chosen],
+                cwd=revision.directory,
+                env=revision.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C interrupts the comparing process alone, which then ends this one
+            )
 
     def receive(self) -> Any:
         """Receives what the process sends next.
@@ -114,18 +115,20 @@ class MeasuredProcess:
 
     def _accept(self) -> Connection:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
+        while True:
             with suppress(TimeoutError):
                 return Connection(self.listener.accept()[0].detach())
             if self.process.poll() is not None:
                 raise EOFError
-        self._fail(f"did not start within {START_TIMEOUT_S:g} s")
+            if time.monotonic() > deadline:
+                end_tree(self.process)
+                self._fail(f"did not start within {START_TIMEOUT_S:g} s")
 
     def _fail(self, what: str) -> NoReturn:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_TIMEOUT_S)
-        self.output.seek(0)
-        raise RuntimeError(f"The measured process of {self.revision.name} {what}:\n{self.output.read()[-20_000:]}")
+        output = self.output.read_text(errors="replace")[-20_000:]
+        raise RuntimeError(f"The measured process of {self.revision.name} {what}:\n{output}")
 
     def measure(self, row: str) -> dict[str, float]:
         """Measures a row once."""
@@ -145,7 +148,6 @@ class MeasuredProcess:
             self.connection.close()
         end_tree(self.process)
         self.listener.close()
-        self.output.close()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -233,11 +235,10 @@ def measure_part(
             processes = [MeasuredProcess(revision, part, chosen) for revision in revisions]
             missing = [process.receive() for process in processes]
             for process, by_row in zip(processes, missing, strict=True):
-                left_out |= {
-                    row: f"{row} ({process.revision.name} has no {' and no '.join(lacks)})"
-                    for row, lacks in by_row.items()
-                    if lacks
-                }
+                for row, lacks in by_row.items():
+                    if lacks:
+                        more = f" and {len(lacks) - 1} more names" if len(lacks) > 1 else ""
+                        left_out[row] = f"{row} ({process.revision.name} has no {lacks[0]}{more})"
             rows = [row for row in missing[0] if row not in left_out]
             # New ranks measure a round that does not count: they import and allocate in it.
             uncounted = [-1] if part.num_ranks and rows else []

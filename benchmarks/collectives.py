@@ -4,6 +4,7 @@
     python -m benchmarks.collectives --part operations --rounds 36 --calls 200
     python -m benchmarks.collectives --part sizes
     python -m benchmarks.collectives --quick
+    python -m benchmarks.collectives --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 All-reduces by size are those of :mod:`benchmarks.message_sizes`, which says how they are measured. What follows is
 about the strategy methods.
@@ -26,6 +27,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from benchmarks import message_sizes
+from benchmarks import against, message_sizes
 from benchmarks.contenders import silence_lightning
 from benchmarks.ranks import join, run_ranks
 from benchmarks.report import (
@@ -47,6 +49,7 @@ from benchmarks.report import (
     rotated,
     write_json,
 )
+from benchmarks.turns import Part, Row
 
 OURS = "ddp_ext"
 OURS_OVER_GLOO = "ddp_ext, gloo"
@@ -108,6 +111,21 @@ def measure(peer: str, rounds: int, calls: int, gap_us: float) -> dict[str, dict
             print(f"measured {operation}", file=sys.stderr, flush=True)
         results[operation] = us
     return results
+
+
+def rows(calls: int, gap_us: float) -> dict[str, Row]:
+    """Returns the rows of ``--against``: the methods of our strategy over gloo and over ``shm``."""
+    silence_lightning()
+
+    def measure(row: str, operation: str, backend: str) -> dict[str, float]:
+        num_floats, call = OPERATIONS[operation]
+        strategy, tensor = make_strategy(OURS, backend), torch.ones(num_floats)
+        gc.collect()
+        time_block(strategy, call, tensor, WARMUP_CALLS, gap_us)
+        return {f"{row}, us": time_block(strategy, call, tensor, calls, gap_us)}
+
+    names = {f"{operation}: {backend}": (operation, backend) for operation in OPERATIONS for backend in ("shm", "gloo")}
+    return {row: Row(partial(measure, row, *of_row), ["DDPStrategy"]) for row, of_row in names.items()}
 
 
 def time_block(strategy: Any, call: Call, tensor: torch.Tensor, calls: int, gap_us: float) -> float:
@@ -199,6 +217,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=18, help="rounds per operation or size, of large ones fewer")
     parser.add_argument("--calls", type=int, default=100, help="of operations: calls per round and contender")
     parser.add_argument("--gap-us", type=float, default=100, help="of operations: computing between calls")
+    against.add_arguments(parser)
     arguments = parse(parser, "three rounds of 20 calls", rounds=3, calls=20)
     if arguments.rounds < 1 or arguments.calls < 1:
         parser.error("--rounds and --calls must be positive")
@@ -221,6 +240,13 @@ def compare_operations(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Measures, then prints, writes and draws."""
     arguments = parse_arguments()
+    if arguments.against:
+        settings = {"calls": arguments.calls, "gap_us": arguments.gap_us}
+        operations = Part("benchmarks.collectives:rows", arguments.rounds, settings, num_ranks=2)
+        sizes = [Part("benchmarks.message_sizes:rows", arguments.rounds, num_ranks=num) for num in arguments.ranks]
+        parts = {"operations": [operations], "sizes": sizes, "all": [operations, *sizes]}
+        against.compare("collectives", arguments, parts[arguments.part])
+        return
     if arguments.part != "sizes":
         compare_operations(arguments)
     if arguments.part != "operations":

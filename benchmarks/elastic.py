@@ -1,5 +1,8 @@
 """What elastic training costs, for ``python -m benchmarks.horovod --elastic``: each commit, and the loss of a rank.
 
+    python -m benchmarks.elastic                     # the same
+    python -m benchmarks.elastic --against HEAD~1    # two revisions in turns: see benchmarks/against.py
+
 Each round starts two CPU ranks under an elastic `horovodrun`, one torch thread each, which train a net of linear
 layers with Adam, 32 samples per rank and batch. Every few steps they commit; at a given step rank 1 kills itself.
 
@@ -10,15 +13,19 @@ layers with Adam, 32 samples per rank and batch. Every few steps they commit; at
   and made its loaders anew, begins the next step; and to the end of that step.
 """
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+from benchmarks import against
 from benchmarks.horovod_launch import FIRST, SECOND, elastic_horovodrun
-from benchmarks.report import Spread, print_table, write_json
+from benchmarks.report import Spread, parse, print_table, write_json
+from benchmarks.turns import Part, Row
 
 COMMIT_EVERY = 5
 NUM_COMMITS = 4
@@ -70,6 +77,16 @@ def measure_round(num_parameters: int) -> dict[str, float]:
     }
 
 
+def rows(millions: list[int]) -> dict[str, Row]:
+    """Returns the rows of ``--against``, per number of parameters."""
+
+    def measure(size: int) -> dict[str, float]:
+        found = measure_round(size * 10**6)
+        return {f"{size} M parameters: {COLUMNS[name]}": figure for name, figure in found.items()}
+
+    return {f"{size} M parameters": Row(partial(measure, size), ["horovod_elastic"]) for size in millions}
+
+
 def measure_elastic(rounds: int, sizes: list[int], output: Path) -> None:
     """Measures, prints and writes.
 
@@ -96,3 +113,23 @@ def measure_elastic(rounds: int, sizes: list[int], output: Path) -> None:
         caption="commit/step is what one commit costs; there is one every `commit_every_n_steps` (100 by default).",
     )
     write_json(output, "horovod_elastic", {"settings": {"rounds": rounds}, "results": results})
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6, help="runs per number of parameters")
+    parser.add_argument("--parameters", type=int, nargs="+", default=[1, 100], help="in millions")
+    against.add_arguments(parser)
+    arguments = parse(parser, "one round of one million parameters", rounds=1, parameters=[1])
+    if arguments.rounds < 1:
+        parser.error("--rounds must be positive")
+    if arguments.against:
+        part = Part("benchmarks.elastic:rows", arguments.rounds, {"millions": arguments.parameters})
+        against.compare("elastic", arguments, [part])
+    else:
+        measure_elastic(arguments.rounds, arguments.parameters, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import names
 from benchmarks.contenders import silence_lightning
-from lightning_strategies_ext import HorovodStrategy
 
 WIDTH = 1000
 BATCH_SIZE = 32
@@ -69,7 +69,7 @@ def main() -> None:
     torch.set_num_threads(1)
     data = DataLoader(TensorDataset(torch.randn(BATCH_SIZE * 2 * num_steps, WIDTH)), BATCH_SIZE)
     trainer = pl.Trainer(
-        strategy=HorovodStrategy(elastic=True, commit_every_n_steps=commit_every),
+        strategy=names.HorovodStrategy(elastic=True, commit_every_n_steps=commit_every),
         accelerator="cpu",
         devices=1,
         max_steps=num_steps,

@@ -2,6 +2,7 @@
 
     python -m benchmarks.lost_rank
     python -m benchmarks.lost_rank --parameters 1 --rounds 11
+    python -m benchmarks.lost_rank --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 Two CPU ranks on this host, one thread each, train linear layers of width 1000 with Adam, 32 samples per rank and step.
 In each round every contender trains an epoch of four and a half intervals between commits; in the middle of the fourth
@@ -21,13 +22,17 @@ short, or they would take hours; a step at the default interval of 100 is taken 
 
 import argparse
 import sys
+from functools import partial
 from importlib.metadata import packages_distributions, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks import against
 from benchmarks.lost_rank_job import CONTENDERS, PLAIN, RESTARTED, SPAWN, STOCK, TORCHFT, Job
 from benchmarks.lost_rank_runs import HAS_TORCHFT, run
 from benchmarks.report import DEFAULT_OUTPUT, Panel, Spread, draw, print_goals, print_table, rotated, write_json
+from benchmarks.turns import Part, Row
 
 DEFAULT_INTERVAL = 100
 #: Millions of parameters from which on the interval is short.
@@ -49,6 +54,20 @@ def measure(names: list[str], millions: int, interval: int, rounds: int, heartbe
             samples[name].append(run(Job("", name, millions, interval, number % 2), heartbeat_timeout_ms))
         print(f"{millions} M parameters: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return samples
+
+
+def rows(names: list[str], millions: int, interval: int) -> dict[str, Row]:
+    """Returns the rows of ``--against``: our strategies."""
+
+    def measure(name: str, rounds: "count[int]") -> dict[str, float]:
+        found = run(Job("", name, millions, interval, next(rounds) % 2), heartbeat_timeout_ms=0)
+        return {f"{name}, {millions} M: {text}": found[figure] for figure, text in FIGURES_OF_ROWS.items()}
+
+    return {
+        f"{name}, {millions} M": Row(partial(measure, name, count()), [needed])
+        for name, needed in {SPAWN: "spawn_elastic", RESTARTED: "DDPElasticStrategy"}.items()
+        if name in names
+    }
 
 
 def summarize(samples: Samples) -> dict[str, dict[str, Spread]]:
@@ -119,6 +138,12 @@ def show(summary: dict[str, dict[str, Spread]], about: str, caption: str) -> Non
 
 
 STEP_FIGURES = {"step_ms": 2, "commit_ms": 2, "over_plain": 3, "over_own": 4}
+FIGURES_OF_ROWS = {
+    "step_ms": "step, ms",
+    "commit_ms": "commit, ms",
+    "next_s": "kill to the next step, s",
+    "back_s": "kill to where it was, s",
+}
 KILL_FIGURES = {"next_s": 2, "back_s": 2, "redone": 0, "twice": 0, "lost": 0}
 
 
@@ -156,25 +181,39 @@ def main() -> None:
     parser.add_argument(
         "--heartbeat-timeout-ms", type=int, default=5000, help="of torchft's lighthouse; 5000 is its default"
     )
-    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="directory of the JSON files and plots")
+    parser.add_argument("--output", type=Path, help=f"directory of the JSON files and plots: {DEFAULT_OUTPUT}")
+    against.add_arguments(parser)
     arguments = parser.parse_args()
+    settings_of = {
+        millions: {
+            "interval": arguments.interval or (SHORT_INTERVAL if millions >= MANY else DEFAULT_INTERVAL),
+            "rounds": arguments.rounds or (3 if millions >= MANY else 7),
+        }
+        for millions in arguments.parameters
+    }
+    if arguments.against:
+        parts = [
+            Part(
+                "benchmarks.lost_rank:rows",
+                settings["rounds"],
+                {"names": arguments.contenders, "millions": millions, "interval": settings["interval"]},
+            )
+            for millions, settings in settings_of.items()
+        ]
+        against.compare("lost_rank", arguments, parts)
+        return
     names = [PLAIN, *arguments.contenders]
     if TORCHFT in names and not HAS_TORCHFT:
         print("torchft is not there, and left out: pip install torchft-nightly", file=sys.stderr)
         names.remove(TORCHFT)
     about_torchft = version_of_torchft() if TORCHFT in names else ""
-    for millions in arguments.parameters:
-        is_long = millions >= MANY
-        settings = {
-            "interval": arguments.interval or (SHORT_INTERVAL if is_long else DEFAULT_INTERVAL),
-            "rounds": arguments.rounds or (3 if is_long else 7),
-            "heartbeat_timeout_ms": arguments.heartbeat_timeout_ms,
-        }
+    for millions, settings in settings_of.items():
+        settings = {**settings, "heartbeat_timeout_ms": arguments.heartbeat_timeout_ms}
         summary = summarize(measure(names, millions, **settings))
         about = f"{millions} M parameters, 2 CPU ranks, a commit every {settings['interval']} steps"
         show(summary, about, about_torchft)
         print_goals(goals(summary, millions))
-        write(arguments.output, summary, millions, settings)
+        write(arguments.output or DEFAULT_OUTPUT, summary, millions, settings)
 
 
 if __name__ == "__main__":

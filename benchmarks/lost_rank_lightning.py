@@ -12,9 +12,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks import names
 from benchmarks.contenders import silence_lightning
 from benchmarks.lost_rank_job import BATCH_SIZE, LEARNING_RATE, NUM_RANKS, RESTARTED, SPAWN, Job, Notes, Numbered
-from lightning_strategies_ext import DDPElasticStrategy, DDPSpawnStrategy
 
 Batch = tuple[Tensor, Tensor]
 
@@ -93,9 +93,9 @@ class TimedStock(StockStrategy):
 def make_strategy(job: Job) -> Strategy:
     """The strategy of a contender."""
     if job.contender == SPAWN:
-        return DDPSpawnStrategy(elastic=True, commit_every_n_steps=job.interval)
+        return names.DDPSpawnStrategy(elastic=True, commit_every_n_steps=job.interval)
     if job.contender == RESTARTED:
-        return DDPElasticStrategy(commit_every_n_steps=job.interval)
+        return names.DDPElasticStrategy(commit_every_n_steps=job.interval)
     return TimedStock(job)
 
 

@@ -39,6 +39,7 @@ from benchmarks.report import (
     rotated,
     write_json,
 )
+from benchmarks.turns import Row
 
 #: In bytes.
 SIZES = {
@@ -58,6 +59,8 @@ OVER_GLOO, OF_COPY = f"{GLOO}/{SHM}", f"{SHM} bus/{COPY}"
 #: Seconds that a block of calls takes, and that the rounds of one size take, if that leaves more than the fewest.
 BLOCK_S = 0.02
 ROUNDS_S = 1.5
+#: Calls before a block, where ranks have waited for their turn.
+WARMUP_CALLS = 10
 FEWEST_ROUNDS = 3
 #: For two ranks: the ratio, the size, and what the ratio is to be at least.
 GOALS_OF_TWO = ((OVER_GLOO, "4 B", 5.0), (OVER_GLOO, "4 MB", 8.0), (OF_COPY, "64 MB", 0.5))
@@ -93,6 +96,25 @@ def measure_horovod(rounds: int) -> dict[str, dict[str, list[float]]]:
     results = measure({HOROVOD: reduce}, rounds)
     hvd.shutdown()
     return results
+
+
+def rows() -> dict[str, Row]:
+    """Returns the rows of ``--against``: all-reduces over ``shm``, and the smallest one over gloo as a control."""
+    # Groups are made by all ranks together, so here and not in a turn.
+    groups = {SHM: dist.new_group(backend="shm"), GLOO: dist.group.WORLD}
+    num_ranks, num_calls = dist.get_world_size(), {}
+
+    def measure(row: str, size: str, backend: str) -> dict[str, float]:
+        tensor, call = torch.ones(SIZES[size] // 4), partial(dist.all_reduce, group=groups[backend])
+        if row not in num_calls:
+            num_calls[row] = calibrate(backend, call, tensor)[0]
+        tensor.zero_()
+        time_block(call, tensor, min(WARMUP_CALLS, num_calls[row]))
+        return {f"{row}, us": time_block(call, tensor, num_calls[row]) * 1e6}
+
+    chosen = [*((size, SHM) for size in SIZES), (next(iter(SIZES)), GLOO)]
+    names = {f"{num_ranks} ranks, {size}: {backend}": (size, backend) for size, backend in chosen}
+    return {row: Row(partial(measure, row, *of_row)) for row, of_row in names.items()}
 
 
 def measure(contenders: dict[str, Call], rounds: int) -> dict[str, dict[str, list[float]]]:

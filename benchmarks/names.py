@@ -12,10 +12,10 @@ When a name is renamed or moved, put its new location first in its row of :data:
 rename the key. Locations have the form ``module:attribute``, where the module is below the package:
 
 - a module, class, function or constant: ``"failure.status_table:StatusTable", "failure.board:Board"``;
-- a method: ``"failure.remote_status:RemoteStatus.publish", "failure.hosts:Hosts.tell"`` under the key ``publish_remote``,
-  which is then called as ``names.publish_remote(hosts, ...)``;
-- a keyword argument: ``":DDPStrategy(hang_timeout)", ":DDPStrategy(patience)"`` under the key ``hang_timeout``. The value
-  is the name of the argument: ``DDPStrategy(**{names.hang_timeout: 60})``.
+- a method: ``"failure.remote_status:RemoteStatus.publish", "failure.hosts:Hosts.tell"`` under the key
+  ``publish_remote``, which is then called as ``names.publish_remote(hosts, ...)``;
+- a keyword argument: ``":DDPStrategy(hang_timeout)", ":DDPStrategy(patience)"`` under the key ``hang_timeout``. The
+  value is the name of the argument: ``DDPStrategy(**{names.hang_timeout: 60})``.
 """
 
 import inspect

@@ -4,6 +4,7 @@
     python -m benchmarks.spawn --sizes 400 --rounds 15
     python -m benchmarks.spawn --quick
     python -m benchmarks.spawn --ray
+    python -m benchmarks.spawn --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 Two CPU workers on this host, a tiny model, data in memory. What is measured:
 
@@ -41,16 +42,18 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import psutil
 
-from benchmarks import spawn_ray
+from benchmarks import against, spawn_ray
 from benchmarks.contenders import silence_lightning
 from benchmarks.report import Panel, Spread, draw, paired_ratio, parse, print_table, rotated, write_json
 from benchmarks.spawn_cases import KINDS, OURS, PREDICTIONS_MB, TENSOR_MB, Case, Contender
+from benchmarks.turns import Part, Row
 
 SAMPLE_MEMORY_EVERY_S = 0.001
 
@@ -186,6 +189,17 @@ def take_sample_here(request: str) -> None:
     print(json.dumps(KINDS[case.kind](contender, case)))
 
 
+def rows(cases: list[dict[str, Any]]) -> dict[str, Row]:
+    """Returns the rows of ``--against``: our strategy, in a new interpreter per sample."""
+
+    def measure(case: Case) -> dict[str, float]:
+        seconds, extra_mb = take_sample_again_if_it_fails(case, OURS, {})
+        figures = {f"{label}, s": value for label, value in seconds.items()}
+        return figures if extra_mb is None else {**figures, f"{case.label}: peak extra memory, MB": extra_mb}
+
+    return {case.label: Row(partial(measure, case), ["DDPSpawnStrategy"]) for case in (Case(**one) for one in cases)}
+
+
 def measure(case: Case, pair: Pair, rounds: int) -> list[dict[str, Any]]:
     """Measures a case round by round.
 
@@ -305,11 +319,14 @@ def parse_arguments() -> argparse.Namespace:
         "--ray", action="store_true", help="compare ddp_ray_ext with Ray Train, on a cluster of its own"
     )
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # how the program calls itself
+    against.add_arguments(parser)
     arguments = parse(parser, "two rounds, up to 100 MB", rounds=2, sizes=[10, 100])
     if arguments.rounds < 1:
         parser.error("--rounds must be positive")
     if any(size < 1 or size % TENSOR_MB for size in arguments.sizes):
         parser.error(f"--sizes must be multiples of {TENSOR_MB}")
+    if arguments.ray and arguments.against:
+        parser.error("--against does not measure workers on Ray. Leave --ray out.")
     if arguments.ray and not spawn_ray.is_there():
         parser.error("--ray needs Ray: pip install 'ray[train]'")
     if arguments.peer == OURS:
@@ -327,6 +344,10 @@ def main() -> None:
     if not arguments.ray:
         cases[1:1] = [Case("large data")]
         cases += [Case("predictions", PREDICTIONS_MB), Case("script")]
+    if arguments.against:
+        part = Part("benchmarks.spawn:rows", arguments.rounds, {"cases": [asdict(case) for case in cases]})
+        against.compare("spawn", arguments, [part])
+        return
     with spawn_ray.cluster() if arguments.ray else nullcontext({}) as environment:
         pair = Pair(arguments.peer)
         if arguments.ray:

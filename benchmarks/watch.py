@@ -2,6 +2,7 @@
 
     python -m benchmarks.watch
     python -m benchmarks.watch --hosts 2 64 1024 --seconds 20
+    python -m benchmarks.watch --against HEAD~1    # two revisions in turns: see benchmarks/against.py
 
 A look happens four times per second, in a thread that holds Python's lock meanwhile. The talk is measured at rank 0, in
 a process of its own; those that speak for the other hosts are all in this one, and train nothing.
@@ -14,22 +15,23 @@ import statistics
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch.distributed as dist
 
+from benchmarks import against, names
 from benchmarks.report import print_table
-from lightning_strategies_ext.failure.activity import Activity
-from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
-from lightning_strategies_ext.failure.host_signs import INTERVAL_S
-from lightning_strategies_ext.failure.hosts import Hosts
-from lightning_strategies_ext.failure.signs import Sign, Silence, first_failure, stuck_ranks
-from lightning_strategies_ext.failure.waiting import Waiting
-from lightning_strategies_ext.peers import Peer
+from benchmarks.turns import Part, Row
 
 #: Until all have called, in seconds.
 SETTLE_S = 5.0
+#: Names of the package without which there are no looks, and no talk between hosts.
+_FOR_LOOKS = ("Activity", "Board", "Sign", "Silence", "SLOT_NUM_BYTES", "INTERVAL_S", "first_failure", "stuck_ranks")
+_FOR_HOSTS = ("Hosts", "Sign", "Waiting", "Peer", "INTERVAL_S")
 
 
 class _Keys(dict[str, str]):
@@ -47,21 +49,21 @@ class _Keys(dict[str, str]):
 def time_of_a_look(num_ranks: int, rounds: int = 200) -> float:
     """Seconds that a watch takes to look once, with so many ranks on the host."""
     keys = _Keys()
-    boards = [Board.of_host(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
+    boards = [names.Board.of_host(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
     boards = [board for board in boards if board is not None]
     for rank, board in enumerate(boards):
-        board.write(Sign(rank, where="train, epoch 0, step 100").dump(SLOT_NUM_BYTES - 64))
-    activity, silence = Activity(threading.main_thread()), Silence()
+        board.write(names.Sign(rank, where="train, epoch 0, step 100").dump(names.SLOT_NUM_BYTES - 64))
+    activity, silence = names.Activity(threading.main_thread()), names.Silence()
     seconds = []
     for beats in range(rounds):
         begin = time.perf_counter()
-        activity.sample(INTERVAL_S)
-        boards[0].write(Sign(0, beats, where="train, epoch 0, step 100").dump(SLOT_NUM_BYTES - 64))
+        activity.sample(names.INTERVAL_S)
+        boards[0].write(names.Sign(0, beats, where="train, epoch 0, step 100").dump(names.SLOT_NUM_BYTES - 64))
         read = [boards[0].read(slot) for slot in range(num_ranks)]
-        signs = {rank: Sign.load(content) for rank, content in enumerate(read) if content is not None}
-        silence.note(signs, INTERVAL_S)
-        first_failure(signs)
-        stuck_ranks(signs, silence.seconds, 300.0)
+        signs = {rank: names.Sign.load(content) for rank, content in enumerate(read) if content is not None}
+        silence.note(signs, names.INTERVAL_S)
+        names.first_failure(signs)
+        names.stuck_ranks(signs, silence.seconds, 300.0)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 
@@ -72,17 +74,17 @@ def load_of_first(num_hosts: int, ranks_per_host: int, seconds: float) -> float:
     first = multiprocessing.get_context("spawn").Process(target=_hear, args=(there, num_hosts, ranks_per_host))
     first.start()
     store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
-    peers, waiting = _peers(num_hosts, ranks_per_host), Waiting()
+    peers, waiting = _peers(num_hosts, ranks_per_host), names.Waiting()
     speakers = range(ranks_per_host, len(peers), ranks_per_host)
-    hosts = {rank: Hosts(store, peers, rank, 0, waiting) for rank in speakers}
+    hosts = {rank: names.Hosts(store, peers, rank, 0, waiting) for rank in speakers}
     process, used, beats = psutil.Process(first.pid), 0.0, 0
     begin = until = time.monotonic()
     while time.monotonic() < begin + SETTLE_S + seconds:
         if until <= time.monotonic():
-            until, beats = time.monotonic() + INTERVAL_S, beats + 1
+            until, beats = time.monotonic() + names.INTERVAL_S, beats + 1
             for speaker, host in hosts.items():
                 ranks = range(speaker, speaker + ranks_per_host)
-                host.tell({rank: Sign(rank, beats, where="train, epoch 0, step 100") for rank in ranks}, None)
+                host.tell({rank: names.Sign(rank, beats, where="train, epoch 0, step 100") for rank in ranks}, None)
         waiting.wait(max(0.0, until - time.monotonic()))
         if time.monotonic() < begin + SETTLE_S:
             used = sum(process.cpu_times()[:2])
@@ -97,18 +99,35 @@ def load_of_first(num_hosts: int, ranks_per_host: int, seconds: float) -> float:
 
 def _hear(connection: Connection, num_hosts: int, ranks_per_host: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    waiting, peers = Waiting(), _peers(num_hosts, ranks_per_host)
-    hosts = Hosts(store, peers, 0, 0, waiting)
+    waiting, peers = names.Waiting(), _peers(num_hosts, ranks_per_host)
+    hosts = names.Hosts(store, peers, 0, 0, waiting)
     connection.send(store.port)
     while not connection.poll():
-        waiting.wait(INTERVAL_S)
-        hosts.tell({0: Sign(0, where="train, epoch 0, step 100")}, None)
+        waiting.wait(names.INTERVAL_S)
+        hosts.tell({0: names.Sign(0, where="train, epoch 0, step 100")}, None)
     connection.send(sum(sign.beats > 0 for sign in hosts.signs.values()))
     os._exit(0)
 
 
-def _peers(num_hosts: int, ranks_per_host: int) -> dict[int, Peer]:
-    return {rank: Peer(rank, str(rank // ranks_per_host), 0, 0.0) for rank in range(num_hosts * ranks_per_host)}
+def _peers(num_hosts: int, ranks_per_host: int) -> dict[int, Any]:
+    return {rank: names.Peer(rank, str(rank // ranks_per_host), 0, 0.0) for rank in range(num_hosts * ranks_per_host)}
+
+
+def rows(num_ranks: list[int], num_hosts: list[int], ranks_per_host: int, seconds: float) -> dict[str, Row]:
+    """Returns the rows of ``--against``: looks by number of ranks, and the talk by number of hosts."""
+
+    def look(row: str, num: int) -> dict[str, float]:
+        return {f"{row}, us": 1e6 * time_of_a_look(num)}
+
+    def load(row: str, num: int) -> dict[str, float]:
+        return {f"{row}, % of a core": 100 * load_of_first(num, ranks_per_host, seconds)}
+
+    looks = {f"a look, {num} ranks of the host": num for num in num_ranks}
+    loads = {f"rank 0 hears of {num} hosts": num for num in num_hosts}
+    return {
+        **{row: Row(partial(look, row, num), _FOR_LOOKS) for row, num in looks.items()},
+        **{row: Row(partial(load, row, num), _FOR_HOSTS) for row, num in loads.items()},
+    }
 
 
 def main() -> None:
@@ -118,9 +137,21 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 64, 256])
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=7, help="with --against; without, everything is measured once")
+    parser.add_argument("--output", type=Path, help=f"with --against, directory of the JSON: {against.OUTPUT}")
+    against.add_arguments(parser)
     options = parser.parse_args()
+    if options.against:
+        settings = {
+            "num_ranks": options.ranks,
+            "num_hosts": options.hosts,
+            "ranks_per_host": options.ranks_per_host,
+            "seconds": options.seconds,
+        }
+        against.compare("watch", options, [Part("benchmarks.watch:rows", options.rounds, settings)])
+        return
     looks = [(str(num), time_of_a_look(num)) for num in options.ranks]
-    rows = [[num, f"{1e6 * seconds:.0f} us", f"{100 * seconds / INTERVAL_S:.2f} %"] for num, seconds in looks]
+    rows = [[num, f"{1e6 * seconds:.0f} us", f"{100 * seconds / names.INTERVAL_S:.2f} %"] for num, seconds in looks]
     print_table("One look of a watch", ["ranks of the host", "time", "of a core"], rows)
     each = options.ranks_per_host
     loads = [(str(num), load_of_first(num, each, options.seconds)) for num in options.hosts]
