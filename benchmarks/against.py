@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +42,8 @@ from benchmarks.turns import Part
 ROOT = Path(__file__).resolve().parents[1]
 #: Git ignores it: results of two revisions are no results of the package.
 OUTPUT = DEFAULT_OUTPUT / "against"
+#: Directory of a revision's native build.
+CACHE = "cache"
 #: Rounds for which ranks are kept, in addition to a first one that is not counted.
 ROUNDS_PER_START = 5
 #: For the processes of a part to start, in seconds; only a hang reaches it.
@@ -138,15 +140,19 @@ class MeasuredProcess:
         figures: dict[str, float] = self.receive()
         return figures
 
-    def close(self) -> None:
-        """Ends the process: lets it return if it is waiting for a turn, else kills it."""
-        if self.connection is not None:
+    def __enter__(self) -> "MeasuredProcess":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        """Lets the process return after its last turn; kills it after an error or Ctrl-C."""
+        if error_type is None and self.connection is not None:
             with suppress(ConnectionError):
                 self.connection.send(None)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_TIMEOUT_S)
-            self.connection.close()
         end_tree(self.process)
+        if self.connection is not None:
+            self.connection.close()
         self.listener.close()
 
 
@@ -195,8 +201,7 @@ def compare(program: str, arguments: argparse.Namespace, parts: Sequence[Part]) 
     samples: dict[str, list[tuple[float, float]]] = {}
     left_out: list[str] = []
     with check_out(arguments.against) as (today, other):
-        for revision in (today, other):
-            build(revision)
+        has_native_library = {revision.name: build(revision) for revision in (today, other)}
         for part in parts:
             found, missing = measure_part(part, (today, other), arguments.rows)
             samples |= found
@@ -211,6 +216,7 @@ def compare(program: str, arguments: argparse.Namespace, parts: Sequence[Part]) 
             "settings": {name: value for name, value in vars(arguments).items() if name != "output"},
             "today": today.about,
             "other": other.about,
+            "native library": has_native_library,
             "left out": left_out,
             "results": [summarize(row, today, other, pairs) for row, pairs in samples.items()],
         },
@@ -230,9 +236,8 @@ def measure_part(
     left_out: dict[str, str] = {}
     rounds_per_start = ROUNDS_PER_START if part.num_ranks else part.rounds
     for start in range(0, part.rounds, rounds_per_start):
-        processes = []
-        try:
-            processes = [MeasuredProcess(revision, part, chosen) for revision in revisions]
+        with ExitStack() as stack:
+            processes = [stack.enter_context(MeasuredProcess(revision, part, chosen)) for revision in revisions]
             missing = [process.receive() for process in processes]
             for process, by_row in zip(processes, missing, strict=True):
                 for row, lacks in by_row.items():
@@ -256,14 +261,15 @@ def measure_part(
                     print(f"{part.rows}: round {number + 1} of {part.rounds}", file=sys.stderr, flush=True)
             if not rows:
                 break
-        finally:
-            for process in processes:
-                process.close()
     return samples, list(left_out.values())
 
 
-def build(revision: Revision) -> None:
-    """Compiles the revision's Python files and its native library, so that no measurement contains it."""
+def build(revision: Revision) -> bool:
+    """Compiles the revision's Python files and its native library, so that no measurement contains it.
+
+    Returns:
+        Whether the revision's cache directory has a native library now.
+    """
     package = revision.directory / PACKAGE
     subprocess.run([sys.executable, "-m", "compileall", "-q", package], env=revision.environment, check=False)
     done = subprocess.run(
@@ -276,6 +282,7 @@ def build(revision: Revision) -> None:
     )
     if done.returncode:
         print(f"{revision.name}: {done.stderr.strip()}", file=sys.stderr, flush=True)
+    return any((revision.directory / CACHE).rglob("*.so"))
 
 
 @contextmanager
@@ -311,7 +318,7 @@ def describe(revision: str) -> str:
 
 def prepare(name: str, about: str, checkout: Path, directory: Path) -> Revision:
     """Makes the directory that processes of a revision import from, and their environment."""
-    temporary, cache = directory / "tmp", directory / "cache"
+    temporary, cache = directory / "tmp", directory / CACHE
     for each in (directory, temporary, cache):
         each.mkdir(mode=0o700)
     (directory / PACKAGE).symlink_to(checkout / PACKAGE)
@@ -359,10 +366,11 @@ def present(
         table.append([row, *map(with_three_digits, figures), text, str(len(pairs))])
     if table:
         caption = (
-            f"A ratio above 1 means that today is slower, or takes more.\ntoday: {today.about}\n"
+            "Ratios are taken within a round. A ratio above 1 means that today is slower, or takes more.\n"
+            f"today: {today.about}\n"
             f"{other.name}: {other.about}"
         )
-        columns = ["", today.name, other.name, f"{ratio}, within a round", "rounds"]
+        columns = ["", today.name, other.name, ratio, "rounds"]
         print_table(f"{program}: two revisions in turns, median [quartiles]", columns, table, caption)
     else:
         print(f"{program}: today and {other.name} ({other.about}) have no row in common.")

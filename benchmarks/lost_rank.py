@@ -141,7 +141,7 @@ STEP_FIGURES = {"step_ms": 2, "commit_ms": 2, "over_plain": 3, "over_own": 4}
 FIGURES_OF_ROWS = {
     "step_ms": "step, ms",
     "commit_ms": "commit, ms",
-    "next_s": "kill to the next step, s",
+    "next_s": "kill to next step, s",
     "back_s": "kill to where it was, s",
 }
 KILL_FIGURES = {"next_s": 2, "back_s": 2, "redone": 0, "twice": 0, "lost": 0}
