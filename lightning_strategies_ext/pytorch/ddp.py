@@ -400,16 +400,34 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Hears which ranks have another batch, where that cannot be counted.
+        """Under manual optimization, exchanges the gradients of the first backward pass of a static graph.
 
         Raises:
             UnevenInputsError: As :meth:`pre_backward`.
+            RuntimeError: If this pass has exchanged no gradients, with ``static_graph=True``.
         """
+        if isinstance(self.model, DistributedDataParallel) and self.model.static_graph:
+            self._exchange_first_pass(self.model)
         if self._bucket_search is not None:
             assert isinstance(self.model, DistributedDataParallel)
             self._bucket_search.end_pass(self.model.require_backward_grad_sync)
         if self._world.inputs is not None:
             self._world.inputs.after_backward()
+
+    def _exchange_first_pass(self, model: DistributedDataParallel) -> None:
+        # In the first pass, DDP records the graph and exchanges all gradients at the end of it. The output of DDP's
+        # forward triggers that exchange, but a manual backward pass starts within forward. The flag is DDP's (torch 2.5
+        # to 2.13); it is reset when DDP is created or initialized again.
+        if model._static_graph_delay_allreduce_enqueued or self._is_automatic_optimization:
+            return
+        if not model.require_backward_grad_sync:
+            raise RuntimeError(
+                "`static_graph=True`: the first backward pass of `fit` did not exchange gradients, because it ran in"
+                " `block_backward_sync()`. DDP requires the exchange in the pass in which it records the graph. Run the"
+                " first backward pass outside of `block_backward_sync()`, or leave out `static_graph`."
+            )
+        model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+        model._static_graph_delay_allreduce_enqueued = True
 
     @override
     def optimizer_step(

@@ -1,0 +1,138 @@
+"""``static_graph=True`` with manual optimization: every backward pass exchanges gradients, the first one included.
+
+In the first pass DDP only records the graph. Weights are compared bitwise with those of Lightning's ``ddp`` without a
+static graph, and with those of one process.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+
+from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy
+from lightning_strategies_ext.torch_distributed import bucket_search
+from tests.pytorch.test_unfreezing import Manual, Needs
+from tests.support.models import assert_same_bits, make_trainer, state_of
+from tests.support.ranks import leave_process_group, outcomes_of_ranks, run_ranks
+
+
+class TwoOptimizers(Manual):
+    """One backward pass for two optimizers."""
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.backbone.parameters(), lr=0.1), torch.optim.Adam(self.head.parameters(), lr=0.01)
+
+
+class TwoPasses(Manual):
+    """Two backward passes in each step, each followed by an optimizer step."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        super().training_step(batch, batch_idx)
+
+
+class OnePassBlocked(Manual):
+    """Blocks the exchange in every second pass of a step; it begins with one that exchanges gradients."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        if self.trainer.world_size > 1:
+            with self.trainer.strategy.block_backward_sync():
+                self.manual_backward(self.loss(batch))
+        else:
+            self.manual_backward(self.loss(batch))
+
+
+class FirstPassBlocked(Manual):
+    def training_step(self, batch, batch_idx):
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+
+
+CASES = (Manual, TwoOptimizers, TwoPasses, OnePassBlocked)
+#: Ours with a static graph: what else the strategy does in a backward pass.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "shm": {},
+    "gloo": {"process_group_backend": "gloo"},
+    "joined": {"uneven_inputs": "join"},
+    "gradients kept twice": {"gradient_as_bucket_view": False},
+    "unused parameters": {"find_unused_parameters": True},
+    "buckets by trial": {"bucket_cap_mb": "auto"},
+}
+
+
+def train(strategy: Any, kind: type[Manual], devices: int = 2, num_fits: int = 1, callback: Callback | None = None):
+    """The weights after one or several calls of ``fit`` on one Trainer."""
+    pl.seed_everything(11, verbose=False)
+    model = kind()
+    callbacks = [] if callback is None else [callback]
+    trainer = make_trainer(strategy, devices, callbacks=callbacks, use_distributed_sampler=False)
+    for number in range(num_fits):
+        trainer.fit_loop.max_epochs = number + 1
+        trainer.fit(model)
+    return state_of(model)
+
+
+def train_with_both() -> dict[str, tuple[Any, Any]]:
+    bucket_search.SIZES_MB = (2**-11,)  # type: ignore[misc]
+    found = {}
+    stock = {kind: train(LightningDDPStrategy(), kind) for kind in CASES}
+    stock_again = train(LightningDDPStrategy(), Manual, num_fits=2)
+    leave_process_group()
+    for kind in CASES:
+        found[kind.__name__] = train(DDPStrategy(static_graph=True), kind), stock[kind]
+    found["second fit"] = train(DDPStrategy(static_graph=True), Manual, num_fits=2), stock_again
+    for name, arguments in ARGUMENTS.items():
+        if "process_group_backend" in arguments:
+            leave_process_group()
+        found[name] = train(DDPStrategy(static_graph=True, **arguments), Manual), stock[Manual]
+    return found
+
+
+def test_weights_are_those_without_a_static_graph():
+    first, second = run_ranks(train_with_both)
+    for case, (ours, theirs) in first.items():
+        assert_same_bits(ours, theirs)
+        assert_same_bits(ours, second[case][0])
+    for kind in CASES[:-1]:
+        for name, value in train("auto", kind, 1).items():
+            torch.testing.assert_close(first[kind.__name__][0][name], value)
+
+
+def train_unfrozen() -> Any:
+    return train(DDPStrategy(static_graph=True), Manual, callback=Needs(lambda number: number >= 5))
+
+
+def test_the_first_step_after_unfreezing_exchanges_all_gradients():
+    first, second = run_ranks(train_unfrozen)
+    assert_same_bits(first, second)
+    for name, value in train("auto", Manual, 1, callback=Needs(lambda number: number >= 5)).items():
+        torch.testing.assert_close(first[name], value)
+
+
+@pytest.mark.forked
+def test_spawned_workers_do_so_in_each_fit():
+    with DDPSpawnStrategy(static_graph=True) as strategy:
+        weights = train(strategy, Manual, num_fits=2)
+    for name, value in train("auto", Manual, 1, num_fits=2).items():
+        torch.testing.assert_close(weights[name], value)
+
+
+def train_blocked() -> None:
+    train(DDPStrategy(static_graph=True), FirstPassBlocked)
+
+
+def test_a_first_pass_without_an_exchange_is_refused():
+    for outcome in outcomes_of_ranks(train_blocked):
+        assert "leave out `static_graph`" in outcome.error
