@@ -1,0 +1,40 @@
+"""Compares the account with the code of a release of Lightning."""
+
+from collections.abc import Sequence
+
+from tests.overrides.accounts import Entry
+from tests.overrides.finding import find, targets_in
+from tests.overrides.replacing import REPLACED
+from tests.overrides.sources import Release, body_of
+
+_NOTHING = ("...", "pass", "return", "return None")
+
+
+def expected_pairs(release: Release) -> set[tuple[str, str]]:
+    """Returns our methods, each with a method of Lightning that it stands for in a release."""
+    found = find()
+    pairs = set()
+    for mine, by_target in found.overrides.items():
+        for chain in by_target.values():
+            pairs |= {(mine, theirs) for theirs in targets_in(chain, found.sources[mine], release)}
+    replaced = {(mine, theirs) for mine, targets in REPLACED.items() for theirs in targets}
+    return pairs | {pair for pair in replaced if release.source_of(pair[1]) is not None}
+
+
+def problem_of(entry: Entry, entries: Sequence[Entry], release: Release) -> str | None:
+    """Returns what is wrong with an entry for a release, or None."""
+    source = release.source_of(entry.theirs)
+    lines = [] if source is None else body_of(source)
+    if entry.kind == "abstract" and any(line not in _NOTHING for line in lines):
+        return f"it is not abstract: {lines}"
+    if entry.kind == "lines" and source is not None and entry.code_in(release.version) != lines:
+        return f"it quotes {entry.code_in(release.version)}, and the code is {lines}"
+    if entry.kind == "super" and entry.mine not in REPLACED:
+        mine = find().sources.get(entry.mine)
+        if mine is not None and f"super().{entry.mine.rpartition('.')[2]}" not in mine:
+            return "it does not call `super()`"
+    if entry.kind == "as":
+        others = [each.kind for each in entries if (each.mine, each.theirs) == (entry.reference, entry.theirs)]
+        if others != ["lines"]:
+            return f"`{entry.reference}` has no entry with lines"
+    return None
