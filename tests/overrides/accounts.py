@@ -5,9 +5,9 @@ An entry of the account is for one method of this package and one method of Ligh
     - `pytorch.buckets.BucketsByTrial.__getstate__` overrides `lightning...strategy:Strategy.__getstate__`: super; ...
 
 with "abstract" (Lightning's method does nothing, or must be overridden), "super" (it is called), or "as `...`" (the
-entry of the named method of this package for the same method of Lightning) after the colon. Or a heading, with the code of
-Lightning's method, each part of it followed by "done: ..." or "not needed: ...". A line of code that only some releases
-have ends in ``  # until 2.5.6`` or ``  # from 2.6.0``.
+entry of the named method of this package for the same method of Lightning) after the colon. Or a heading, with the code
+of Lightning's method, each part of it followed by "done: ..." or "not needed: ...". A line of code that only some
+releases have ends in ``  # until 2.5.6`` or ``  # from 2.6.0``.
 """
 
 import difflib
