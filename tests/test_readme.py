@@ -5,18 +5,17 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from packaging.requirements import Requirement
 
 import lightning_strategies_ext
-from tests.support import lean
-from tests.support.environments import PACKAGE, Environment
-from tests.support.ranks import REPOSITORY, run_command, run_warm
+from tests.support.environments import PACKAGE, Environment, make_environment
+from tests.support.ranks import LIMIT_S, REPOSITORY, run_command, run_script
 
 TEXT = (REPOSITORY / "README.md").read_text()
 MAX_LINES, MAX_WIDTH, MAX_WORDS_IN_CELL = 130, 120, 20
@@ -38,8 +37,6 @@ DOCTOR, UNINSTALL = "python -m lightning_strategies_ext", "pip uninstall lightni
 TRAIN, DEMO, TEST = "python train.py", "make demo", "make test"
 #: The commands that the tests below run. A command that is added to the README needs a test.
 COMMANDS = {INSTALL_CLONE, INSTALL_URL, DOCTOR, TRAIN, UNINSTALL, DEMO, TEST}
-#: Many times the duration of the slowest command, so that only a hang reaches it.
-TIMEOUT_S = 240
 
 
 def blocks(language: str) -> list[str]:
@@ -161,31 +158,21 @@ def test_figures_are_those_of_the_documentation():
     assert f"the next step ended {float(step_after_kill[0][0].split()[0]):.2f} s after a worker was killed" in text
 
 
-def test_the_extras_exclude_the_malicious_releases():
-    text = (REPOSITORY / "pyproject.toml").read_text()
-    for name in ("lightning", "pytorch-lightning"):
-        (written,) = re.findall(rf'^{name} = \["(.*)"\]$', text, re.MULTILINE)
-        versions = Requirement(written).specifier
-        releases = ("2.6.1", "2.6.2", "2.6.3", "2.6.4")
-        assert [release for release in releases if release in versions] == ["2.6.1", "2.6.4"]
-    assert "2.6.2 and 2.6.3" in section("## Installation")
-
-
+@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 @pytest.mark.parametrize("command", [INSTALL_CLONE, INSTALL_URL])
 def test_the_package_can_be_installed_inspected_and_removed(command: str, clone: Path, tmp_path: Path):
     """Dependencies are in the environment already, and the build takes its requirements from there: no network."""
-    lean.make_environment(tmp_path / "venv", (*lean.LEFT_OUT, PACKAGE))
-    (tmp_path / "work").mkdir()
-    python = tmp_path / "venv" / "bin" / "python"
+    environment, _ = make_environment(None, tmp_path, without=[f"*{PACKAGE}*"])
 
-    def run(line: str, *options: str, directory: str | Path = "work") -> "subprocess.CompletedProcess[str]":
+    def run(line: str, *options: str, directory: Path = environment.work_dir) -> "subprocess.CompletedProcess[str]":
         program, *words = shlex.split(line)
         module = ["-m", "pip"] if program == "pip" else []
-        return Environment(python, tmp_path / directory).run(*module, *words, *options, timeout_s=TIMEOUT_S)
+        return Environment(environment.python, directory).run(*module, *words, *options, timeout_s=LIMIT_S)
 
+    directory = clone if command == INSTALL_CLONE else environment.work_dir
     here = command.replace(ADDRESS, clone.as_uri())
-    installed = run(here, "--no-deps", "--no-build-isolation", directory=clone if command == INSTALL_CLONE else "work")
+    installed = run(here, "--no-deps", "--no-build-isolation", directory=directory)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     doctor = run(DOCTOR)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
@@ -195,6 +182,7 @@ def test_the_package_can_be_installed_inspected_and_removed(command: str, clone:
     assert "No module named lightning_strategies_ext" in run(DOCTOR).stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp_ext", "ddp"])
 def test_the_script_prints_what_is_written_with_both_strategies(
     strategy: str, wheel_install: Environment, tmp_path: Path
@@ -204,47 +192,51 @@ def test_the_script_prints_what_is_written_with_both_strategies(
     assert script.count('"ddp_ext"') == 1
     name = TRAIN.split()[1]
     (tmp_path / name).write_text(script.replace('"ddp_ext"', f'"{strategy}"'))
-    done = Environment(wheel_install.python, tmp_path).run(name, timeout_s=TIMEOUT_S)
+    done = Environment(wheel_install.python, tmp_path).run(name, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == output
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def run_wrong_label(environment: Environment, directory: Path, *options: str) -> str:
+def run_wrong_label(directory: Path, *options: str) -> str:
     """Runs the example in a directory of its own, and returns its standard error."""
     script = shutil.copy(REPOSITORY / "examples" / "wrong_label.py", directory)
-    done = Environment(environment.python, directory).run(script, *options, timeout_s=TIMEOUT_S)
+    done = Environment(Path(sys.executable), directory).run(script, *options, timeout_s=LIMIT_S)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr
 
 
-def test_the_failure_report_is_what_the_example_prints(wheel_install: Environment, tmp_path: Path):
+@pytest.mark.processes
+def test_the_failure_report_is_what_the_example_prints(tmp_path: Path):
     report, _ = blocks("text")
     written = re.sub(r"\d{8}-\d{6}-\d+", "RUN", report.replace(DIRECTORY, str(tmp_path))).splitlines()
     written[0] = written[0].replace("node7", socket.gethostname())
-    errors = run_wrong_label(wheel_install, tmp_path)
+    errors = run_wrong_label(tmp_path)
     printed = re.sub(r"\d{8}-\d{6}-\d+", "RUN", errors).splitlines()
     assert [line for line in printed[-8:] if set(line) != {"-"}] == written, errors
     assert len(list(tmp_path.glob("failures/*/rank-?.txt"))) == 2
 
 
-def test_ddp_prints_what_is_said_of_it(wheel_install: Environment, tmp_path: Path):
-    errors = run_wrong_label(wheel_install, tmp_path, "--strategy", "ddp").splitlines()
+@pytest.mark.processes
+def test_ddp_prints_what_is_said_of_it(tmp_path: Path):
+    errors = run_wrong_label(tmp_path, "--strategy", "ddp").splitlines()
     assert len([line for line in errors if line.startswith("[rank")]) > 100
     # Which of the two the kernel reports depends on what rank 1 had not read.
     assert [line for line in errors if re.search("Connection (closed|reset) by peer", line)]
 
 
+@pytest.mark.processes
 def test_make_demo_runs_a_program_that_trains(tmp_path: Path):
     planned = run_command("make", "--directory", REPOSITORY, "--no-print-directory", "--dry-run", DEMO.split()[1])
     assert planned.returncode == 0, planned.stdout
     python, script, *options = shlex.split(planned.stdout.splitlines()[-1])
     assert python == ".venv/bin/python"
-    done = run_warm(REPOSITORY / script, *options, "--epochs", "2", cwd=tmp_path, timeout_s=TIMEOUT_S)
+    done = run_script(REPOSITORY / script, *options, "--epochs", "2", cwd=tmp_path, timeout_s=LIMIT_S)
     assert done.returncode == 0, done.stdout
     assert re.search(r"processes\W+2\W", done.stdout)
 
 
+@pytest.mark.processes
 def test_make_test_runs_what_is_said_of_it():
     """Only its plan is read: this test is among what it runs."""
     planned = run_command("make", "--directory", REPOSITORY, "--dry-run", TEST.split()[1])

@@ -84,11 +84,11 @@ def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] 
     return path
 
 
-def make_environment(wheel: Path, directory: Path, without: Sequence[str] = ()) -> tuple[Environment, Path]:
+def make_environment(wheel: Path | None, directory: Path, without: Sequence[str] = ()) -> tuple[Environment, Path]:
     """Makes a virtual environment with a wheel, and with all that this interpreter has installed.
 
     Args:
-        wheel: The wheel. It takes precedence over an installed package of the same name.
+        wheel: The wheel. It takes precedence over an installed package of the same name. None installs none.
         directory: An empty directory for the environment.
         without: Patterns for the names of packages, and of their metadata, that the environment lacks.
 
@@ -101,8 +101,9 @@ def make_environment(wheel: Path, directory: Path, without: Sequence[str] = ()) 
     if without:
         installed = [_links(installed, directory / "links", without)]
     (site / "installed.pth").write_text("".join(f"{path}\n" for path in installed))
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    if wheel is not None:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
     (directory / "work").mkdir()
     return Environment(directory / "venv" / "bin" / "python", directory / "work"), site
 

@@ -19,7 +19,7 @@ _ALSO = {
     r"^import lightning$": "import pytorch_lightning as lightning",
     r'RequirementCache\("lightning\b': 'RequirementCache("pytorch-lightning',
 }
-_REWRITTEN = ("tests", "benchmarks", "examples", "docs")
+_REWRITTEN = ("tests", "benchmarks", "examples", "docs", "README.md")
 #: Tests of the sources themselves, and of how names are found: `tests/test_both_names.py` tests that for both.
 _OF_SOURCES = ("test_floors", "test_both_names", "test_versions_table", "test_discovery", "test_docs")
 
