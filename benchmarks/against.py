@@ -255,8 +255,7 @@ def measure_part(
                         continue
                     ours, theirs = (figures[revision.name] for revision in revisions)
                     for name in ours:
-                        if name in theirs:
-                            samples.setdefault(name, []).append((ours[name], theirs[name]))
+                        samples.setdefault(name, []).append((ours[name], theirs[name]))
                 if number >= 0 and rows:
                     print(f"{part.rows}: round {number + 1} of {part.rounds}", file=sys.stderr, flush=True)
             if not rows:
@@ -292,7 +291,8 @@ def check_out(commit: str) -> Iterator[tuple[Revision, Revision]]:
     Yields:
         The working tree and the revision.
     """
-    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Without a handler these signals would end the process without a cleanup.
+    handlers = {each: signal.signal(each, _exit_for) for each in (signal.SIGTERM, signal.SIGHUP)}
     directory = Path(tempfile.mkdtemp(prefix="against-"))
     worktree = directory / "worktree"
     try:
@@ -308,7 +308,12 @@ def check_out(commit: str) -> Iterator[tuple[Revision, Revision]]:
             with suppress(RuntimeError):
                 run_git("worktree", "remove", "--force", str(worktree))
         shutil.rmtree(directory, ignore_errors=True)
-        signal.signal(signal.SIGTERM, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+
+def _exit_for(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def describe(revision: str) -> str:
