@@ -114,8 +114,9 @@ class Workers:
         try:
             now = RngState.now()
             goes_on = bool(self._rng) and self._rng[0].is_same(now)
-            variables = {**os.environ, **self._rendezvous}
             num_threads = self._num_threads()
+            # For libraries that read it when they are loaded, and for processes that a worker starts.
+            variables = {"OMP_NUM_THREADS": str(num_threads), **os.environ, **self._rendezvous}
             conditions = [
                 self._starter.conditions(
                     os.getcwd(),

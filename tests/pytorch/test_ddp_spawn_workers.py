@@ -175,6 +175,22 @@ def test_workers_run_their_exit_handlers_and_have_the_threads_that_were_asked_fo
     assert [path.name for path in tmp_path.iterdir()] == ["ended"]
 
 
+def threads_for_child_processes() -> tuple[str | None, int]:
+    return os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_processes_that_a_worker_starts_compute_in_as_many_threads(start_method, monkeypatch):
+    """As under Lightning's launchers, which set the variable. The main process and its later children keep theirs."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with DDPSpawnStrategy(parallel_devices=[torch.device("cpu")] * 2, start_method=start_method) as strategy:
+        variable, num_threads = strategy.spawn(threads_for_child_processes)
+        assert variable == str(num_threads)
+        assert "OMP_NUM_THREADS" not in os.environ
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert strategy.spawn(threads_for_child_processes)[0] == "3"
+
+
 def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(monkeypatch):
     written = []
     write = segments.Segment.write.__func__
