@@ -1,11 +1,20 @@
-"""Functions of this package that replace methods on objects of Lightning's."""
+"""Functions of this package that replace methods on objects of Lightning's, or stand for functions that are not called.
+
+The latter are those that an overridden method of Lightning's calls, and ours does not.
+"""
 
 _SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _FIT_LOOP = "lightning.pytorch.loops.fit_loop:_FitLoop"
+_DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
+_FABRIC_DDP = "lightning.fabric.strategies.ddp:DDPStrategy"
+_OVERRIDES = "lightning.pytorch.overrides.distributed"
+_DISTRIBUTED = "lightning.fabric.utilities.distributed"
+_WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
+_FABRIC_WORKERS = "lightning.fabric.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
 
 #: Our function → the methods that it replaces.
-REPLACED = {
+SET_ON_OBJECTS = {
     "_lightning.trainer_signals.intercept_sigterm": [
         f"{_SIGNALS}._sigterm_notifier_fn",
         f"{_EPOCH_LOOP}.advance",
@@ -16,3 +25,38 @@ REPLACED = {
     "_lightning.trainer_stages.before_fetch": [f"{_EPOCH_LOOP}._on_before_fetch"],
     "_lightning.trainer_data.after_setup_data": [f"{_FIT_LOOP}.setup_data"],
 }
+#: Our function → the functions that it stands for.
+CALLED_INSTEAD = {
+    "collectives.base.Collectives.all_gather": [f"{_DISTRIBUTED}:_all_gather_ddp_if_available"],
+    "collectives.base.Collectives.broadcast_module": [f"{_OVERRIDES}:_sync_module_states"],
+    "collectives.base.Collectives.reduce": [f"{_DISTRIBUTED}:_sync_ddp_if_available", f"{_DISTRIBUTED}:_sync_ddp"],
+    "launch.launchers.WorkerLauncher.launch": [
+        f"{_WORKERS}.launch",
+        f"{_WORKERS}._wrapping_function",
+        f"{_WORKERS}._recover_results_in_main_process",
+        f"{_WORKERS}._collect_rank_zero_results",
+        f"{_WORKERS}.update_main_process_results",
+        f"{_WORKERS}.get_extra_results",
+        f"{_WORKERS}.kill",
+        f"{_FABRIC_WORKERS}._wrapping_function",
+    ],
+    "torch_distributed.gradient_sync.GradientSync.create_averaging": [f"{_DDP}._enable_model_averaging"],
+    "torch_distributed.gradient_sync.GradientSync.register_hook": [
+        f"{_DDP}._register_ddp_hooks",
+        f"{_OVERRIDES}:_register_ddp_comm_hook",
+    ],
+    "torch_distributed.gradient_sync.explain_unused_parameters": [
+        "lightning.pytorch.utilities.exceptions:_augment_message"
+    ],
+    "torch_distributed.process_group.default_backend": [
+        f"{_DDP}._get_process_group_backend",
+        f"{_FABRIC_DDP}._get_process_group_backend",
+        f"{_DISTRIBUTED}:_get_default_process_group_backend_for_device",
+    ],
+    "torch_distributed.process_group.start": [f"{_DISTRIBUTED}:_init_dist_connection"],
+    "torch_distributed.wrapping.wrap_in_ddp": [
+        f"{_DDP}.determine_ddp_device_ids",
+        f"{_FABRIC_DDP}._determine_ddp_device_ids",
+    ],
+}
+REPLACED = {**SET_ON_OBJECTS, **CALLED_INSTEAD}
