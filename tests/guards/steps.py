@@ -1,0 +1,349 @@
+"""Trains with each strategy, and counts the Python calls of its training steps, see :mod:`.profiler`.
+
+    python -m tests.guards.steps DIRECTORY START
+
+``START`` is one of :data:`STARTS`. Each rank writes to ``DIRECTORY``, for each training, the calls of
+:data:`NUM_WINDOWS` windows. A window is one optimizer step, or one period where an algorithm exchanges models once per
+period. It begins where the Trainer calls ``on_train_batch_start``, and so includes the loop itself.
+
+The counts do not depend on the load of the machine, for four reasons:
+
+- A rank that has to wait for another rank calls more functions than a rank that does not. The ranks take turns: in each
+  window one rank is late. The late rank enters a collective after all threads of the other ranks have gone to sleep in
+  it. Only the windows in which a rank is late count for this rank.
+- Garbage is not collected during the windows. A collection calls finalizers of whatever it finds.
+- The failure monitor's threads are not counted.
+- Nothing that happens once in a number of seconds or steps falls into the windows: no logger, no progress bar, no
+  checkpoint, and no commit of elastic training, which has one per 100 steps.
+"""
+
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.guards.profiler import Profiler
+from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, loader, make_trainer
+
+#: Batches before the first window: buckets, caches and the warm-up of compressions are settled then.
+NUM_WARMUP_BATCHES = 20
+NUM_WINDOWS = 16
+BATCH_SIZE = 4
+_NUM_RANKS = 2
+#: A rank is late by at most so many seconds; then the others do not wait for it, and its window differs.
+_LATEST_S = 5.0
+#: The methods of torch's process groups that a strategy may call in a step.
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter", "allgather"),
+    *("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+)
+
+Start = Literal["ranks", "workers", "replicas", "horovod", "torchrun"]
+STARTS: tuple[Start, ...] = ("ranks", "workers", "replicas", "horovod", "torchrun")
+
+_profiler = Profiler()
+
+
+# --- what is trained ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a step does.
+
+    Attributes:
+        logs_metric: Whether the step averages a value over the ranks: ``self.log(..., sync_dist=True)``.
+        accumulate: Batches per optimizer step.
+    """
+
+    logs_metric: bool = False
+    accumulate: int = 1
+
+
+CASES = {"plain": Case(), "metric": Case(logs_metric=True), "accumulating": Case(accumulate=2)}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A strategy whose steps are counted.
+
+    Attributes:
+        name: Name in the table of recorded counts.
+        start: How its ranks are started.
+        strategy: Registered name, or class and its arguments.
+        is_fabric: Whether it is trained under Fabric, and not the Trainer.
+        period: Optimizer steps per window.
+        is_streamed: Whether the number of batches is unknown.
+    """
+
+    name: str
+    start: Start
+    strategy: Any
+    is_fabric: bool = False
+    period: int = 1
+    is_streamed: bool = False
+
+    def make_strategy(self) -> Any:
+        """The argument ``strategy`` of the front end."""
+        return self.strategy if isinstance(self.strategy, str) else self.strategy()
+
+
+def _ddp(**arguments: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        import lightning_strategies_ext as ext
+
+        compression = arguments.get("compression")
+        given = {} if compression is None else {"compression": getattr(ext, compression)(period=2)}
+        return ext.DDPStrategy(**{**arguments, **given})
+
+    return make
+
+
+CONTENDERS = (
+    Contender("ddp_ext", "ranks", "ddp_ext"),
+    Contender("ddp_ext_find_unused_parameters_true", "ranks", "ddp_ext_find_unused_parameters_true"),
+    Contender("DDPStrategy(uneven_inputs='join')", "ranks", _ddp(uneven_inputs="join")),
+    Contender("DDPStrategy(uneven_inputs='join'), streamed", "ranks", _ddp(uneven_inputs="join"), is_streamed=True),
+    Contender("ddp_ext_bf16", "ranks", "ddp_ext_bf16"),
+    Contender("ddp_ext_fp16", "ranks", "ddp_ext_fp16"),
+    Contender("ddp_ext_powersgd", "ranks", "ddp_ext_powersgd"),
+    Contender("ddp_ext_topk", "ranks", "ddp_ext_topk"),
+    Contender("DDPStrategy(compression=LocalSGD(period=2))", "ranks", _ddp(compression="LocalSGD"), period=2),
+    Contender("DDPStrategy(compression=DiLoCo(period=2))", "ranks", _ddp(compression="DiLoCo"), period=2),
+    Contender("Fabric: ddp_ext", "ranks", "ddp_ext", is_fabric=True),
+    Contender("Fabric: ddp_ext_bf16", "ranks", "ddp_ext_bf16", is_fabric=True),
+    Contender("ddp_spawn_ext", "workers", "ddp_spawn_ext"),
+    Contender("ddp_fork_ext", "workers", "ddp_fork_ext"),
+    Contender("ddp_spawn_elastic_ext", "workers", "ddp_spawn_elastic_ext"),
+    Contender("Fabric: ddp_spawn_ext", "workers", "ddp_spawn_ext", is_fabric=True),
+    Contender("dp_ext", "replicas", "dp_ext"),
+    Contender("Fabric: dp_ext", "replicas", "dp_ext", is_fabric=True),
+    Contender("horovod_ext", "horovod", "horovod_ext"),
+    Contender("Fabric: horovod_ext", "horovod", "horovod_ext", is_fabric=True),
+    Contender("ddp_elastic_ext", "torchrun", "ddp_elastic_ext"),
+)
+
+
+class Net(MLP):
+    """A small net whose step does what a case says."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.logs_metric = case.logs_metric
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.logs_metric:
+            self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+class Stream(IterableDataset):
+    """The same batches without a known number."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.samples = list(loader(num_samples).dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+def train_all(start: Start, directory: str) -> None:
+    """Trains with all strategies whose ranks are started in one way. Runs on each of these ranks."""
+    _profiler.install()
+    for contender, case in itertools.product(CONTENDERS, CASES):
+        if contender.start == start:
+            train(contender, case, directory)
+
+
+def train(contender: Contender, case_name: str, directory: str) -> None:
+    """Trains with one strategy and counts the calls of the steps."""
+    pl.seed_everything(11, verbose=False)
+    case = CASES[case_name]
+    counter = StepCounter(f"{contender.name}.{case_name}", directory, case.accumulate * contender.period)
+    if contender.is_fabric:
+        _train_under_fabric(contender, case, counter)
+        return
+    trainer = make_trainer(
+        contender.make_strategy(),
+        callbacks=[counter],
+        max_epochs=1,
+        limit_train_batches=counter.num_batches,
+        accumulate_grad_batches=case.accumulate,
+        log_every_n_steps=1000,
+    )
+    num_samples = counter.num_batches * BATCH_SIZE * _NUM_RANKS
+    data: Any = DataLoader(Stream(num_samples), BATCH_SIZE) if contender.is_streamed else loader(num_samples)
+    trainer.fit(Net(case), data)
+
+
+def _train_under_fabric(contender: Contender, case: Case, counter: "StepCounter") -> None:
+    fabric = Fabric(strategy=contender.make_strategy(), devices=_NUM_RANKS, accelerator="cpu")
+    if contender.start == "workers":
+        fabric.launch(_train_in_loop, case, counter)
+        return
+    fabric.launch()
+    _train_in_loop(fabric, case, counter)
+
+
+def _train_in_loop(fabric: Fabric, case: Case, counter: "StepCounter") -> None:
+    net = MLP().net
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    features, labels = torch.randn(BATCH_SIZE, NUM_FEATURES), torch.arange(BATCH_SIZE) % NUM_CLASSES
+    counter.prepare(fabric.global_rank, fabric.world_size)
+    for batch_idx in range(counter.num_batches):
+        counter.reach_batch(batch_idx)
+        is_last = (batch_idx + 1) % case.accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = functional.cross_entropy(model(features), labels)
+            fabric.backward(loss)
+        if case.logs_metric:
+            fabric.all_reduce(loss.detach(), reduce_op="mean")
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    counter.write()
+
+
+# --- how it is counted ---
+
+
+class StepCounter(pl.Callback):
+    """Counts the calls of one rank's steps; the Trainer calls it as a callback.
+
+    Args:
+        name: Name of the training, and of the files.
+        directory: Directory of the files.
+        batches_per_window: Batches per window.
+    """
+
+    def __init__(self, name: str, directory: str, batches_per_window: int) -> None:
+        self.num_batches = NUM_WARMUP_BATCHES + NUM_WINDOWS * batches_per_window + 2
+        self._name = name
+        self._directory = directory
+        self._batches_per_window = batches_per_window
+        self._rank, self._num_ranks = 0, 1
+        self._lateness: Lateness | None = None
+        self._result: list[Any] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Installs the profiler in a worker, which unpickles this object before it connects to the other ranks."""
+        self.__dict__.update(state)
+        _profiler.install()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.prepare(trainer.global_rank, trainer.world_size)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.reach_batch(batch_idx)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.write()
+
+    def prepare(self, rank: int, num_ranks: int) -> None:
+        """Prepares this rank; collective."""
+        self._rank, self._num_ranks = rank, num_ranks
+        self._lateness = Lateness() if dist.is_initialized() else None
+
+    def reach_batch(self, batch_idx: int) -> None:
+        """Begins and ends windows before a batch."""
+        window, rest = divmod(batch_idx - NUM_WARMUP_BATCHES, self._batches_per_window)
+        if rest or not 0 <= window <= NUM_WINDOWS:
+            return
+        if self._lateness is not None:
+            self._lateness.is_late = window < NUM_WINDOWS and window % self._num_ranks == self._rank
+        if window == 0:
+            gc.collect()
+            gc.disable()
+            _profiler.begin()
+        elif window < NUM_WINDOWS:
+            _profiler.begin_next()
+        else:
+            windows = _profiler.end()
+            gc.enable()
+            # In the others, this rank may have waited.
+            self._result = [(own.totals, own.functions) for own in windows[self._rank :: self._num_ranks]]
+
+    def write(self) -> None:
+        """Writes the windows of this rank."""
+        assert self._result, f"{self._name}: the training had no window"
+        if self._lateness is not None:
+            self._lateness.close()
+            self._lateness = None
+        Path(self._directory, f"{self._name}.{self._rank}.json").write_text(json.dumps(self._result))
+
+
+class Lateness:
+    """Lets this rank enter collectives of torch.distributed after the others, while :attr:`is_late`; collective.
+
+    Attributes:
+        is_late: Whether this rank is late.
+    """
+
+    def __init__(self) -> None:
+        self.is_late = False
+        pids: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        self._others = [pid for pid in pids if pid != os.getpid()]
+        self._group_class: Any = type(dist.group.WORLD)
+        self._originals = {name: vars(self._group_class)[name] for name in _COLLECTIVES if name in vars(self._group_class)}
+        assert self._originals, f"{self._group_class} has no collectives written in Python"
+        for name, original in self._originals.items():
+            setattr(self._group_class, name, self._delayed(original))
+
+    def close(self) -> None:
+        """Leaves the process group as it was."""
+        for name, original in self._originals.items():
+            setattr(self._group_class, name, original)
+
+    def _delayed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def delayed(*args: Any, **kwargs: Any) -> Any:
+            if self.is_late:
+                with _profiler.paused():
+                    self._wait_until_others_sleep()
+            return original(*args, **kwargs)
+
+        return delayed
+
+    def _wait_until_others_sleep(self) -> None:
+        latest = time.monotonic() + _LATEST_S
+        while not all(map(_sleeps, self._others)) and time.monotonic() < latest:
+            time.sleep(3e-4)
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether all threads of a process sleep."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) <= {"S", "I"}
+
+
+def main() -> None:
+    """Runs in each process of a start."""
+    directory, start = sys.argv[1:]
+    torch.set_num_threads(1)
+    train_all(start, directory)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    # Workers unpickle the classes of this module by its name, and not by that of the program.
+    from tests.guards.steps import main as main_of_module
+
+    main_of_module()

@@ -1,0 +1,310 @@
+"""Describes the public interface as text: command line, signatures, registered names, keys of the doctor's JSON.
+
+The text does not depend on the terminal, on the machine, or on what else this process has imported. Snapshots of it are
+in ``tests/guards/snapshots``, and this command rewrites them::
+
+    python -m tests.guards --write
+"""
+
+import contextlib
+import difflib
+import inspect
+import io
+import json
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from types import NoneType
+from typing import Any
+from unittest import mock
+
+import yaml
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+import lightning_strategies_ext
+from lightning_strategies_ext import __main__, fabric
+from lightning_strategies_ext.registry import LazyStrategy
+from tests.guards.versions import COMMAND, versions_of
+from tests.support.ranks import REPOSITORY
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+_PACKAGE = "lightning_strategies_ext"
+_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Surface:
+    """A part of the public interface.
+
+    Attributes:
+        name: Name of the snapshot.
+        make: Makes the description.
+        packages: Packages whose versions the description depends on.
+    """
+
+    name: str
+    make: Callable[[], str]
+    packages: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The snapshot."""
+        return SNAPSHOTS / f"{self.name}.txt"
+
+    @property
+    def versions(self) -> str:
+        """The installed versions that the description depends on."""
+        return versions_of(*self.packages) if self.packages else "any versions"
+
+    def read(self) -> tuple[str, str]:
+        """The versions and the description of the snapshot.
+
+        Raises:
+            FileNotFoundError: If it does not exist.
+        """
+        first, _, rest = self.path.read_text().partition("\n")
+        return first.removeprefix("# "), rest
+
+    def write(self) -> None:
+        """Writes the snapshot."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(f"# {self.versions}\n{self.make()}")
+
+    def difference(self) -> str:
+        """What has changed since the snapshot, as a diff with the command that accepts it; empty if nothing has."""
+        _, before = self.read()
+        lines = difflib.unified_diff(
+            before.splitlines(), self.make().splitlines(), "snapshot", "this checkout", lineterm="", n=2
+        )
+        diff = "\n".join(lines)
+        path = self.path.relative_to(REPOSITORY)
+        return diff and f"The public interface differs from {path}:\n{diff}\nTo accept the change: {COMMAND}"
+
+
+# --- the command line ---
+
+
+def strategy_classes() -> list[str]:
+    """Names of the strategies that can be constructed."""
+    exported = {name: getattr(lightning_strategies_ext, name) for name in lightning_strategies_ext._EXPORTS}
+    return [
+        name
+        for name, kind in exported.items()
+        if inspect.isclass(kind) and issubclass(kind, Strategy) and not inspect.isabstract(kind)
+    ]
+
+
+def fit_help() -> str:
+    """The options of ``fit --help`` that are about the strategy."""
+    parts = _in_parts(_said_by_command_line("--help"))
+    return "".join(part for part in parts if part.lstrip().startswith("--trainer.strategy"))
+
+
+def strategy_help(name: str) -> str:
+    """The help for a strategy class, and the config that is printed for it."""
+    path = f"{_PACKAGE}.{name}"
+    parts = _in_parts(_said_by_command_line(f"--trainer.strategy.help={path}"))
+    config = yaml.safe_load(_said_by_command_line(f"--trainer.strategy.class_path={path}", "--print_config"))
+    return (
+        f"$ fit --trainer.strategy.help={path}\n{''.join(parts)}\n"
+        f"$ fit --trainer.strategy.class_path={path} --print_config\n"
+        f"{yaml.safe_dump({'strategy': config['trainer']['strategy']}, sort_keys=False)}"
+    )
+
+
+def _said_by_command_line(*options: str) -> str:
+    output = io.StringIO()
+    argv = mock.patch.object(sys, "argv", ["script.py", "fit", *options])
+    environment = mock.patch.dict(os.environ, {"COLUMNS": "100000"})
+    with argv, environment, contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+        LightningCLI(BoringModel, BoringDataModule)
+    return output.getvalue()
+
+
+def _in_parts(text: str) -> Iterator[str]:
+    """The lines of a help after its usage, each wrapped. An option and what is said of it are one part."""
+    # Which subclasses are known depends on what this process has imported.
+    text = re.sub(r",? ?known subclasses: [\w., ]+(?=\))", "", text.partition("\n\n")[2])
+    for paragraph in re.split(r"\n(?! {10})", text.strip("\n")):
+        first, *others = paragraph.split("\n")
+        indent = " " * (len(first) - len(first.lstrip()))
+        yield "".join(f"{line}\n" for line in [first, *_wrapped(" ".join(map(str.strip, others)), f"{indent}    ")])
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+# --- signatures ---
+
+
+def public_paths() -> list[str]:
+    """Paths of all public classes and functions, as users import them."""
+    paths = {f"{module.__name__}.{name}" for module in (lightning_strategies_ext, fabric) for name in module._EXPORTS}
+    for path, members in _documented().items():
+        paths |= {f"{path}.{member}" for member in members} or {path}
+    return sorted(path for path in paths if callable(_find(path)))
+
+
+def signatures() -> str:
+    """Signatures of all public functions and classes, and of the classes' public methods and properties.
+
+    Methods that a class inherits from another public class, or from another package, are named only.
+    """
+    return "\n".join("".join(f"{line}\n" for line in _described(path)) for path in public_paths())
+
+
+def _documented() -> dict[str, list[str]]:
+    """Paths that the reference documents → members that it names, of a module."""
+    text = "".join(path.read_text() for path in sorted((REPOSITORY / "docs" / "reference").glob("*.md")))
+    found = {}
+    for path, options in re.findall(r"^::: (\S+)\n((?: {4}.*\n)*)", text, re.MULTILINE):
+        members = re.search(r"members: \[(.*)\]", options)
+        found[path] = members[1].split(", ") if members else []
+    return found
+
+
+def _find(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name) if module else import_module(name)
+
+
+@cache
+def _public_classes() -> set[type]:
+    return {found for found in map(_find, public_paths()) if inspect.isclass(found)}
+
+
+def _described(path: str) -> Iterator[str]:
+    found = _find(path)
+    if not inspect.isclass(found):
+        yield from _with_signature(path, found)
+        return
+    yield from _with_signature(f"class {path}", found)
+    yield from _wrapped(f"bases: {', '.join(map(_path_of, found.__bases__))}", "    ")
+    names = [name for name in dir(found) if not name.startswith("_")]
+    owner_of = {name: next(base for base in found.__mro__ if name in vars(base)) for name in names if _has(found, name)}
+    # A base that is not public itself, such as a mixin, is a part of the class.
+    parts = [base for base in found.__mro__ if _is_ours(base) and (base is found or base not in _public_classes())]
+    for name, owner in owner_of.items():
+        if owner in parts:
+            yield from _member(name, vars(owner)[name])
+    for base in found.__mro__:
+        inherited = [name for name, owner in owner_of.items() if owner is base and base not in parts]
+        if inherited and base is not object:
+            yield f"    from {_path_of(base)}:"
+            yield from _wrapped(", ".join(inherited), "        ")
+
+
+def _has(kind: type, name: str) -> bool:
+    """Whether objects of a class have an attribute, and not only the class, by its metaclass."""
+    return any(name in vars(base) for base in kind.__mro__)
+
+
+def _member(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, property):
+        yield from _with_signature(f"    property {name}", value.fget)
+    elif isinstance(value, (classmethod, staticmethod)):
+        yield from _with_signature(f"    {type(value).__name__} {name}", value.__func__)
+    elif callable(value):
+        yield from _with_signature(f"    {name}", value)
+    elif isinstance(value, (str, int, float, NoneType)):
+        yield f"    {name} = {value!r}"
+    else:  # its representation may depend on the order of a set
+        yield f"    {name}: {type(value).__name__}"
+
+
+def _with_signature(name: str, function: Any) -> Iterator[str]:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a class or function in C
+        yield f"{name}(...)"
+        return
+    line = _plain(f"{name}{signature}")
+    if len(line) <= _WIDTH:
+        yield line
+        return
+    indent = " " * (len(name) - len(name.lstrip()) + 8)
+    yield f"{name}("
+    for parameter in signature.parameters.values():
+        yield f"{indent}{_plain(str(parameter))},"
+    result = signature.return_annotation
+    returned = "" if result is signature.empty else f" -> {inspect.formatannotation(result)}"
+    yield f"{indent[:-4]}){_plain(returned)}"
+
+
+def _plain(text: str) -> str:
+    """A text without addresses of objects."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _path_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == _PACKAGE
+
+
+# --- names, doctor ---
+
+
+def registered_names() -> str:
+    """The names that both front ends know of this package, with the class, its arguments and the description."""
+    lines = []
+    for front_end, registry in (("Trainer", StrategyRegistry), ("Fabric", STRATEGY_REGISTRY)):
+        for name, entry in registry.items():
+            strategy = entry["strategy"]
+            if isinstance(strategy, LazyStrategy) and strategy.owner == LazyStrategy("").owner:
+                arguments = ", ".join(f"{key}={value!r}" for key, value in entry["init_params"].items())
+                lines.append(f"{front_end}: {name} = {strategy.target}({arguments})\n    {entry['description']}\n")
+    return "".join(lines)
+
+
+def doctor_keys() -> str:
+    """The keys of what ``python -m lightning_strategies_ext --json`` prints; ``[]`` stands for the items of a list."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        __main__.main(["--json"])
+    return "".join(f"{path}\n" for path in dict.fromkeys(_keys(json.loads(output.getvalue()))))
+
+
+def _keys(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"{path}/{key}"
+            yield from _keys(inner, f"{path}/{key}")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _keys(inner, f"{path}[]")
+
+
+_FRONT_END = ("Python", "torch", "lightning")
+_COMMAND_LINE = (*_FRONT_END, "jsonargparse", "docstring_parser")
+
+
+def surfaces() -> list[Surface]:
+    """All of them."""
+    return [
+        Surface("command_line/fit", fit_help, _COMMAND_LINE),
+        *(Surface(f"command_line/{name}", partial(strategy_help, name), _COMMAND_LINE) for name in strategy_classes()),
+        Surface("signatures", signatures, _FRONT_END),
+        Surface("registered_names", registered_names),
+        Surface("doctor_keys", doctor_keys),
+    ]
+
+
+def write_all() -> None:
+    """Rewrites all snapshots."""
+    for path in SNAPSHOTS.rglob("*.txt"):
+        path.unlink()
+    for surface in surfaces():
+        surface.write()
