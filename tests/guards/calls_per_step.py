@@ -1,7 +1,8 @@
 """The Python calls of a training step, of each strategy: how many they are, and how many are recorded.
 
 The record is ``tests/guards/calls_per_step.json``: first the number of calls of this package's functions per strategy
-and case, then the same by function, which explains a difference. What a step and a call are, and why the number does
+and case, then, to explain a difference, the same by function: one number per case, or the name of another strategy
+whose steps call the same functions. What a step and a call are, and why the number does
 not depend on the load of the machine, is in :mod:`.steps` and :mod:`.profiler`. This command prints all numbers, those
 of Lightning and torch included, and with ``--write`` rewrites the record::
 
@@ -23,6 +24,8 @@ from tests.guards.versions import COMMAND, versions_of
 from tests.support.ranks import run_ranks, run_script
 
 RECORD = Path(__file__).with_suffix(".json")
+#: Only a hang reaches it: beside ten busy processes per core, a program has taken two minutes.
+_TIMEOUT_S = 800
 _PACKAGES = ("Python", "torch", "lightning")
 
 
@@ -51,21 +54,26 @@ def measure(start: Start) -> dict[tuple[str, str], Calls]:
     """
     with tempfile.TemporaryDirectory() as directory:
         if start == "ranks":
-            run_ranks(train_all, start, directory)
+            run_ranks(train_all, start, directory, timeout_s=_TIMEOUT_S)
         else:
             module = ("-m", "tests.guards.steps", directory, start)
             torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
             command = (*torchrun, *module) if start == "torchrun" else module
-            done = run_script(*command, env={"OMP_NUM_THREADS": "1"}, cwd=Path(directory))
+            done = run_script(*command, env={"OMP_NUM_THREADS": "1"}, cwd=Path(directory), timeout_s=_TIMEOUT_S)
             assert done.returncode == 0, done.stdout
         names = [contender.name for contender in CONTENDERS if contender.start == start]
         return {
-            (name, case): _of_all_ranks(name, case, sorted(Path(directory).glob(f"{name}.{case}.*.json")))
+            (name, case): of_all_ranks(name, case, sorted(Path(directory).glob(f"{name}.{case}.*.json")))
             for name, case in itertools.product(names, CASES)
         }
 
 
-def _of_all_ranks(name: str, case: str, paths: list[Path]) -> Calls:
+def of_all_ranks(name: str, case: str, paths: list[Path]) -> Calls:
+    """The calls of a step, from what the ranks have written.
+
+    Raises:
+        AssertionError: If a step does not repeat, or if ranks differ.
+    """
     assert paths, f"{name}, {case}: no rank has written its calls"
     of_ranks = [_of_steps(f"{path.name}", json.loads(path.read_text())) for path in paths]
     different = [calls for calls in of_ranks if calls.functions != of_ranks[0].functions]
@@ -100,19 +108,25 @@ def explain(name: str, case: str, calls: Calls) -> str:
     recorded = record["calls"].get(name, {}).get(case)
     if recorded == calls.totals["ours"]:
         return ""
-    before = Counter(record["functions"].get(f"{name}, {case}", {}))
-    changes = [
-        f"  {calls.functions.get(function, 0) - before[function]:+d} {function}"
-        for function in sorted(before.keys() | calls.functions.keys())
-        if calls.functions.get(function, 0) != before[function]
-    ]
+    before = _functions_of(record, name, case)
+    changes = {
+        function: calls.functions.get(function, 0) - before[function] for function in before.keys() | calls.functions
+    }
     return "\n".join(
         [
             f"{name}, {case}: a step calls {calls.totals['ours']} functions of this package; recorded are {recorded}.",
-            *changes,
+            *(f"  {change:+d} {function}" for function, change in sorted(changes.items()) if change),
             f"Remove the calls; or run `{COMMAND}`, and give the reason for a larger number in the commit message.",
         ]
     )
+
+
+def _functions_of(record: dict[str, Any], name: str, case: str) -> Counter[str]:
+    functions = record["functions"].get(name, {})
+    if isinstance(functions, str):  # those of another strategy
+        functions = record["functions"][functions]
+    place = list(CASES).index(case)
+    return Counter({function: counts[place] for function, counts in functions.items()})
 
 
 def measure_all() -> dict[tuple[str, str], Calls]:
@@ -128,12 +142,24 @@ def measure_all() -> dict[tuple[str, str], Calls]:
 
 def write(calls: dict[tuple[str, str], Calls]) -> None:
     """Rewrites the record."""
-    table: dict[str, dict[str, int]] = {}
-    for (name, case), measured in calls.items():
-        table.setdefault(name, {})[case] = measured.totals["ours"]
-    rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(cases)}" for name, cases in table.items())
-    functions = {f"{name}, {case}": dict(sorted(measured.functions.items())) for (name, case), measured in calls.items()}
-    listed = json.dumps(functions, indent=2).replace("\n", "\n  ")
+    numbers: dict[str, dict[str, int]] = {}
+    functions: dict[str, dict[str, list[int]] | str] = {}
+    for name in dict.fromkeys(name for name, _ in calls):
+        of_cases = [calls[name, case] for case in CASES]
+        numbers[name] = {case: measured.totals["ours"] for case, measured in zip(CASES, of_cases, strict=True)}
+        called = sorted({function for measured in of_cases for function in measured.functions})
+        counts = {function: [measured.functions.get(function, 0) for measured in of_cases] for function in called}
+        functions[name] = next((other for other, those in functions.items() if those == counts), counts)
     RECORD.write_text(
-        f'{{\n  "versions": {json.dumps(versions())},\n  "calls": {{\n{rows}\n  }},\n  "functions": {listed}\n}}\n'
+        f'{{\n"versions": {json.dumps(versions())},\n'
+        f'"calls": {_one_per_line(numbers)},\n'
+        f'"functions": {_one_per_line(functions, depth=2)}\n}}\n'
     )
+
+
+def _one_per_line(value: Any, depth: int = 1) -> str:
+    """JSON with one key per line, down to a depth."""
+    if depth == 0 or not isinstance(value, dict):
+        return json.dumps(value)
+    rows = (f"{json.dumps(key)}: {_one_per_line(inner, depth - 1)}" for key, inner in value.items())
+    return "{\n" + ",\n".join(rows) + "\n}"

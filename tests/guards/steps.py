@@ -2,49 +2,53 @@
 
     python -m tests.guards.steps DIRECTORY START
 
-``START`` is one of :data:`STARTS`. Each rank writes to ``DIRECTORY``, for each training, the calls of
+``START`` is one of :data:`STARTS`, except "ranks". Each rank writes to ``DIRECTORY``, for each training, the calls of
 :data:`NUM_WINDOWS` windows. A window is one optimizer step, or one period where an algorithm exchanges models once per
 period. It begins where the Trainer calls ``on_train_batch_start``, and so includes the loop itself.
 
-The counts do not depend on the load of the machine, for four reasons:
+The counts do not depend on the load of the machine:
 
-- A rank that has to wait for another rank calls more functions than a rank that does not. The ranks take turns: in each
-  window one rank is late. The late rank enters a collective after all threads of the other ranks have gone to sleep in
-  it. Only the windows in which a rank is late count for this rank.
+- A rank that waits for another rank in a collective calls more functions than a rank that does not. Therefore, in each
+  window one rank is late: it enters a collective only after all threads of the other ranks have gone to sleep. For each
+  rank, only the windows in which it is late are written. The ranks take turns.
+- A window ends after the other threads of the process have gone to sleep. Their calls belong to this window.
 - Garbage is not collected during the windows. A collection calls finalizers of whatever it finds.
 - The failure monitor's threads are not counted.
-- Nothing that happens once in a number of seconds or steps falls into the windows: no logger, no progress bar, no
+- The windows contain nothing that happens once in a number of seconds or steps: no logger, no progress bar, no
   checkpoint, and no commit of elastic training, which has one per 100 steps.
 """
 
+import contextlib
 import gc
 import itertools
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_strategies_ext import DDPStrategy, DiLoCo, LocalSGD
 from tests.guards.profiler import Profiler
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, loader, make_trainer
 
-#: Batches before the first window: buckets, caches and the warm-up of compressions are settled then.
-NUM_WARMUP_BATCHES = 20
-NUM_WINDOWS = 16
+#: Windows before the first that counts; then buckets, caches and the warm-up of compressions are settled.
+NUM_WARMUP_WINDOWS = 16
+NUM_WINDOWS = 12
 BATCH_SIZE = 4
 _NUM_RANKS = 2
-#: A rank is late by at most so many seconds; then the others do not wait for it, and its window differs.
+#: How long to wait for other threads and ranks to sleep, in seconds. After that, the number of calls may differ.
 _LATEST_S = 5.0
 #: The methods of torch's process groups that a strategy may call in a step.
 _COLLECTIVES = (
@@ -54,8 +58,10 @@ _COLLECTIVES = (
     *("alltoall", "alltoall_base", "all_to_all_single"),
 )
 
-Start = Literal["ranks", "workers", "replicas", "horovod", "torchrun"]
-STARTS: tuple[Start, ...] = ("ranks", "workers", "replicas", "horovod", "torchrun")
+#: Ranks that tests.support.ranks starts; a program whose strategies start workers or threads; one whose strategies
+#: start ranks of Horovod; ranks that torchrun starts.
+Start = Literal["ranks", "workers", "horovod", "torchrun"]
+STARTS: tuple[Start, ...] = get_args(Start)
 
 _profiler = Profiler()
 
@@ -84,9 +90,9 @@ class Contender:
     """A strategy whose steps are counted.
 
     Attributes:
-        name: Name in the table of recorded counts.
-        start: How its ranks are started.
-        strategy: Registered name, or class and its arguments.
+        name: Registered name, with what else was said; the name in the record.
+        start: Program that trains with it, see :data:`STARTS`.
+        strategy: Registered name, or what makes the strategy.
         is_fabric: Whether it is trained under Fabric, and not the Trainer.
         period: Optimizer steps per window.
         is_streamed: Whether the number of batches is unknown.
@@ -104,36 +110,28 @@ class Contender:
         return self.strategy if isinstance(self.strategy, str) else self.strategy()
 
 
-def _ddp(**arguments: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        import lightning_strategies_ext as ext
-
-        compression = arguments.get("compression")
-        given = {} if compression is None else {"compression": getattr(ext, compression)(period=2)}
-        return ext.DDPStrategy(**{**arguments, **given})
-
-    return make
+def _joining() -> Any:
+    return DDPStrategy(uneven_inputs="join")
 
 
 CONTENDERS = (
     Contender("ddp_ext", "ranks", "ddp_ext"),
     Contender("ddp_ext_find_unused_parameters_true", "ranks", "ddp_ext_find_unused_parameters_true"),
-    Contender("DDPStrategy(uneven_inputs='join')", "ranks", _ddp(uneven_inputs="join")),
-    Contender("DDPStrategy(uneven_inputs='join'), streamed", "ranks", _ddp(uneven_inputs="join"), is_streamed=True),
+    Contender("ddp_ext, uneven_inputs='join'", "ranks", _joining),
+    Contender("ddp_ext, uneven_inputs='join', streamed", "ranks", _joining, is_streamed=True),
     Contender("ddp_ext_bf16", "ranks", "ddp_ext_bf16"),
-    Contender("ddp_ext_fp16", "ranks", "ddp_ext_fp16"),
     Contender("ddp_ext_powersgd", "ranks", "ddp_ext_powersgd"),
     Contender("ddp_ext_topk", "ranks", "ddp_ext_topk"),
-    Contender("DDPStrategy(compression=LocalSGD(period=2))", "ranks", _ddp(compression="LocalSGD"), period=2),
-    Contender("DDPStrategy(compression=DiLoCo(period=2))", "ranks", _ddp(compression="DiLoCo"), period=2),
+    Contender("ddp_ext_localsgd, period=2", "ranks", lambda: DDPStrategy(compression=LocalSGD(period=2)), period=2),
+    Contender("ddp_ext_diloco, period=2", "ranks", lambda: DDPStrategy(compression=DiLoCo(period=2)), period=2),
     Contender("Fabric: ddp_ext", "ranks", "ddp_ext", is_fabric=True),
     Contender("Fabric: ddp_ext_bf16", "ranks", "ddp_ext_bf16", is_fabric=True),
     Contender("ddp_spawn_ext", "workers", "ddp_spawn_ext"),
     Contender("ddp_fork_ext", "workers", "ddp_fork_ext"),
     Contender("ddp_spawn_elastic_ext", "workers", "ddp_spawn_elastic_ext"),
     Contender("Fabric: ddp_spawn_ext", "workers", "ddp_spawn_ext", is_fabric=True),
-    Contender("dp_ext", "replicas", "dp_ext"),
-    Contender("Fabric: dp_ext", "replicas", "dp_ext", is_fabric=True),
+    Contender("dp_ext", "workers", "dp_ext"),
+    Contender("Fabric: dp_ext", "workers", "dp_ext", is_fabric=True),
     Contender("horovod_ext", "horovod", "horovod_ext"),
     Contender("Fabric: horovod_ext", "horovod", "horovod_ext", is_fabric=True),
     Contender("ddp_elastic_ext", "torchrun", "ddp_elastic_ext"),
@@ -165,7 +163,7 @@ class Stream(IterableDataset):
 
 
 def train_all(start: Start, directory: str) -> None:
-    """Trains with all strategies whose ranks are started in one way. Runs on each of these ranks."""
+    """Trains with all strategies of a start. Runs on each of its ranks."""
     _profiler.install()
     for contender, case in itertools.product(CONTENDERS, CASES):
         if contender.start == start:
@@ -195,11 +193,7 @@ def train(contender: Contender, case_name: str, directory: str) -> None:
 
 def _train_under_fabric(contender: Contender, case: Case, counter: "StepCounter") -> None:
     fabric = Fabric(strategy=contender.make_strategy(), devices=_NUM_RANKS, accelerator="cpu")
-    if contender.start == "workers":
-        fabric.launch(_train_in_loop, case, counter)
-        return
-    fabric.launch()
-    _train_in_loop(fabric, case, counter)
+    fabric.launch(_train_in_loop, case, counter)
 
 
 def _train_in_loop(fabric: Fabric, case: Case, counter: "StepCounter") -> None:
@@ -234,7 +228,7 @@ class StepCounter(pl.Callback):
     """
 
     def __init__(self, name: str, directory: str, batches_per_window: int) -> None:
-        self.num_batches = NUM_WARMUP_BATCHES + NUM_WINDOWS * batches_per_window + 2
+        self.num_batches = (NUM_WARMUP_WINDOWS + NUM_WINDOWS) * batches_per_window + 2
         self._name = name
         self._directory = directory
         self._batches_per_window = batches_per_window
@@ -265,13 +259,15 @@ class StepCounter(pl.Callback):
 
     def reach_batch(self, batch_idx: int) -> None:
         """Begins and ends windows before a batch."""
-        window, rest = divmod(batch_idx - NUM_WARMUP_BATCHES, self._batches_per_window)
+        window, rest = divmod(batch_idx, self._batches_per_window)
+        window -= NUM_WARMUP_WINDOWS
         if rest or not 0 <= window <= NUM_WINDOWS:
             return
+        with _profiler.paused():
+            _wait_until(_other_threads_sleep)
         if self._lateness is not None:
             self._lateness.is_late = window < NUM_WINDOWS and window % self._num_ranks == self._rank
         if window == 0:
-            gc.collect()
             gc.disable()
             _profiler.begin()
         elif window < NUM_WINDOWS:
@@ -304,7 +300,9 @@ class Lateness:
         dist.all_gather_object(pids, os.getpid())
         self._others = [pid for pid in pids if pid != os.getpid()]
         self._group_class: Any = type(dist.group.WORLD)
-        self._originals = {name: vars(self._group_class)[name] for name in _COLLECTIVES if name in vars(self._group_class)}
+        self._originals = {
+            name: vars(self._group_class)[name] for name in _COLLECTIVES if name in vars(self._group_class)
+        }
         assert self._originals, f"{self._group_class} has no collectives written in Python"
         for name, original in self._originals.items():
             setattr(self._group_class, name, self._delayed(original))
@@ -318,21 +316,37 @@ class Lateness:
         def delayed(*args: Any, **kwargs: Any) -> Any:
             if self.is_late:
                 with _profiler.paused():
-                    self._wait_until_others_sleep()
+                    _wait_until(self._other_ranks_sleep)
             return original(*args, **kwargs)
 
         return delayed
 
-    def _wait_until_others_sleep(self) -> None:
-        latest = time.monotonic() + _LATEST_S
-        while not all(map(_sleeps, self._others)) and time.monotonic() < latest:
-            time.sleep(3e-4)
+    def _other_ranks_sleep(self) -> bool:
+        return all(_sleep(Path(f"/proc/{pid}/task").iterdir()) for pid in self._others)
 
 
-def _sleeps(pid: int) -> bool:
-    """Whether all threads of a process sleep."""
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) <= {"S", "I"}
+def _other_threads_sleep() -> bool:
+    """Whether all threads of this process sleep, except this one."""
+    own = str(threading.get_native_id())
+    return _sleep(task for task in Path("/proc/self/task").iterdir() if task.name != own)
+
+
+def _sleep(tasks: Iterable[Path]) -> bool:
+    """Whether threads sleep, given their directories in /proc; one that has ended since does."""
+    for task in tasks:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (task / "stat").read_text().rpartition(")")[2].split()[0] not in ("S", "I"):
+                return False
+    return True
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    """Waits until a condition holds twice in a row: a thread may sleep for an instant, until it gets the GIL."""
+    latest = time.monotonic() + _LATEST_S
+    num_times = 0
+    while num_times < 2 and time.monotonic() < latest:
+        time.sleep(3e-4)
+        num_times = num_times + 1 if is_so() else 0
 
 
 def main() -> None:
