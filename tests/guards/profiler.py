@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import lightning
 import torch
@@ -68,7 +69,8 @@ class Profiler:
     def __init__(self) -> None:
         self._windows: list[list[CodeType]] = []
         self._calls: list[CodeType] | None = None
-        self._counted_threads: set[int] = set()
+        # Not the identifiers of threads: a new thread may get that of a thread that has ended.
+        self._counted_threads: WeakSet[threading.Thread] = WeakSet()
 
     def install(self) -> None:
         """Installs the profile function on threads that start from now on."""
@@ -76,7 +78,7 @@ class Profiler:
 
     def begin(self) -> None:
         """Begins the first window, and counts this thread from here on."""
-        self._counted_threads.add(threading.get_ident())
+        self._counted_threads.add(threading.current_thread())
         sys.setprofile(self._on_event)
         self.begin_next()
 
@@ -118,19 +120,19 @@ class Profiler:
             self._calls.append(frame.f_code)
 
     def _on_first_event(self, frame: FrameType, event: str, arg: Any) -> None:
-        if threading.current_thread().name in MONITOR_THREADS:
+        thread = threading.current_thread()
+        if thread.name in MONITOR_THREADS:
             sys.setprofile(None)
             return
-        self._counted_threads.add(threading.get_ident())
+        self._counted_threads.add(thread)
         sys.setprofile(self._on_event)
         self._on_event(frame, event, arg)
 
     def _check_threads(self) -> None:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        uncounted = sys._current_frames().keys() - self._counted_threads
-        unknown = [names.get(ident, "no Python thread") for ident in uncounted]
-        unknown = sorted(name for name in unknown if name not in MONITOR_THREADS)
-        assert not unknown, f"The calls on these threads are not counted: {unknown}."
+        threads = {thread.ident: thread for thread in threading.enumerate()}
+        names = {thread.name for thread in threads.values() if thread not in self._counted_threads} - MONITOR_THREADS
+        names |= {f"{ident}, not started by Python" for ident in sys._current_frames() if ident not in threads}
+        assert not names, f"The calls on these threads are not counted: {sorted(names)}."
 
 
 def _owner_of(code: CodeType) -> str:

@@ -164,7 +164,6 @@ class Stream(IterableDataset):
 
 def train_all(start: Start, directory: str) -> None:
     """Trains with all strategies of a start. Runs on each of its ranks."""
-    _profiler.install()
     for contender, case in itertools.product(CONTENDERS, CASES):
         if contender.start == start:
             train(contender, case, directory)
@@ -172,6 +171,7 @@ def train_all(start: Start, directory: str) -> None:
 
 def train(contender: Contender, case_name: str, directory: str) -> None:
     """Trains with one strategy and counts the calls of the steps."""
+    _profiler.install()
     pl.seed_everything(11, verbose=False)
     case = CASES[case_name]
     counter = StepCounter(f"{contender.name}.{case_name}", directory, case.accumulate * contender.period)
