@@ -46,7 +46,7 @@ def test_a_worker_that_has_more_batches_is_told_of(backend):
     start = time.monotonic()
     with pytest.raises(WorkerRaisedError, match=EXPECTED) as caught:
         trainer.fit(model, loader(num_samples=16))
-    assert time.monotonic() - start < 60  # of which most is the start of workers on a busy machine
+    assert time.monotonic() - start < 200  # of which most is the start of workers on a busy machine
     assert isinstance(caught.value.__cause__, UnevenInputsError)
     assert caught.value.error_index == 1
     assert trainer.global_step == 4  # the state of rank 0 has come back

@@ -154,7 +154,7 @@ def test_one_that_sleeps_ends_all_and_the_error_has_the_stacks_of_all(backend):
         WorkerRaisedError, match=r"rank 1 on .* is stuck, last seen in train, epoch 0, step 3"
     ) as caught:
         trainer.fit(MLP(), loader(80))
-    assert time.monotonic() - begin < 90  # of which most is the start of workers on a busy machine
+    assert time.monotonic() - begin < 200  # of which most is the start of workers on a busy machine
     assert isinstance(caught.value.__cause__, RankFailedError)
     text = str(caught.value)
     assert "rank 0 has waited 2 s for it in" in text
