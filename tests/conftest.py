@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import environments, ranks, tiers
+from tests.support.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.support.tiers import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.support.tiers import pytest_runtest_protocol as pytest_runtest_protocol
 
@@ -33,22 +34,11 @@ torch.set_num_threads(1)
 # test before it, or the parameters of one, has computed in parallel in this process.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
-#: Files that are among the longest and would be among the last: they come first, so that nobody is left alone with one.
-_FIRST = {"test_wheels.py", "test_uneven_inputs.py"}
-
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     # With --numprocesses, this process runs no tests itself.
     if not session.config.getoption("numprocesses", None):
         tiers.watch_for_processes()
-
-
-@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in _FIRST)
-    for item in items:
-        if item.get_closest_marker("forked"):  # by pytest-forked
-            item.add_marker("processes")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

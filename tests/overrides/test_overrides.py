@@ -13,7 +13,7 @@ from tests.overrides import accounts
 from tests.overrides.accounts import Entry, order
 from tests.overrides.checking import expected_pairs, problem_of
 from tests.overrides.finding import find, short_name
-from tests.overrides.replacing import CALLED_INSTEAD, SET_ON_OBJECTS
+from tests.overrides.replacing import SET_ON_OBJECTS
 from tests.overrides.sources import Release, body_of, hash_of, installed
 
 ENTRIES = accounts.read()

@@ -1,21 +1,19 @@
-"""Tiers of tests, which markers make.
+"""Tiers of tests.
 
     def test_a_pure_function(): ...         # `make check`, `make test`, `make test-all`
 
     @pytest.mark.processes                  # starts a process, itself or in a fixture
-    def test_three_ranks(): ...             # `make test-all`
+    def test_two_ranks(): ...               # `make test-all`; `make test` if the table of tests/README.md names it
 
-    @pytest.mark.processes
-    @pytest.mark.representative             # represents a promise of the docs: see tests/README.md
-    def test_two_ranks(): ...               # `make test`, `make test-all`
-
-The functions here are hooks of pytest, which ``tests/conftest.py`` imports. They fail a test without the marker
-``processes`` that starts a process, and a test that took longer than its time limit.
+The functions here are hooks of pytest, which ``tests/conftest.py`` imports. They mark the tests that represent a
+promise, and fail a test that starts a process without the marker, or that took longer than its time limit.
 """
 
+import re
 import sys
 from collections.abc import Generator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +23,28 @@ _EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pt
 #: The test that runs in this process, if it must not start one.
 _test_without_processes: pytest.Item | None = None
 _elapsed_s = pytest.StashKey[float]()
+_TABLE = Path(__file__).parents[1] / "README.md"
+
+
+def representative_tests() -> list[str]:
+    """Returns the identifiers that the table of promises names: each of a file, of a test, or with parameters."""
+    return re.findall(r"\| `(tests/[^`]+)` \|$", _TABLE.read_text(), re.MULTILINE)
+
+
+def represents(test: str, item: pytest.Item) -> bool:
+    """Whether an identifier of :func:`representative_tests` names a test, or all parameters of it, or its file."""
+    return item.nodeid == test or item.nodeid.startswith((f"{test}[", f"{test}::"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Adds the markers ``representative``, and ``processes`` to tests that pytest-forked runs in a process."""
+    tests = representative_tests()
+    for item in items:
+        if item.get_closest_marker("forked"):
+            item.add_marker("processes")
+        if any(represents(test, item) for test in tests):
+            item.add_marker("representative")
 
 
 def _refuse_process(event: str) -> None:

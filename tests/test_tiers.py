@@ -1,0 +1,100 @@
+"""Tiers of tests: which tests fail for what they start or for how long they take, and which tests the table names."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import REPOSITORY
+from tests.support.tiers import representative_tests, represents
+
+TESTS = """
+import subprocess, sys, time, weakref
+import pytest
+from multiprocessing import get_context
+
+COMMAND = [sys.executable, "-c", ""]
+
+def test_unmarked_process():
+    subprocess.run(COMMAND, check=True)
+
+def test_unmarked_process_of_multiprocessing():
+    get_context("spawn").Process(target=int).start()
+
+@pytest.fixture(scope="session")
+def process():
+    subprocess.run(COMMAND, check=True)
+
+def test_unmarked_process_of_a_fixture(process): pass
+
+@pytest.mark.processes
+def test_marked_process():
+    subprocess.run(COMMAND, check=True)
+
+class HangsInFinalizer:
+    def __del__(self): time.sleep(30)
+
+@pytest.mark.timeout(1)
+def test_limit_in_a_finalizer():
+    HangsInFinalizer()
+
+class Freed: pass
+
+@pytest.mark.timeout(1)
+def test_limit_in_a_callback():
+    freed = Freed()
+    reference = weakref.ref(freed, lambda _: time.sleep(30))
+    del freed
+
+def test_passes(): pass
+"""
+CONFTEST = """
+from tests.support import tiers
+from tests.support.tiers import pytest_runtest_makereport, pytest_runtest_protocol
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "processes: starts a process")
+    tiers.watch_for_processes()
+"""
+
+
+@pytest.mark.processes
+def test_what_fails_a_test(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfE", "-W", "ignore", str(tmp_path)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600, check=False)
+    failures = dict(re.findall(r"^(?:FAILED|ERROR) \S*::(\w+)(.*)$", result.stdout, re.MULTILINE))
+    assert failures.keys() == {
+        "test_unmarked_process",
+        "test_unmarked_process_of_multiprocessing",
+        "test_unmarked_process_of_a_fixture",
+        "test_limit_in_a_finalizer",
+        "test_limit_in_a_callback",
+    }, result.stdout
+    assert "mark it with @pytest.mark.processes" in result.stdout
+    assert "more than its time limit of 1 s" in result.stdout
+
+
+def test_the_table_of_promises_names_tests_that_exist(request: pytest.FixtureRequest) -> None:
+    tests = representative_tests()
+    assert len(tests) > 40
+    assert len(set(tests)) == len(tests)
+    for test in tests:
+        file, _, name = test.partition("::")
+        assert (REPOSITORY / file).is_file(), test
+        function = name.partition("[")[0]
+        assert not function or f"def {function}(" in (REPOSITORY / file).read_text(), test
+    # Parameters are known for the files that this run has collected.
+    files = {item.nodeid.partition("::")[0] for item in request.session.items}
+    for test in tests:
+        if "[" in test and test.partition("::")[0] in files:
+            assert any(represents(test, item) for item in request.session.items), f"{test} has no such parameters"
+
+
+def test_each_support_module_is_explained() -> None:
+    explained = re.findall(r"^\| `(\w+)` \|", (REPOSITORY / "tests" / "README.md").read_text(), re.MULTILINE)
+    modules = {path.stem for path in (REPOSITORY / "tests" / "support").glob("*.py")} - {"__init__"}
+    assert sorted(explained) == sorted(modules)
