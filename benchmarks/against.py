@@ -2,7 +2,7 @@
 
     python -m benchmarks.step_time --against HEAD~1
     python -m benchmarks.step_time --against 6a9b84b --rounds 40 --rows plain
-    python -m benchmarks.collectives --against v0.1.0 --part operations
+    python -m benchmarks.collectives --against main --part operations
 
 REV is checked out into a temporary git worktree. Each revision has a process of its own, or ranks of its own, with an
 environment of its own: a directory in front of ``sys.path`` that holds today's ``benchmarks`` and the revision's

@@ -142,7 +142,7 @@ FIGURES_OF_ROWS = {
     "step_ms": "step, ms",
     "commit_ms": "commit, ms",
     "next_s": "kill to next step, s",
-    "back_s": "kill to where it was, s",
+    "back_s": "kill to recovered step, s",
 }
 KILL_FIGURES = {"next_s": 2, "back_s": 2, "redone": 0, "twice": 0, "lost": 0}
 

@@ -29,9 +29,18 @@ from benchmarks.turns import Part, Row
 
 #: Until all have called, in seconds.
 SETTLE_S = 5.0
-#: Names of the package without which there are no looks, and no talk between hosts.
-_FOR_LOOKS = ("Activity", "Board", "Sign", "Silence", "SLOT_NUM_BYTES", "INTERVAL_S", "first_failure", "stuck_ranks")
-_FOR_HOSTS = ("Hosts", "Sign", "Waiting", "Peer", "INTERVAL_S")
+#: Names of the package that a heartbeat on one host needs, and that messages between hosts need.
+_FOR_HEARTBEATS = (
+    "Activity",
+    "Board",
+    "Sign",
+    "Silence",
+    "SLOT_NUM_BYTES",
+    "INTERVAL_S",
+    "first_failure",
+    "stuck_ranks",
+)
+_FOR_MESSAGES = ("Hosts", "Sign", "Waiting", "Peer", "INTERVAL_S")
 
 
 class _Keys(dict[str, str]):
@@ -114,7 +123,7 @@ def _peers(num_hosts: int, ranks_per_host: int) -> dict[int, Any]:
 
 
 def rows(num_ranks: list[int], num_hosts: list[int], ranks_per_host: int, seconds: float) -> dict[str, Row]:
-    """Returns the rows of ``--against``: looks by number of ranks, and the talk by number of hosts."""
+    """Returns the rows of ``--against``: heartbeats by number of ranks, messages by number of hosts."""
 
     def look(row: str, num: int) -> dict[str, float]:
         return {f"{row}, us": 1e6 * time_of_a_look(num)}
@@ -122,11 +131,11 @@ def rows(num_ranks: list[int], num_hosts: list[int], ranks_per_host: int, second
     def load(row: str, num: int) -> dict[str, float]:
         return {f"{row}, % of a core": 100 * load_of_first(num, ranks_per_host, seconds)}
 
-    looks = {f"a look, {num} ranks of the host": num for num in num_ranks}
-    loads = {f"rank 0 hears of {num} hosts": num for num in num_hosts}
+    looks = {f"heartbeat, {num} ranks on the host": num for num in num_ranks}
+    loads = {f"messages of {num} hosts to rank 0": num for num in num_hosts}
     return {
-        **{row: Row(partial(look, row, num), _FOR_LOOKS) for row, num in looks.items()},
-        **{row: Row(partial(load, row, num), _FOR_HOSTS) for row, num in loads.items()},
+        **{row: Row(partial(look, row, num), _FOR_HEARTBEATS) for row, num in looks.items()},
+        **{row: Row(partial(load, row, num), _FOR_MESSAGES) for row, num in loads.items()},
     }
 
 

@@ -85,8 +85,8 @@ def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(reposi
     done = run_benchmark(repository, "watch", "--against", "HEAD~1", *options)
     assert done.returncode == 0, done.stdout
     short = git(repository, "rev-parse", "--short", "HEAD~1").strip()
-    assert f"left out: rank 0 hears of 8 hosts ({short} has no failure.hosts:Hosts)" in done.stdout
-    assert "a look, 2 ranks of the host" in done.stdout
+    assert f"left out: messages of 8 hosts to rank 0 ({short} has no failure.hosts:Hosts)" in done.stdout
+    assert "heartbeat, 2 ranks on the host" in done.stdout
     assert "with messages between hosts, with changes that are not committed" in done.stdout
     assert f"{short}: {short}" in done.stdout
     assert "without messages between hosts" in done.stdout
@@ -94,7 +94,7 @@ def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(reposi
 
 def test_an_interrupt_ends_all_processes_and_removes_the_worktree(repository):
     before = git(repository, "worktree", "list")
-    options = ["--against", "HEAD", "--ranks", "2", "--rows", "look", "--rounds", "100000"]
+    options = ["--against", "HEAD", "--ranks", "2", "--rows", "heartbeat", "--rounds", "100000"]
     command = [sys.executable, "-m", "benchmarks.watch", *options]
     process = subprocess.Popen(command, cwd=repository, stderr=subprocess.PIPE, text=True)
     try:
