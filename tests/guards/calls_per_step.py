@@ -1,10 +1,12 @@
-"""The Python calls of a training step, of each strategy: how many they are, and how many are recorded.
+"""The number of Python calls in a training step of each strategy, measured and recorded.
 
-The record is ``tests/guards/calls_per_step.json``: first the number of calls of this package's functions per strategy
-and case, then, to explain a difference, the same by function: one number per case, or the name of another strategy
-whose steps call the same functions. What a step and a call are, and why the number does
-not depend on the load of the machine, is in :mod:`.steps` and :mod:`.profiler`. This command prints all numbers, those
-of Lightning and torch included, and with ``--write`` rewrites the record::
+The record is ``tests/guards/calls_per_step.json``. It has the number of calls of this package's functions per strategy
+and case. To explain a difference, it also has the calls by function: one number per case, or the name of another
+strategy whose steps call the same functions. :mod:`.steps` and :mod:`.profiler` define a step and a call, and explain
+why the number does not depend on the load of the machine.
+
+Calls of Lightning's, torch's and other code are printed, but not recorded. With Horovod, the last number depends on
+time, because a rank polls. This command prints all numbers, and ``--write`` rewrites the record::
 
     python -m tests.guards [--write]
 """
@@ -103,7 +105,7 @@ def read() -> dict[str, Any]:
 
 
 def explain(name: str, case: str, calls: Calls) -> str:
-    """What differs from the record, with the command that accepts it; empty if the number is the recorded one."""
+    """Describes a difference from the record, with the command that accepts it; empty if the numbers agree."""
     record = read()
     recorded = record["calls"].get(name, {}).get(case)
     if recorded == calls.totals["ours"]:

@@ -90,9 +90,9 @@ class Contender:
     """A strategy whose steps are counted.
 
     Attributes:
-        name: Registered name, with what else was said; the name in the record.
+        name: Registered name, and further arguments; the key in the record.
         start: Program that trains with it, see :data:`STARTS`.
-        strategy: Registered name, or what makes the strategy.
+        strategy: Registered name, or a function that makes the strategy.
         is_fabric: Whether it is trained under Fabric, and not the Trainer.
         period: Optimizer steps per window.
         is_streamed: Whether the number of batches is unknown.
@@ -275,7 +275,7 @@ class StepCounter(pl.Callback):
         else:
             windows = _profiler.end()
             gc.enable()
-            # In the others, this rank may have waited.
+            # In the other windows, this rank may have waited for another rank.
             self._result = [(own.totals, own.functions) for own in windows[self._rank :: self._num_ranks]]
 
     def write(self) -> None:

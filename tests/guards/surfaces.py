@@ -32,6 +32,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 import lightning_strategies_ext
 from lightning_strategies_ext import __main__, fabric
+from lightning_strategies_ext.names import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_strategies_ext.registry import LazyStrategy
 from tests.guards.versions import COMMAND, versions_of
 from tests.support.ranks import REPOSITORY
@@ -80,10 +81,10 @@ class Surface:
         self.path.write_text(f"# {self.versions}\n{self.make()}")
 
     def difference(self) -> str:
-        """What has changed since the snapshot, as a diff with the command that accepts it; empty if nothing has."""
+        """A diff from the snapshot to the installed package, with the command that accepts it; empty if they agree."""
         _, before = self.read()
         lines = difflib.unified_diff(
-            before.splitlines(), self.make().splitlines(), "snapshot", "this checkout", lineterm="", n=2
+            before.splitlines(), self.make().splitlines(), "snapshot", "installed", lineterm="", n=2
         )
         diff = "\n".join(lines)
         path = self.path.relative_to(REPOSITORY)
@@ -105,15 +106,15 @@ def strategy_classes() -> list[str]:
 
 def fit_help() -> str:
     """The options of ``fit --help`` that are about the strategy."""
-    parts = _in_parts(_said_by_command_line("--help"))
+    parts = _in_parts(_output_of_command_line("--help"))
     return "".join(part for part in parts if part.lstrip().startswith("--trainer.strategy"))
 
 
 def strategy_help(name: str) -> str:
     """The help for a strategy class, and the config that is printed for it."""
     path = f"{_PACKAGE}.{name}"
-    parts = _in_parts(_said_by_command_line(f"--trainer.strategy.help={path}"))
-    config = yaml.safe_load(_said_by_command_line(f"--trainer.strategy.class_path={path}", "--print_config"))
+    parts = _in_parts(_output_of_command_line(f"--trainer.strategy.help={path}"))
+    config = yaml.safe_load(_output_of_command_line(f"--trainer.strategy.class_path={path}", "--print_config"))
     return (
         f"$ fit --trainer.strategy.help={path}\n{''.join(parts)}\n"
         f"$ fit --trainer.strategy.class_path={path} --print_config\n"
@@ -121,7 +122,7 @@ def strategy_help(name: str) -> str:
     )
 
 
-def _said_by_command_line(*options: str) -> str:
+def _output_of_command_line(*options: str) -> str:
     output = io.StringIO()
     argv = mock.patch.object(sys, "argv", ["script.py", "fit", *options])
     environment = mock.patch.dict(os.environ, {"COLUMNS": "100000"})
@@ -131,7 +132,7 @@ def _said_by_command_line(*options: str) -> str:
 
 
 def _in_parts(text: str) -> Iterator[str]:
-    """The lines of a help after its usage, each wrapped. An option and what is said of it are one part."""
+    """The lines of a help text without its usage, wrapped; an option and its description are one part."""
     # Which subclasses are known depends on what this process has imported.
     text = re.sub(r",? ?known subclasses: [\w., ]+(?=\))", "", text.partition("\n\n")[2])
     for paragraph in re.split(r"\n(?! {10})", text.strip("\n")):
@@ -258,19 +259,20 @@ def _is_ours(kind: type) -> bool:
 
 
 def registered_names() -> str:
-    """The names that both front ends know of this package, with the class, its arguments and the description."""
+    """The names that this package has registered in each front end, with class, arguments and description."""
     lines = []
     for front_end, registry in (("Trainer", StrategyRegistry), ("Fabric", STRATEGY_REGISTRY)):
         for name, entry in registry.items():
             strategy = entry["strategy"]
             if isinstance(strategy, LazyStrategy) and strategy.owner == LazyStrategy("").owner:
                 arguments = ", ".join(f"{key}={value!r}" for key, value in entry["init_params"].items())
-                lines.append(f"{front_end}: {name} = {strategy.target}({arguments})\n    {entry['description']}\n")
+                target = strategy.target.replace(PYTORCH_LIGHTNING.ours, LIGHTNING.ours)
+                lines.append(f"{front_end}: {name} = {target}({arguments})\n    {entry['description']}\n")
     return "".join(lines)
 
 
 def doctor_keys() -> str:
-    """The keys of what ``python -m lightning_strategies_ext --json`` prints; ``[]`` stands for the items of a list."""
+    """Keys of the JSON of ``python -m lightning_strategies_ext --json``; ``[]`` stands for the items of a list."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         __main__.main(["--json"])
@@ -288,11 +290,11 @@ def _keys(value: Any, path: str = "") -> Iterator[str]:
 
 
 _FRONT_END = ("Python", "torch", "lightning")
-_COMMAND_LINE = (*_FRONT_END, "jsonargparse", "docstring_parser")
+_COMMAND_LINE = (*_FRONT_END, "jsonargparse", "docstring_parser", "typeshed_client")
 
 
 def surfaces() -> list[Surface]:
-    """All of them."""
+    """All parts of the public interface."""
     return [
         Surface("command_line/fit", fit_help, _COMMAND_LINE),
         *(Surface(f"command_line/{name}", partial(strategy_help, name), _COMMAND_LINE) for name in strategy_classes()),

@@ -47,7 +47,7 @@ def test_a_step_calls_as_many_functions_of_this_package_as_recorded(contender: C
 
 
 def test_each_registered_name_is_counted_or_there_is_a_reason() -> None:
-    """A variant is, where ``ddp_ext`` is counted with its argument; without unused parameters, that is the default."""
+    """A variant is counted if its base is, and the same variant of ``ddp_ext`` is. ``_false`` is the default."""
     counted = {contender.name.split(", ")[0] for contender in CONTENDERS} | NOT_COUNTED.keys()
     missing = set()
     for name in (row.name for row in STRATEGIES):

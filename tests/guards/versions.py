@@ -1,7 +1,7 @@
 """The versions that a record is valid for."""
 
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
@@ -13,7 +13,10 @@ def version_of(package: str) -> str:
     """The installed version of a package, or the minor version of ``"Python"``."""
     if package == "Python":
         return platform.python_version().rpartition(".")[0]
-    return version(package).partition("+")[0]
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def versions_of(*packages: str) -> str:
@@ -22,6 +25,11 @@ def versions_of(*packages: str) -> str:
 
 
 def skip_unless_recorded(recorded: str, here: str) -> None:
-    """Skips a test whose record is of other versions than the installed ones; they are as of :func:`versions_of`."""
+    """Skips a test whose record is not valid for the installed versions.
+
+    Args:
+        recorded: The versions that the record is valid for.
+        here: The installed versions, see :func:`versions_of`.
+    """
     if recorded != here:
         pytest.skip(f"The record is valid for {recorded}; installed are {here}.")
