@@ -255,7 +255,8 @@ class StepCounter(pl.Callback):
     def prepare(self, rank: int, num_ranks: int) -> None:
         """Prepares this rank; collective."""
         self._rank, self._num_ranks = rank, num_ranks
-        self._lateness = Lateness() if dist.is_initialized() else None
+        marks = Path(self._directory, f"{self._name}.began")
+        self._lateness = Lateness(marks) if dist.is_initialized() else None
 
     def reach_batch(self, batch_idx: int) -> None:
         """Begins and ends windows before a batch."""
@@ -265,8 +266,8 @@ class StepCounter(pl.Callback):
             return
         with _profiler.paused():
             _wait_until(_other_threads_sleep)
-        if self._lateness is not None:
-            self._lateness.is_late = window < NUM_WINDOWS and window % self._num_ranks == self._rank
+            if self._lateness is not None:
+                self._lateness.begin(window)
         if window == 0:
             gc.disable()
             _profiler.begin()
@@ -288,17 +289,24 @@ class StepCounter(pl.Callback):
 
 
 class Lateness:
-    """Lets this rank enter collectives of torch.distributed after the others, while :attr:`is_late`; collective.
+    """Lets this rank enter collectives of torch.distributed after the others, in each window in which it is late.
 
-    Attributes:
-        is_late: Whether this rank is late.
+    All ranks create theirs together.
+
+    Args:
+        marks: Directory in which the ranks mark that they have begun a window. Before that, they may sleep for another
+            reason than a collective.
     """
 
-    def __init__(self) -> None:
-        self.is_late = False
+    def __init__(self, marks: Path) -> None:
         pids: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pids, os.getpid())
-        self._others = [pid for pid in pids if pid != os.getpid()]
+        self._rank = dist.get_rank()
+        self._others = {rank: pid for rank, pid in enumerate(pids) if rank != self._rank}
+        self._marks = marks
+        self._marks.mkdir(exist_ok=True)
+        self._window = 0
+        self._is_late = False
         self._group_class: Any = type(dist.group.WORLD)
         self._originals = {
             name: vars(self._group_class)[name] for name in _COLLECTIVES if name in vars(self._group_class)
@@ -307,6 +315,12 @@ class Lateness:
         for name, original in self._originals.items():
             setattr(self._group_class, name, self._delayed(original))
 
+    def begin(self, window: int) -> None:
+        """Begins a window."""
+        (self._marks / f"{window}.{self._rank}").touch()
+        self._window = window
+        self._is_late = window < NUM_WINDOWS and window % (len(self._others) + 1) == self._rank
+
     def close(self) -> None:
         """Leaves the process group as it was."""
         for name, original in self._originals.items():
@@ -314,7 +328,7 @@ class Lateness:
 
     def _delayed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def delayed(*args: Any, **kwargs: Any) -> Any:
-            if self.is_late:
+            if self._is_late:
                 with _profiler.paused():
                     _wait_until(self._other_ranks_sleep)
             return original(*args, **kwargs)
@@ -322,7 +336,10 @@ class Lateness:
         return delayed
 
     def _other_ranks_sleep(self) -> bool:
-        return all(_sleep(Path(f"/proc/{pid}/task").iterdir()) for pid in self._others)
+        return all(
+            (self._marks / f"{self._window}.{rank}").exists() and _sleep(Path(f"/proc/{pid}/task").iterdir())
+            for rank, pid in self._others.items()
+        )
 
 
 def _other_threads_sleep() -> bool:
