@@ -60,6 +60,7 @@ class Host(namespaces.Host):
                 env={**clean_environment(), **ONE_THREAD, "PYTHONPATH": str(REPOSITORY), **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # a signal to the program's process group does not reach pytest
             )
 
 

@@ -168,6 +168,7 @@ def start_command(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # a signal to the program's process group does not reach pytest
     )
 
 
