@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import REPOSITORY
-from tests.support.tiers import representative_tests, represents
+from tests.support.tiers import collected_tests, representative_tests, represents
 
 TESTS = """
 import subprocess, sys, time, weakref
@@ -87,11 +87,12 @@ def test_the_table_of_promises_names_tests_that_exist(request: pytest.FixtureReq
         assert (REPOSITORY / file).is_file(), test
         function = name.partition("[")[0]
         assert not function or f"def {function}(" in (REPOSITORY / file).read_text(), test
-    # Parameters are known for the files that this run has collected.
-    files = {item.nodeid.partition("::")[0] for item in request.session.items}
+    # Parameters are known for the functions that this run has collected, unless it was asked for some parameters.
+    collected = request.config.stash[collected_tests]
+    functions = {item.nodeid.partition("[")[0] for item in collected}
     for test in tests:
-        if "[" in test and test.partition("::")[0] in files:
-            assert any(represents(test, item) for item in request.session.items), f"{test} has no such parameters"
+        if test.partition("[")[0] in functions and not any("[" in argument for argument in request.config.args):
+            assert any(represents(test, item) for item in collected), f"{test} has no such parameters"
 
 
 def test_each_support_module_is_explained() -> None:

@@ -57,6 +57,7 @@ def run_benchmark(root: Path, program: str, *arguments: object) -> "subprocess.C
     return run_script(*command, cwd=root, python=sys.executable, env={"PYTHONPATH": str(root)})
 
 
+@pytest.mark.processes
 def test_ranks_of_two_revisions_take_turns_and_the_worktree_is_removed(checkout, tmp_path):
     before = git(checkout, "worktree", "list")
     options = ("--part", "sizes", "--ranks", 2, "--rounds", 2, "--rows", "ranks, 4 B", "--output", tmp_path)
@@ -78,6 +79,7 @@ def test_ranks_of_two_revisions_take_turns_and_the_worktree_is_removed(checkout,
         assert row["row"] in done.stdout
 
 
+@pytest.mark.processes
 def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(repository, tmp_path):
     package = repository / PACKAGE
     (package / "failure" / "board.py").open("a").write("\n")
@@ -92,6 +94,7 @@ def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(reposi
     assert "without messages between hosts" in done.stdout
 
 
+@pytest.mark.processes
 def test_an_interrupt_ends_all_processes_and_removes_the_worktree(repository):
     before = git(repository, "worktree", "list")
     options = ["--against", "HEAD", "--ranks", "2", "--rows", "heartbeat", "--rounds", "100000"]
@@ -114,6 +117,7 @@ def test_an_interrupt_ends_all_processes_and_removes_the_worktree(repository):
         process.wait()
 
 
+@pytest.mark.processes
 def test_an_unknown_revision_is_one_clear_error(checkout, capsys):
     parser = argparse.ArgumentParser(prog="step_time")
     against.add_arguments(parser)

@@ -33,6 +33,7 @@ NOT_COUNTED = {
 VARIANT = re.compile(rf"(.*?)_(find_unused_parameters_(?:true|false)|{'|'.join(COMPRESSIONS)})")
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(900)  # the first of a start trains with all strategies of it
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("contender", CONTENDERS, ids=lambda contender: contender.name)
@@ -79,6 +80,7 @@ def train_with_one_call_more(directory: str) -> None:
     steps.train(CONTENDERS[0], "plain", directory)
 
 
+@pytest.mark.processes
 def test_one_call_more_in_a_step_is_a_difference(tmp_path: Path) -> None:
     skip_unless_recorded(calls_per_step.read()["versions"], calls_per_step.versions())
     run_ranks(train_with_one_call_more, str(tmp_path))
@@ -114,6 +116,7 @@ def count_calls() -> tuple[list[dict[str, int]], str]:
     return counts, str(raised.value)
 
 
+@pytest.mark.processes
 def test_calls_and_resumptions_are_counted_on_all_threads_but_the_monitors_and_no_thread_is_overlooked() -> None:
     [(counts, message)] = run_ranks(count_calls, world_size=1)
     assert counts == [{"added:called": 1, "added:generate": 3}, {"added:called": 1}]

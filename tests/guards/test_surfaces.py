@@ -11,6 +11,7 @@ from tests.guards.versions import COMMAND, skip_unless_recorded
 SURFACES = {surface.name: surface for surface in surfaces()}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
 def test_the_public_interface_is_that_of_the_snapshot(surface: Surface) -> None:
     recorded, _ = surface.read()

@@ -18,6 +18,8 @@ from tests.pytorch.test_unfreezing import Manual, Needs
 from tests.support.models import assert_same_bits, make_trainer, state_of
 from tests.support.ranks import leave_process_group, outcomes_of_ranks, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 class TwoOptimizers(Manual):
     """One backward pass for two optimizers."""

@@ -30,6 +30,8 @@ from tests.shm.programs import (
 from tests.shm.start import PER_HOST, check_programs, start_shm
 from tests.support.ranks import Outcome, outcomes_of_ranks, rank_environment, run_ranks
 
+pytestmark = pytest.mark.processes
+
 #: Where a message, a slot, or the size from which ranks share the work of an all-reduce ends.
 BORDERS = [
     *(0, 8, 200, INLINE_NUM_BYTES, SLOT_NUM_BYTES, 3 * SLOT_NUM_BYTES),
@@ -79,7 +81,6 @@ def run_random_programs(world_size: int, num_examples: int) -> None:
     check()
 
 
-@pytest.mark.processes
 @pytest.mark.timeout(900)  # a failure is made small, which takes many new ranks
 @pytest.mark.parametrize("world_size", NUM_EXAMPLES)
 def test_random_programs_give_what_gloo_gives_and_the_same_bits_on_all_ranks(world_size: int):

@@ -19,6 +19,8 @@ from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
+pytestmark = pytest.mark.processes
+
 NUM_ROUNDS = int(os.environ.get("SHM_SOAK_ROUNDS", "12"))
 NUM_BATCHES = 5
 

@@ -36,6 +36,8 @@ from tests.shm.programs import (
 from tests.shm.start import TIMEOUT_S, start_shm
 from tests.support.ranks import rank_environment, run_ranks
 
+pytestmark = pytest.mark.processes
+
 #: ``SHM_STORMS=100`` makes this many times as many, for a night.
 FACTOR = int(os.environ.get("SHM_STORMS", "1"))
 NUM_EXAMPLES = {2: 6, 3: 5}

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.shm.start import start_shm
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def groups() -> tuple[int, Any, Any]:
     """This rank, and the groups of all ranks over shm and over gloo."""

@@ -22,6 +22,8 @@ from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True, params=["compiled", "in rounds"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -137,7 +139,6 @@ def destroy_with_operations_under_way(has_waited: bool) -> list[str]:
     return errors
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("has_waited", [False, True])
 def test_futures_of_what_was_under_way_fail_when_the_group_is_destroyed(has_waited: bool):
     errors = run_ranks(destroy_with_operations_under_way, has_waited)[0]
@@ -168,7 +169,6 @@ def fork_while_a_thread_waits() -> tuple[int, float]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), tensor[0].item()
 
 
-@pytest.mark.processes
 def test_a_child_that_was_forked_while_a_thread_was_at_work_is_told_that_it_has_no_group():
     assert run_ranks(fork_while_a_thread_waits) == [(7, 2.0), (0, 2.0)]
 
@@ -190,7 +190,6 @@ def wait_too_short() -> tuple[str, float, float]:
     return error, seconds, tensor[0].item()
 
 
-@pytest.mark.processes
 def test_a_wait_that_was_too_short_says_so_and_harms_nobody():
     (error, seconds, total), (_, _, other) = run_ranks(wait_too_short)
     assert (total, other) == (6.0, 6.0)
@@ -212,7 +211,6 @@ def set_the_timeout_of_a_group_that_works(seconds: float) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
-@pytest.mark.processes
 def test_a_new_timeout_holds_for_the_next_operation():
     error, seconds = run_ranks(set_the_timeout_of_a_group_that_works, 0.5)[0]
     assert "rank 1 (pid" in error
@@ -234,7 +232,6 @@ def queue_behind_one_that_has_more_time() -> tuple[float, str]:
     return time.monotonic() - start, str(caught.value)
 
 
-@pytest.mark.processes
 def test_an_operation_has_its_own_time_whatever_is_queued_before_it():
     seconds, error = run_ranks(queue_behind_one_that_has_more_time)[0]
     assert 0.4 < seconds < 2.5
@@ -251,7 +248,6 @@ def wait_for_a_late_rank_for_days(days: float) -> float:
     return tensor.sum().item()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("days", [30, 10_000])
 def test_a_timeout_may_be_longer_than_a_system_call_takes(days: float):
     assert run_ranks(wait_for_a_late_rank_for_days, days) == [6.0] * 2

@@ -23,6 +23,8 @@ _EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pt
 #: The test that runs in this process, if it must not start one.
 _test_without_processes: pytest.Item | None = None
 _elapsed_s = pytest.StashKey[float]()
+#: Tests that pytest has collected, before it selects some by their markers.
+collected_tests = pytest.StashKey[list[pytest.Item]]()
 _TABLE = Path(__file__).parents[1] / "README.md"
 
 
@@ -37,8 +39,9 @@ def represents(test: str, item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Adds the markers ``representative``, and ``processes`` to tests that pytest-forked runs in a process."""
+    config.stash[collected_tests] = list(items)
     tests = representative_tests()
     for item in items:
         if item.get_closest_marker("forked"):
