@@ -3,6 +3,8 @@
 The latter are those that an overridden method of Lightning's calls, and ours does not.
 """
 
+from tests.overrides.sources import renamed
+
 _SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 _EPOCH_LOOP = "lightning.pytorch.loops.training_epoch_loop:_TrainingEpochLoop"
 _FIT_LOOP = "lightning.pytorch.loops.fit_loop:_FitLoop"
@@ -59,4 +61,4 @@ CALLED_INSTEAD = {
         f"{_FABRIC_DDP}._determine_ddp_device_ids",
     ],
 }
-REPLACED = {**SET_ON_OBJECTS, **CALLED_INSTEAD}
+REPLACED = {mine: [*map(renamed, targets)] for mine, targets in {**SET_ON_OBJECTS, **CALLED_INSTEAD}.items()}

@@ -158,5 +158,6 @@ def test_a_line_without_an_account_is_found():
 
 
 def test_names_are_the_same_for_both_names_of_lightning():
-    assert short_name(f"{lightning_strategies_ext.__name__}.pytorch.ddp") == "pytorch.ddp"
-    assert short_name(f"{lightning_strategies_ext.__name__}.pytorch_" + "lightning.pytorch.ddp") == "pytorch.ddp"
+    package = lightning_strategies_ext.__name__
+    assert short_name(f"{package}.pytorch.ddp") == "pytorch.ddp"
+    assert short_name(".".join([package, "pytorch_lightning", "pytorch", "ddp"])) == "pytorch.ddp"
