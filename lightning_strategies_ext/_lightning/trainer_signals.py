@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.signal_connector import log as lightning_log  # only its loggers are shown
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 
 
 def intercept_sigterm(
@@ -39,7 +41,12 @@ def intercept_sigterm(
         before_train_step()
         advance(data_fetcher)
 
-    connector._sigterm_notifier_fn = lambda signum, frame: on_signal()
+    def handle_sigterm(signum: int, frame: Any) -> None:
+        # Lightning's message, which says why training ends. It is the only one about the signal.
+        lightning_log.info(rank_prefixed_message(f"Received SIGTERM: {signum}", trainer.local_rank))
+        on_signal()
+
+    connector._sigterm_notifier_fn = handle_sigterm
     epoch_loop.advance = advance_after_agreement
     if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
         epoch_loop._broadcast_sigterm_tensor = lambda: None

@@ -1,5 +1,6 @@
 """What :mod:`lightning_strategies_ext._lightning.trainer_signals` needs of Lightning."""
 
+import logging
 import os
 import signal
 import tempfile
@@ -37,6 +38,33 @@ def test_the_signal_handler_that_the_trainer_installs_is_the_one_that_we_replace
     assert num_signals == 1
     assert not received_before_confirm
     assert received_after
+
+
+def messages_of_sigterm(is_intercepted: bool) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger(pl.__name__).addHandler(handler)
+    trainer = single_process_trainer()
+    if is_intercepted:
+        trainer_signals.intercept_sigterm(trainer, Record(), Record())
+    trainer._signal_connector.register_signal_handlers()
+    os.kill(os.getpid(), signal.SIGTERM)
+    return [message for message in messages if "SIGTERM" in message]
+
+
+def messages_of_lightning() -> list[str]:
+    return messages_of_sigterm(is_intercepted=False)
+
+
+def messages_of_ours() -> list[str]:
+    return messages_of_sigterm(is_intercepted=True)
+
+
+def test_the_message_about_the_signal_is_lightnings() -> None:
+    theirs, ours = in_own_process(messages_of_lightning), in_own_process(messages_of_ours)
+    assert ours == theirs
+    assert len(ours) == 1
 
 
 def receive_sigterm_after_release() -> tuple[int, bool]:
