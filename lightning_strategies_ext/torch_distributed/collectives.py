@@ -60,10 +60,20 @@ class TorchCollectives(Collectives):
         if not process_group.is_initialized():
             return
         try:
-            dist.barrier(device_ids=[self._device().index] if dist.get_backend() == "nccl" else None)
+            self._wait_for_all()
         except RuntimeError as error:
             label = f"barrier {name}" if name else "barrier"
             raise RuntimeError(f"Rank {dist.get_rank()}: {label} failed: {error}") from error
+
+    def _wait_for_all(self) -> None:
+        try:
+            dist.barrier(device_ids=[self._device().index] if dist.get_backend() == "nccl" else None)
+        except RuntimeError as error:
+            if "PrivateUse1HooksInterface" not in str(error):
+                raise
+            # torch looks for an accelerator first. This fails if a plugin for other devices has renamed torch's
+            # backend for them and registered no hooks (torch 2.13). A reduction waits for all ranks as well.
+            dist.all_reduce(torch.zeros(1, device=self._device()))
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
         if op != "mean":

@@ -2,6 +2,8 @@
 
 import os
 import re
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +138,20 @@ def test_workers_stay_for_the_next_launch_and_a_failure_names_the_rank():
 def test_launching_nothing_in_workers_is_refused():
     with pytest.raises(TypeError, match="needs to be called with a function"):
         Fabric(strategy="ddp_spawn_ext", devices=2, accelerator="cpu").launch()
+
+
+def meet_beside_a_plugin(directory: str) -> tuple[bool, float]:
+    torch.utils.rename_privateuse1_backend("plugin")  # as a plugin for other devices does; torch finds no hooks of it
+    fabric = Fabric(strategy="ddp_ext", accelerator="cpu", devices=2)
+    fabric.launch()
+    written = Path(directory, "written")
+    if fabric.global_rank == 1:
+        time.sleep(0.5)
+        written.touch()
+    fabric.barrier("written")
+    return written.exists(), float(fabric.all_reduce(torch.tensor(1.0), reduce_op="sum"))
+
+
+def test_a_barrier_waits_where_torchs_own_fails_because_of_a_plugin_for_other_devices(tmp_path):
+    """Lightning's Fabric has had this since 2.5.5."""
+    assert run_ranks(meet_beside_a_plugin, str(tmp_path)) == [(True, 2.0)] * 2
