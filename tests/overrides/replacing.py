@@ -12,6 +12,7 @@ _DDP = "lightning.pytorch.strategies.ddp:DDPStrategy"
 _FABRIC_DDP = "lightning.fabric.strategies.ddp:DDPStrategy"
 _OVERRIDES = "lightning.pytorch.overrides.distributed"
 _DISTRIBUTED = "lightning.fabric.utilities.distributed"
+_FABRIC_LAUNCHERS = "lightning.fabric.strategies.launchers"
 _WORKERS = "lightning.pytorch.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
 _FABRIC_WORKERS = "lightning.fabric.strategies.launchers.multiprocessing:_MultiProcessingLauncher"
 
@@ -32,6 +33,19 @@ CALLED_INSTEAD = {
     "collectives.base.Collectives.all_gather": [f"{_DISTRIBUTED}:_all_gather_ddp_if_available"],
     "collectives.base.Collectives.broadcast_module": [f"{_OVERRIDES}:_sync_module_states"],
     "collectives.base.Collectives.reduce": [f"{_DISTRIBUTED}:_sync_ddp_if_available", f"{_DISTRIBUTED}:_sync_ddp"],
+    "launch.processes.conditions.Conditions.apply": [
+        f"{_FABRIC_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot.capture",
+        f"{_FABRIC_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot.restore",
+    ],
+    "launch.processes.process.ProcessStarter.check_can_start": [
+        f"{_FABRIC_LAUNCHERS}.multiprocessing:_check_bad_cuda_fork"
+    ],
+    "launch.scripts.started": [f"{_FABRIC_LAUNCHERS}.subprocess_script:_ChildProcessObserver._run"],
+    "launch.worker_group.Workers._num_threads": [
+        f"{_DISTRIBUTED}:_set_num_threads_if_needed",
+        f"{_DISTRIBUTED}:_suggested_max_num_threads",
+    ],
+    "launch.worker_group.Workers.check_can_start": [f"{_FABRIC_LAUNCHERS}.multiprocessing:_check_missing_main_guard"],
     "launch.launchers.WorkerLauncher.launch": [
         f"{_WORKERS}.launch",
         f"{_WORKERS}._wrapping_function",
