@@ -54,7 +54,7 @@ def repository() -> Iterator[Path]:
 
 def run_benchmark(root: Path, program: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
     command = ("-m", f"benchmarks.{program}", *map(str, arguments))
-    return run_script(*command, cwd=root, python=sys.executable, env={"PYTHONPATH": str(root)})
+    return run_script(*command, cwd=root, env={"PYTHONPATH": str(root)})
 
 
 @pytest.mark.processes

@@ -1,7 +1,6 @@
 """``examples/notebook.ipynb``: its cells train and predict in workers that know the classes of the notebook."""
 
 import base64
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,6 @@ def test_it_trains_and_predicts(tmp_path: Path) -> None:
         *("-c", program, NOTEBOOK, f"--output={executed}", f"--timeout={LIMIT_S}", f"--startup_timeout={LIMIT_S}"),
         env={**own, "OMP_NUM_THREADS": "1"},
         timeout_s=LIMIT_S,
-        python=sys.executable,
     )
     assert result.returncode == 0, result.stdout
     outputs = [output for cell in nbformat.read(executed, as_version=4).cells for output in cell.get("outputs", [])]

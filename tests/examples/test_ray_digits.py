@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -35,9 +34,7 @@ def directory() -> Iterator[str]:
 def test_it_trains_and_leaves_nothing_behind(ending, directory):
     """All that it started is gone when it is: workers, and Ray, which nobody else could have reached."""
     epochs = "3" if ending == "by itself" else "10000"
-    job = start_script(
-        SCRIPT, "--cpus", "0.5", "--epochs", epochs, env={**ENVIRONMENT, "TMPDIR": directory}, python=sys.executable
-    )
+    job = start_script(SCRIPT, "--cpus", "0.5", "--epochs", epochs, env={**ENVIRONMENT, "TMPDIR": directory})
     limit = threading.Timer(PROGRAM_S, kill_tree, [job.pid])
     limit.start()
     lines, started, listening = [], [], set()

@@ -152,6 +152,7 @@ def meet_beside_a_plugin(directory: str) -> tuple[bool, float]:
     return written.exists(), float(fabric.all_reduce(torch.tensor(1.0), reduce_op="sum"))
 
 
+@pytest.mark.processes
 def test_a_barrier_waits_where_torchs_own_fails_because_of_a_plugin_for_other_devices(tmp_path):
     """Lightning's Fabric has had this since 2.5.5."""
     assert run_ranks(meet_beside_a_plugin, str(tmp_path)) == [(True, 2.0)] * 2

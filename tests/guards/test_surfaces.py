@@ -53,6 +53,7 @@ def test_a_changed_fact_of_the_doctor_is_a_difference(monkeypatch: pytest.Monkey
     assert "\n+/facts/added\n" in SURFACES["doctor_keys"].difference()
 
 
+@pytest.mark.processes
 def test_further_subclasses_are_no_difference() -> None:
     """LightningCLI lists all subclasses that the process has imported."""
     before = SURFACES["command_line/DDPStrategy"].make()

@@ -61,6 +61,7 @@ def messages_of_ours() -> list[str]:
     return messages_of_sigterm(is_intercepted=True)
 
 
+@pytest.mark.processes
 def test_the_message_about_the_signal_is_lightnings() -> None:
     theirs, ours = in_own_process(messages_of_lightning), in_own_process(messages_of_ours)
     assert ours == theirs
