@@ -7,13 +7,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
 from lightning_strategies_ext.failure.activity import Activity
 from lightning_strategies_ext.failure.board import SLOT_NUM_BYTES, Board
-from tests.support.ranks import run_script
+from tests.support.ranks import LIMIT_S, run_script
 
 on_linux = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this system has no threads that others displace")
 
@@ -85,30 +87,59 @@ def pdb_prompt(begun: threading.Event, ended: threading.Event) -> None:
     pdb.Pdb(stdin=Waits(), stdout=io.StringIO(), nosigint=True).set_trace()
 
 
+def status_of(thread: threading.Thread) -> dict[str, str]:
+    lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+def does_nothing(thread: threading.Thread) -> Callable[[], bool]:
+    return lambda: True
+
+
+def uses_cpu(thread: threading.Thread) -> Callable[[], bool]:
+    clock = time.pthread_getcpuclockid(thread.ident)
+    before_s = time.clock_gettime(clock)
+    return lambda: time.clock_gettime(clock) - before_s > 0.02
+
+
+def wakes_up(thread: threading.Thread) -> Callable[[], bool]:
+    before = int(status_of(thread)["voluntary_ctxt_switches"])
+    return lambda: int(status_of(thread)["voluntary_ctxt_switches"]) - before > 10
+
+
+def is_ready(thread: threading.Thread) -> Callable[[], bool]:
+    return lambda: status_of(thread)["State"].startswith("R")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("doing", "is_still", "is_idle", "is_debugged"),
+    ("doing", "activity_of", "is_still", "is_idle", "is_debugged"),
     [
-        (sleep, True, True, False),
-        (compute, None, False, False),
-        (compute_in_one_call, None, False, False),
-        pytest.param(get_no_core, None, False, False, marks=on_linux),
-        (read, None, False, False),
-        (pdb_prompt, True, True, True),
+        (sleep, does_nothing, True, True, False),
+        (compute, uses_cpu, None, False, False),
+        (compute_in_one_call, uses_cpu, None, False, False),
+        pytest.param(get_no_core, is_ready, None, False, False, marks=on_linux),
+        (read, wakes_up, None, False, False),
+        (pdb_prompt, does_nothing, True, True, True),
     ],
 )
-def test_what_a_thread_does_is_seen_from_another(doing, is_still, is_idle, is_debugged):
+def test_what_a_thread_does_is_seen_from_another(doing, activity_of, is_still, is_idle, is_debugged):
+    # Between two samples, the thread acts, as its own clock and status show: a busy machine may delay it.
     begun, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=doing, args=(begun, ended))
     thread.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(LIMIT_S)
         time.sleep(0.2)
         activity = Activity(thread)
         idle = []
         for _ in range(8):
+            has_acted, deadline = activity_of(thread), time.monotonic() + LIMIT_S
             time.sleep(0.1)
-            activity.sample(0.25)  # as if more time had gone, for the test to take less
+            while not has_acted():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            activity.sample(0.25)  # as if more time had passed, so that the test takes less
             idle.append(activity.idle_s)
         assert (idle[-1] >= 1.5) == is_idle, idle
         if is_still is not None:
