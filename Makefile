@@ -51,7 +51,7 @@ check: $(VENV)/.installed-dev names
 check-tests: $(VENV)/.installed-dev
 	$(VENV)/bin/pytest -m "not processes and not long" --numprocesses $(CHECK_SHARDS) --quiet -r fE
 
-# What is made from the sources, for whoever says pytorch_lightning; pip makes it too.
+# Modules for `pytorch_lightning`, generated from the sources; pip generates them too.
 names: $(VENV)/.installed-dev
 	$(RUN) hatch_build.py
 
@@ -60,15 +60,15 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# Tests that take minutes of a core, most of it in other people's processes.
+# Tests that take minutes of a core, most of it in processes of other packages.
 long: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 	$(VENV)/bin/pytest -m long
 
-# What goes wrong, everywhere that it can: hours. Some of it: make faults FAULTS="--strategies ddp_ext --every 10"
+# All faults at all moments: hours. Some of them: make faults FAULTS="--strategies ddp_ext --every 10"
 faults: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 	$(VENV)/bin/python -m tests.faults $(FAULTS)
 
-# The same at random, for so many minutes: make soak MINUTES=60
+# The same at random, for the given number of minutes: make soak MINUTES=60
 soak: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 	$(VENV)/bin/python -m tests.faults --strategies ddp_ext ddp_spawn_ext horovod_ext fabric --minutes $(or $(MINUTES),60) $(FAULTS)
 

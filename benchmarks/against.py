@@ -10,12 +10,12 @@ package, and a cache directory in which the revision's native library is built b
 program measures both revisions; :mod:`benchmarks.names` gives it the names that each of them has.
 
 The revisions take turns row by row, within seconds, and the order alternates. The ratio of a row is taken within a
-round, and the table shows its median over rounds with quartiles. Ranks are started again every few rounds, since a
-process can be slower than another one for all of its life. Only strategies of this package are measured, and a row that
+round, and the table shows its median over rounds with quartiles. Ranks are started again every few rounds, since one
+process can be slower than another for its whole lifetime. Only strategies of this package are measured, and a row that
 does not depend on the package (a control) where there is one: its ratio shows how quiet the machine is.
 
-Rows that one of the revisions lacks are left out and listed by name. The worktree is removed at the end, after errors
-and after Ctrl-C as well; after a SIGKILL, ``git worktree prune`` removes what git still lists.
+Rows that one of the revisions lacks are left out and listed by name. The worktree is removed at the end, after errors,
+Ctrl-C, SIGTERM, and SIGHUP; after a SIGKILL, ``git worktree prune`` removes what git still lists.
 """
 
 import argparse
@@ -150,6 +150,8 @@ class MeasuredProcess:
                 self.connection.send(None)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_TIMEOUT_S)
+        with suppress(ProcessLookupError):  # ranks of a process that has exited, in its session
+            os.killpg(self.process.pid, signal.SIGKILL)
         end_tree(self.process)
         if self.connection is not None:
             self.connection.close()
@@ -292,7 +294,8 @@ def check_out(commit: str) -> Iterator[tuple[Revision, Revision]]:
         The working tree and the revision.
     """
     # Without a handler these signals would end the process without a cleanup.
-    handlers = {each: signal.signal(each, _exit_for) for each in (signal.SIGTERM, signal.SIGHUP)}
+    signals = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is not signal.SIG_IGN]
+    handlers = {each: signal.signal(each, _exit_for) for each in signals}
     directory = Path(tempfile.mkdtemp(prefix="against-"))
     worktree = directory / "worktree"
     try:
@@ -304,6 +307,8 @@ def check_out(commit: str) -> Iterator[tuple[Revision, Revision]]:
         today = prepare("today", head, ROOT, directory / "today")
         yield today, prepare(run_git("rev-parse", "--short", commit), describe(commit), worktree, directory / "other")
     finally:
+        for each in signals:  # a second signal must not interrupt the cleanup
+            signal.signal(each, signal.SIG_IGN)
         if worktree.exists():
             with suppress(RuntimeError):
                 run_git("worktree", "remove", "--force", str(worktree))

@@ -97,8 +97,9 @@ def describe_malicious_releases(found: dict[str, str]) -> str:
         found: Result of :func:`find_malicious_releases`, not empty.
     """
     releases = " and ".join(f"{name} {version}" for name, version in found.items())
+    are_malware = "is malware that steals" if len(found) == 1 else "are malware that steals"
     return (
-        f"{releases} is malware that steals credentials as soon as it is imported ({ADVISORY}). Run"
+        f"{releases} {are_malware} credentials when imported ({ADVISORY}). Run"
         f" `pip uninstall {' '.join(found)}`, revoke every credential that this machine can read, and install"
         " Lightning 2.6.4 or later."
     )

@@ -21,7 +21,7 @@ from tests.support.ranks import REPOSITORY
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 WRITTEN = [
-    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md")),
     *sorted((REPOSITORY / "examples").rglob("*.md")),
     *PAGES,
 ]

@@ -17,7 +17,7 @@ from lightning_strategies_ext.discovery import MALICIOUS_VERSIONS
 from tests.support.ranks import REPOSITORY, clean_environment
 
 DISTRIBUTIONS = {"lightning": ["lightning"], "pytorch-lightning": ["pytorch_lightning", "lightning_fabric"]}
-#: What a Lightning offers that imports its registries; a malicious one could be imported by a user's script.
+#: Source of a fake module of Lightning, with the registries that a script may import.
 STRATEGIES = """
 class Registry(dict):
     def register(self, name, strategy, **kwargs): self[name] = strategy
@@ -26,7 +26,7 @@ StrategyRegistry = STRATEGY_REGISTRY = Registry()
 
 
 class Fake:
-    """A fake distribution in a directory, and what programs do beside it."""
+    """A fake distribution in a directory, and programs that run with the directory on their path."""
 
     def __init__(self, directory: Path, distribution: str, version: str) -> None:
         self.directory = directory
@@ -120,6 +120,7 @@ def test_the_doctor_reports_it_to_machines(fake, release):
 def test_a_clean_release_of_the_same_name_is_not_reported(tmp_path):
     fake = Fake(tmp_path, "lightning", "2.6.4")
     result = fake.run("-c", "import torch, lightning_strategies_ext")
+    assert result.returncode == 0, result.stderr
     assert warnings_in(result.stderr) == []
 
 

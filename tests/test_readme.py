@@ -155,7 +155,9 @@ def test_figures_are_those_of_the_documentation():
     assert f"`test` starts in {float(ours)} s instead of {float(stock):.1f} s" in text
 
     step_after_kill = column("ddp_spawn_elastic.md", "## What it costs", ("from the kill to the end of the next step",))
-    assert f"the next step was complete {float(step_after_kill[0][0].split()[0]):.2f} s after a worker was killed" in text
+    assert (
+        f"the next step was complete {float(step_after_kill[0][0].split()[0]):.2f} s after a worker was killed" in text
+    )
 
 
 @pytest.mark.processes

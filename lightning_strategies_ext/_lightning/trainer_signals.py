@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.trainer.connectors.signal_connector import log as lightning_log  # only its loggers are shown
+from lightning.pytorch.trainer.connectors.signal_connector import (
+    log as lightning_log,  # only Lightning's loggers are shown
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
 
@@ -42,9 +44,9 @@ def intercept_sigterm(
         advance(data_fetcher)
 
     def handle_sigterm(signum: int, frame: Any) -> None:
-        # Lightning's message, which says why training ends. It is the only one about the signal.
+        on_signal()  # first: a write to a stream that the signal has interrupted can raise an error
+        # Lightning's message; no other message reports the signal.
         lightning_log.info(rank_prefixed_message(f"Received SIGTERM: {signum}", trainer.local_rank))
-        on_signal()
 
     connector._sigterm_notifier_fn = handle_sigterm
     epoch_loop.advance = advance_after_agreement

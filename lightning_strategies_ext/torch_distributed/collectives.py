@@ -72,8 +72,10 @@ class TorchCollectives(Collectives):
             if "PrivateUse1HooksInterface" not in str(error):
                 raise
             # torch looks for an accelerator first. This fails if a plugin for other devices has renamed torch's
-            # backend for them and registered no hooks (torch 2.13). A reduction waits for all ranks as well.
-            dist.all_reduce(torch.zeros(1, device=self._device()))
+            # backend for them and registered no hooks (torch 2.13). `item()` blocks until the reduction is complete.
+            reduced = torch.zeros(1, device=self._device())
+            dist.all_reduce(reduced)
+            reduced.item()
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
         if op != "mean":

@@ -126,8 +126,12 @@ def _output_of_command_line(*options: str) -> str:
     output = io.StringIO()
     argv = mock.patch.object(sys, "argv", ["script.py", "fit", *options])
     environment = mock.patch.dict(os.environ, {"COLUMNS": "100000"})
-    with argv, environment, contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-        LightningCLI(BoringModel, BoringDataModule)
+    with argv, environment, contextlib.redirect_stdout(output):
+        try:
+            LightningCLI(BoringModel, BoringDataModule)
+        except SystemExit as ended:
+            if ended.code:
+                raise RuntimeError(f"LightningCLI refused {options}") from ended
     return output.getvalue()
 
 

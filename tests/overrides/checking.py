@@ -1,5 +1,6 @@
 """Compares the account with the code of a release of Lightning."""
 
+import re
 from collections.abc import Sequence
 
 from tests.overrides.accounts import Entry
@@ -31,7 +32,7 @@ def problem_of(entry: Entry, entries: Sequence[Entry], release: Release) -> str 
         return f"it quotes {entry.code_in(release.version)}, and the code is {lines}"
     if entry.kind == "super" and entry.mine not in REPLACED:
         mine = find().sources.get(entry.mine)
-        if mine is not None and f"super().{entry.mine.rpartition('.')[2]}" not in mine:
+        if mine is not None and not re.search(rf"super\(\)\.{entry.mine.rpartition('.')[2]}\b", mine):
             return "it does not call `super()`"
     if entry.kind == "as":
         others = [each.kind for each in entries if (each.mine, each.theirs) == (entry.reference, entry.theirs)]

@@ -21,7 +21,15 @@ _ALSO = {
 }
 _REWRITTEN = ("tests", "benchmarks", "examples", "docs", "README.md")
 #: Tests of the sources themselves, and of how names are found: `tests/test_both_names.py` tests that for both.
-_OF_SOURCES = ("test_floors", "test_both_names", "test_versions_table", "test_discovery", "test_docs")
+_OF_SOURCES = (
+    "test_floors",
+    "test_both_names",
+    "test_versions_table",
+    "test_discovery",
+    "test_docs",
+    "test_tiers",
+    "test_malicious_releases",
+)
 
 
 def write(target: Path) -> None:

@@ -110,5 +110,6 @@ def pytest_runtest_makereport(
 def _time_limit_s(item: pytest.Item) -> float:
     marker = item.get_closest_marker("timeout")
     if marker is not None:
-        return float(marker.args[0] if marker.args else marker.kwargs["timeout"])
-    return float(item.config.getoption("timeout", None) or item.config.getini("timeout") or 0)
+        return float(marker.args[0] if marker.args else marker.kwargs.get("timeout", 0))
+    option = item.config.getoption("timeout", None)
+    return float(item.config.getini("timeout") or 0 if option is None else option)
