@@ -149,7 +149,7 @@ def write_row(session: nox.Session, name: str, *findings: str) -> None:
 def wheel(session: nox.Session, extra: str) -> None:
     """The wheel in dist/ for this machine, in an environment that has it and one extra, away from the checkout."""
     (path,) = Path("dist").resolve().glob(f"*_{platform.machine()}.whl")
-    check = Path("tests", "support", "from_wheel.py").resolve()
+    check = Path("tests", "from_wheel.py").resolve()
     try:
         session.install(CORNERS["default"].torch)
         session.install(f"lightning-strategies-ext[{extra}] @ {path.as_uri()}")

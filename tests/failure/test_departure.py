@@ -144,7 +144,7 @@ def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: P
     script.write_text(KILLED_SCRIPT)
     result = run_script(script)
     assert result.returncode != 0, result.stdout
-    assert re.search(r"rank 1 on .* failed first.*\n.*is gone", result.stdout), result.stdout
+    assert re.search(r"rank 1 on .* failed first.*\n.*was killed by SIGKILL", result.stdout), result.stdout
 
 
 def linger_for(
