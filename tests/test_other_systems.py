@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.from_wheel import NET
+from tests.from_wheel import NET
 from tests.support.ranks import REPOSITORY, clean_environment, kill_tree
 
 pytestmark = pytest.mark.processes
