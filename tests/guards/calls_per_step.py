@@ -101,7 +101,7 @@ def of_all_ranks(name: str, case: str, paths: list[Path]) -> Calls:
 
 
 def _of_steps(name: str, steps: list[Any]) -> Calls:
-    """The calls of a step as most steps have them."""
+    """Returns the calls of a step as most steps have them."""
     counts = Counter(totals["ours"] for totals, _ in steps)
     [(most_frequent, num_steps)] = counts.most_common(1)
     assert num_steps > len(steps) / 2, f"{name}: the steps differ: {dict(counts)}"
@@ -112,7 +112,7 @@ def _of_steps(name: str, steps: list[Any]) -> Calls:
 
 
 def versions() -> str:
-    """The installed versions that the numbers depend on."""
+    """Returns the installed versions that the numbers depend on."""
     return versions_of(*_PACKAGES)
 
 

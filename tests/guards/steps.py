@@ -291,7 +291,7 @@ class StepCounter(pl.Callback):
 class Lateness:
     """Lets this rank enter collectives of torch.distributed after the others, in each window in which it is late.
 
-    All ranks create theirs together.
+    Collective: each rank creates one.
 
     Args:
         marks: Directory in which the ranks mark that they have begun a window. Before that, they may sleep for another
@@ -349,7 +349,7 @@ def _other_threads_sleep() -> bool:
 
 
 def _sleep(tasks: Iterable[Path]) -> bool:
-    """Whether threads sleep, given their directories in /proc; one that has ended since does."""
+    """Whether threads sleep, given their directories in /proc. A thread that has exited counts as asleep."""
     for task in tasks:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if (task / "stat").read_text().rpartition(")")[2].split()[0] not in ("S", "I"):

@@ -95,7 +95,7 @@ class Surface:
 
 
 def strategy_classes() -> list[str]:
-    """Names of the strategies that can be constructed."""
+    """Returns the names of the strategies that can be constructed."""
     exported = {name: getattr(lightning_strategies_ext, name) for name in lightning_strategies_ext._EXPORTS}
     return [
         name
@@ -105,13 +105,13 @@ def strategy_classes() -> list[str]:
 
 
 def fit_help() -> str:
-    """The options of ``fit --help`` that are about the strategy."""
+    """Returns the options of ``fit --help`` that are about the strategy."""
     parts = _in_parts(_output_of_command_line("--help"))
     return "".join(part for part in parts if part.lstrip().startswith("--trainer.strategy"))
 
 
 def strategy_help(name: str) -> str:
-    """The help for a strategy class, and the config that is printed for it."""
+    """Returns the help for a strategy class, and the config that is printed for it."""
     path = f"{_PACKAGE}.{name}"
     parts = _in_parts(_output_of_command_line(f"--trainer.strategy.help={path}"))
     config = yaml.safe_load(_output_of_command_line(f"--trainer.strategy.class_path={path}", "--print_config"))
@@ -136,7 +136,7 @@ def _output_of_command_line(*options: str) -> str:
 
 
 def _in_parts(text: str) -> Iterator[str]:
-    """The lines of a help text without its usage, wrapped; an option and its description are one part."""
+    """Yields the wrapped lines of a help text without its usage; an option and its description are one part."""
     # Which subclasses are known depends on what this process has imported.
     text = re.sub(r",? ?known subclasses: [\w., ]+(?=\))", "", text.partition("\n\n")[2])
     for paragraph in re.split(r"\n(?! {10})", text.strip("\n")):
@@ -153,7 +153,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
 
 
 def public_paths() -> list[str]:
-    """Paths of all public classes and functions, as users import them."""
+    """Returns the paths of all public classes and functions, as users import them."""
     paths = {f"{module.__name__}.{name}" for module in (lightning_strategies_ext, fabric) for name in module._EXPORTS}
     for path, members in _documented().items():
         paths |= {f"{path}.{member}" for member in members} or {path}
@@ -247,7 +247,7 @@ def _with_signature(name: str, function: Any) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """A text without addresses of objects."""
+    """Returns a text without addresses of objects."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -263,7 +263,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def registered_names() -> str:
-    """The names that this package has registered in each front end, with class, arguments and description."""
+    """Returns the names that this package has registered in each front end, with class, arguments and description."""
     lines = []
     for front_end, registry in (("Trainer", StrategyRegistry), ("Fabric", STRATEGY_REGISTRY)):
         for name, entry in registry.items():

@@ -10,7 +10,7 @@ COMMAND = "python -m tests.guards --write"
 
 
 def version_of(package: str) -> str:
-    """The installed version of a package, or the minor version of ``"Python"``."""
+    """Returns the installed version of a package, or the minor version of ``"Python"``."""
     if package == "Python":
         return platform.python_version().rpartition(".")[0]
     try:
@@ -20,7 +20,7 @@ def version_of(package: str) -> str:
 
 
 def versions_of(*packages: str) -> str:
-    """The installed versions of some packages in one line."""
+    """Returns the installed versions of some packages in one line."""
     return ", ".join(f"{package} {version_of(package)}" for package in packages)
 
 

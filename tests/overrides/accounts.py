@@ -28,15 +28,15 @@ _RANGE = re.compile(r"(.*?)(?:  # (?:from (\S+?))?(?: ?until (\S+))?)?$")
 
 @dataclass
 class Entry:
-    """What is said about one method of ours and one of Lightning's.
+    """Account of one method of this package for one method of Lightning.
 
     Attributes:
-        mine: Ours.
-        theirs: Lightning's.
+        mine: Qualified name of this package's method.
+        theirs: Qualified name of Lightning's method.
         kind: "abstract", "super", "as" or "lines".
         reference: For "as", our method whose entry it refers to.
         code: For "lines", Lightning's code as quoted.
-        accounts: For "lines", what is said about each part of the code; empty for a part without an account.
+        accounts: For "lines", the account of each part of the code; empty if there is none.
     """
 
     mine: str

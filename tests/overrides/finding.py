@@ -64,7 +64,9 @@ def find() -> Found:
 
 
 def targets_in(chain: list[str], mine: str, release: Release | None = None) -> list[str]:
-    """Returns which methods of Lightning ours stands for: the first that a release has, and those that this one calls.
+    """Returns the methods of Lightning that a method of this package replaces.
+
+    These are the first method that the release defines, and each further one that is called through ``super()``.
 
     Args:
         chain: The methods of this name of all classes after ours, in order.

@@ -100,14 +100,17 @@ def renamed(name: str) -> str:
 
 
 def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
-    """The statements of a body and of the conditions in it."""
+    """Returns the statements of a body, of the conditions, and of the handlers in it."""
     found: list[ast.stmt] = []
     for node in body:
         found.append(node)
         if isinstance(node, ast.If):
             found += _flat(node.body) + _flat(node.orelse)
         elif isinstance(node, ast.Try):
-            found += _flat(node.body) + _flat(node.orelse) + _flat(node.finalbody)
+            handlers = [statement for handler in node.handlers for statement in handler.body]
+            found += _flat(node.body) + _flat(handlers) + _flat(node.orelse) + _flat(node.finalbody)
+        elif isinstance(node, ast.With):
+            found += _flat(node.body)
     return found
 
 
