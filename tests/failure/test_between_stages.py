@@ -51,7 +51,7 @@ print("validated")
     ("how", "reason"),
     [
         ("raise", "rank {rank} on .* failed first, in between two stages:\n(.*\n)+ValueError: no plot"),
-        ("exit", r"its script has come to its end, and rank \d waits for it in a stage|is gone|rank {rank} .*has left"),
+        ("exit", r"its script has come to its end, and rank \d waits|is gone|with exit code 0|rank {rank} .*has left"),
     ],
 )
 def test_the_others_end_too(tmp_path: Path, how: str, reason: str, rank: int):
