@@ -150,9 +150,9 @@ class MeasuredProcess:
                 self.connection.send(None)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(END_TIMEOUT_S)
-        with suppress(ProcessLookupError):  # ranks of a process that has exited, in its session
-            os.killpg(self.process.pid, signal.SIGKILL)
         end_tree(self.process)
+        with suppress(ProcessLookupError):  # ranks of a process that had exited before, in its session
+            os.killpg(self.process.pid, signal.SIGKILL)
         if self.connection is not None:
             self.connection.close()
         self.listener.close()

@@ -1,4 +1,4 @@
-"""Starts the server that test ranks are forked from, once per session and not again in forked tests."""
+"""Settings, hooks and fixtures of all tests."""
 
 import gc
 import logging

@@ -1,6 +1,5 @@
 """The promises of an editable install: it is the checkout, and when that is gone, `import torch` still works."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import environments, ranks
-from tests.support.environments import Environment
-from tests.support.ranks import REPOSITORY
+from tests.support.environments import Environment, copy_checkout
 
 pytestmark = pytest.mark.processes
 
@@ -35,11 +33,7 @@ def build_editable(directory: Path, checkout: Path) -> Path:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of this one, as far as an install needs it."""
     directory = tmp_path_factory.mktemp("user") / "checkout"
-    directory.mkdir()
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, directory)
-    package = "lightning_strategies_ext"
-    shutil.copytree(REPOSITORY / package, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_checkout(directory)
     return directory
 
 

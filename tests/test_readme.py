@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_strategies_ext
-from tests.support.environments import PACKAGE, Environment, make_environment
+from tests.support.environments import PACKAGE, Environment, copy_checkout, make_environment
 from tests.support.ranks import LIMIT_S, REPOSITORY, run_command, run_script
 
 TEXT = (REPOSITORY / "README.md").read_text()
@@ -74,11 +74,7 @@ def column(page: str, heading: str, names: tuple[str, ...]) -> list[list[str]]:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Git repository with the files of this checkout that an installation needs."""
     directory = tmp_path_factory.mktemp("git") / "clone"
-    directory.mkdir()
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, directory)
-    left_out = shutil.ignore_patterns("__pycache__", "pytorch_lightning")
-    shutil.copytree(REPOSITORY / PACKAGE, directory / PACKAGE, ignore=left_out)
+    copy_checkout(directory)
     identity = ("-c", "user.name=test", "-c", "user.email=test@example.org", "-c", "commit.gpgsign=false")
     for command in (("init", "--quiet"), ("add", "."), (*identity, "commit", "--quiet", "--message", "Test")):
         subprocess.run(["git", *command], cwd=directory, check=True, timeout=60)

@@ -9,6 +9,7 @@ The packages that the project needs are those of the interpreter that runs the t
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -73,6 +74,15 @@ def table(output: str) -> list[list[str]]:
     """The rows of a table that rich printed; bars of progress are none."""
     rows = [re.split("[│┃|]", line) for line in output.splitlines() if _ROW.match(line)]
     return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
+
+
+def copy_checkout(directory: Path) -> None:
+    """Copies the files of this checkout that an installation needs into a new directory."""
+    directory.mkdir()
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, directory)
+    left_out = shutil.ignore_patterns("__pycache__", "pytorch_lightning")
+    shutil.copytree(REPOSITORY / PACKAGE, directory / PACKAGE, ignore=left_out)
 
 
 def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] | None = None) -> Path:
