@@ -5,8 +5,8 @@ trips its meaning needs and no more. No barrier before a reduction (Lightning's 
 small object (torch's ``broadcast_object_list`` takes two and a size exchange), one gather straight into the stacked
 result. In a process that belongs to no group each returns its input.
 
-Not promised: tensors of different shapes on different ranks, where an engine does not promise it. Finding out would
-cost a round trip per call.
+Not promised: tensors of different shapes on different ranks, where an engine does not promise it. An ``all_gather`` of
+tensors of different sizes raises over ``shm`` and gloo; over NCCL, to detect it would stop the GPU at every call.
 """
 
 import pickle
@@ -258,9 +258,8 @@ class Collectives(ABC):
         raise ValueError(f"`reduce_op={op}` has no meaning for dtype {tensor.dtype}: complex numbers have no order.")
 
     def _gather(self, tensor: Tensor, group: Any) -> Tensor:
+        # An empty tensor is gathered, too: that of another rank may have elements, and each call needs all ranks.
         stacked = torch.empty((self.world_size(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        if tensor.numel() == 0:
-            return stacked
         output, input_ = stacked.view(-1), tensor.contiguous().view(-1)
         if tensor.dtype not in self.native:
             output, input_ = output.view(torch.uint8), input_.view(torch.uint8)

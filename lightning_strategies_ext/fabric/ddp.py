@@ -37,7 +37,12 @@ from lightning_strategies_ext.torch_distributed.compression.options import BFloa
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
-from lightning_strategies_ext.torch_distributed.wrapping import TrainableParameters, wrap_again, wrap_in_ddp
+from lightning_strategies_ext.torch_distributed.wrapping import (
+    BackwardPasses,
+    TrainableParameters,
+    wrap_again,
+    wrap_in_ddp,
+)
 
 
 class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsTogether, FabricDDPStrategy):
@@ -172,6 +177,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
             self._gradient_sync.register_hook(model, compressed)
 
         TrainableParameters(model, train_others)
+        BackwardPasses(model)
         return model
 
     def _get_root_device(self) -> torch.device:

@@ -50,6 +50,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     Attributes:
         gloo: A group of torch's own with that backend.
+        spans_hosts: Whether the ranks are on several hosts.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._execution = execution
         self._rounds = rounds
         self._across_hosts = AllReduceAcrossHosts(rounds, compiled, leaders)
-        self._spans_hosts = rounds.size < size
-        self._compiled = None if self._spans_hosts else compiled
+        self.spans_hosts = rounds.size < size
+        self._compiled = None if self.spans_hosts else compiled
         self._finalizer = weakref.finalize(self, execution.close)
 
     def getBackendName(self) -> str:  # noqa: N802 - as torch calls it
@@ -125,7 +126,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         return _of_each(self._all_reduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions()), tensors)
 
     def _all_reduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Any:
-        if self._spans_hosts:
+        if self.spans_hosts:
             flats = [flat(tensor, "all_reduce") for tensor in tensors]
             reductions = [self._reduction(opts, row) for row in flats]
             deadline = deadline_of(opts, self._backend.timeout)
@@ -150,7 +151,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Reduces a tensor over all ranks into that of the root."""
         opts = opts or dist.ReduceOptions()
-        if self._spans_hosts:
+        if self.spans_hosts:
             return self.gloo.reduce(list(tensors), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
@@ -166,7 +167,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies the root's tensor to all ranks."""
         opts = opts or dist.BroadcastOptions()
-        if self._spans_hosts:
+        if self.spans_hosts:
             return self.gloo.broadcast(list(tensors), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
@@ -181,7 +182,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Copies each rank's tensor to all ranks."""
         opts = opts or AllgatherOptions()
         is_uneven = any(output.numel() != inputs[0].numel() for output in outputs[0])
-        if self._spans_hosts or is_uneven or len(outputs[0]) != self.size():
+        if self.spans_hosts or is_uneven or len(outputs[0]) != self.size():
             return self.gloo.allgather([list(outputs[0])], list(inputs), opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
@@ -193,7 +194,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @or_by_dispatcher("_allgather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Copies each rank's tensor to all ranks, one after the other in one tensor."""
-        if self._spans_hosts:
+        if self.spans_hosts:
             return self.gloo._allgather_base(output, input, opts or AllgatherOptions())
         return self._all_gather_singles([output], [input], opts)
 
@@ -205,13 +206,16 @@ class ShmProcessGroup(dist.ProcessGroup):
     def _all_gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or AllgatherOptions()
         check_one_part_per_rank(outputs, inputs, self.size(), "output")
-        if self._spans_hosts:
+        if self.spans_hosts:
             return AllOf([self.gloo._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
             pairs = zip(flats[: len(outputs)], flats[len(outputs) :], strict=True)
             return collectives.joined(
-                [collectives.all_gather(self._rounds, into.view(self.size(), -1).unbind(), row) for into, row in pairs]
+                [
+                    collectives.all_gather(self._rounds, into.view(self.size(), row.numel()).unbind(), row)
+                    for into, row in pairs
+                ]
             )
 
         return self._start(Kind.ALL_GATHER, plan, [*outputs, *inputs], outputs, opts)
@@ -221,7 +225,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
         """Copies each rank's tensor to the root."""
         opts = opts or dist.GatherOptions()
-        if self._spans_hosts:
+        if self.spans_hosts:
             return self.gloo.gather([list(output) for output in outputs], list(inputs), opts)
         into = list(outputs[0]) if self.rank() == opts.rootRank else []
         if any(output.numel() != inputs[0].numel() for output in into):
@@ -237,7 +241,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
         """Copies each of the root's tensors to the rank that has its number."""
         opts = opts or dist.ScatterOptions()
-        if self._spans_hosts:
+        if self.spans_hosts:
             return self.gloo.scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
         parts = list(inputs[0]) if self.rank() == opts.rootRank else []
         if any(part.numel() != outputs[0].numel() for part in parts):
@@ -254,7 +258,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Reduces each of the tensors over all ranks into that of the rank that has its number."""
         opts = opts or dist.ReduceScatterOptions()
         is_uneven = any(part.numel() != outputs[0].numel() for part in inputs[0])
-        if self._spans_hosts or is_uneven:
+        if self.spans_hosts or is_uneven:
             return self.gloo.reduce_scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
 
         def plan(flats: Sequence[Tensor]) -> Plan:
@@ -278,7 +282,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def _reduce_scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         check_one_part_per_rank(inputs, outputs, self.size(), "input")
-        if self._spans_hosts:
+        if self.spans_hosts:
             return AllOf([self.gloo._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
         def plan(flats: Sequence[Tensor]) -> Plan:
@@ -298,7 +302,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         """Ends on no rank before it has begun on all."""
         opts = opts or dist.BarrierOptions()
-        if self._spans_hosts or is_tracing():
+        if self.spans_hosts or is_tracing():
             return self.gloo.barrier(opts)
         return self._start(Kind.BARRIER, lambda _: collectives.barrier(self._rounds), [], [], opts)
 

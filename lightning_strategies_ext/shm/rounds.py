@@ -157,6 +157,13 @@ class Rounds:
         _, number, their_operation, their_total = HEADER.unpack_from(into)
         own_number = self._read & 0xFFFF
         if (their_operation, their_total, number) != (operation, total, own_number):
+            if (their_operation, number) == (operation, own_number):
+                raise DistBackendError(
+                    f"the ranks do not call the same collectives: they call {described(operation)} with tensors of"
+                    f" different sizes, with which all ranks exchange {their_total} bytes according to {peer}, and"
+                    f" {total} bytes according to this rank. Give all ranks tensors of the same shape, for example by"
+                    " padding them"
+                )
             theirs, ours = described(their_operation), described(operation)
             raise DistBackendError(
                 f"the ranks do not call the same collectives: {peer} is in {theirs}, round {number},"

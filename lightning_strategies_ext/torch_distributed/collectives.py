@@ -1,4 +1,7 @@
-"""Collectives over torch.distributed. Torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` finds tensors of different shapes."""
+"""Collectives over torch.distributed.
+
+Torch's ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` finds tensors of different shapes in all of them.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -87,7 +90,20 @@ class TorchCollectives(Collectives):
             tensor.div_(dist.get_world_size(group))
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
+        if tensor.is_cpu and process_group.is_carried_by_gloo(group):
+            self._check_sizes(tensor, group)
         dist.all_gather_into_tensor(output, tensor, group=group)
+
+    def _check_sizes(self, tensor: Tensor, group: Any) -> None:
+        # gloo ends the process if sizes differ, and returns at once on a rank whose tensor is empty.
+        sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+        dist.all_gather_into_tensor(sizes, torch.tensor([tensor.numel()]), group=group)
+        if (sizes != tensor.numel()).any():
+            listed = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes.tolist()))
+            raise ValueError(
+                f"`all_gather`: the ranks have tensors of different shapes, with these numbers of elements: {listed}."
+                " Give all ranks tensors of the same shape, for example by padding them."
+            )
 
     def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
         """As bytes, since each backend lacks some dtype; those of the host over NCCL by way of the device."""

@@ -76,6 +76,18 @@ def uses_gloo() -> bool:
     return is_initialized() and dist.get_backend() in ("gloo", shm.NAME)
 
 
+def is_carried_by_gloo(group: Any) -> bool:
+    """Whether gloo carries the collectives of a group: itself, or for ``shm`` between hosts.
+
+    Args:
+        group: A process group, default all ranks.
+    """
+    if dist.get_backend(group) == shm.NAME:
+        ranks: Any = group or dist.group.WORLD
+        return bool(ranks.spans_hosts)
+    return dist.get_backend(group) == "gloo"
+
+
 def check_timeout(timeout: timedelta | None) -> None:
     """Refuses a timeout that no process group can have.
 

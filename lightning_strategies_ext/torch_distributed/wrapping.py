@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
@@ -169,6 +172,72 @@ class TrainableParameters:
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
+
+
+class BackwardPasses:
+    """Lets every backward pass through a model in DDP exchange gradients, however many forward passes were before it.
+
+    DDP's forward prepares the reducer for one backward pass. After two forward passes followed by two backward passes,
+    the gradients of the second backward pass would stay local. Here, a pass for which the reducer is not prepared is
+    detected when it reaches the output of the model, before it reaches a parameter, and the reducer is prepared then.
+
+    Args:
+        model: In DDP.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._is_prepared = self._is_in_pass = False
+        model.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, model: Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        assert isinstance(model, DistributedDataParallel)
+        is_exchanged: bool = model.require_backward_grad_sync
+        self._is_prepared = self._is_prepared or is_exchanged
+        self._is_in_pass = False  # also if the last pass has raised
+
+        def begin_pass(gradient: Tensor) -> None:
+            if not self._is_in_pass and _accumulates_in(model):
+                self._begin_pass(model, is_exchanged)
+
+        for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin_pass)
+
+    def _begin_pass(self, model: DistributedDataParallel, is_exchanged: bool) -> None:
+        self._is_in_pass = True
+        Variable._execution_engine.queue_callback(self._end_pass)
+        if self._is_prepared or not is_exchanged:
+            self._is_prepared = False
+            return
+        for name in ("find_unused_parameters", "static_graph"):
+            if vars(model)[name]:
+                raise RuntimeError(
+                    f"`{name}=True`: two forward passes were followed by two backward passes, and DDP can exchange the"
+                    f" gradients of one of them only. Leave out `{name}`, run each backward pass before the next"
+                    " forward pass, or run one backward pass of the sum of the losses."
+                )
+        model.require_forward_param_sync = True
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+
+    def _end_pass(self) -> None:
+        self._is_in_pass = False
+
+
+def _accumulates_in(model: DistributedDataParallel) -> bool:
+    """Whether the backward pass of this thread accumulates gradients in parameters: `torch.autograd.grad` does not.
+
+    Without ``find_unused_parameters`` and ``static_graph``, the reducer can be prepared twice, so the answer is True.
+    """
+    if not (model.find_unused_parameters or model.static_graph):
+        return True
+    nodes = (get_gradient_edge(each).node for each in model.parameters() if each.requires_grad)
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # `torch.autograd.grad` with respect to a parameter
+        return False
 
 
 def check_has_trainable_parameters(module: Module) -> None:

@@ -140,7 +140,7 @@ def test_each_operation_takes_the_round_trips_it_needs_and_no_barrier():
         "small": ["c10d::broadcast_"],
         "large": ["c10d::broadcast_", "c10d::broadcast_"],
         "decision": ["c10d::allreduce_"],
-        "gather": ["c10d::_allgather_base_"],
+        "gather": ["c10d::_allgather_base_", "c10d::_allgather_base_"],  # over gloo, the sizes are compared first
         "barrier": ["c10d::barrier"],
     }
 
@@ -224,6 +224,33 @@ def test_all_gather_of_every_dtype_and_shape():
 
 def loss_of_gathered(gathered: torch.Tensor, weight: float) -> torch.Tensor:
     return weight * (gathered.sum(0) ** 3).sum() + (gathered[0] * gathered[-1]).sum()
+
+
+def gather_sizes(backend: str) -> tuple[tuple[int, ...], str, str]:
+    rank = rank_env()
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    collectives = TorchCollectives(lambda: torch.device("cpu"))
+    none_has_rows = collectives.all_gather(torch.empty(0, 2))
+    errors = []
+    # In the second call, no rank may receive a tensor of the first one.
+    for tensor in (torch.full((3 * rank, 2), 5.0), torch.full((3, 2), 7.0 + rank)):
+        try:
+            errors.append(str(collectives.all_gather(tensor).flatten().unique().tolist()))
+        except (ValueError, RuntimeError) as error:
+            errors.append(str(error))
+    return tuple(none_has_rows.shape), errors[0], errors[1]
+
+
+@pytest.mark.processes
+def test_a_rank_whose_tensor_is_empty_takes_part_in_all_gather():
+    for shape, first, second in run_ranks(gather_sizes, "gloo"):
+        assert shape == (2, 0, 2)
+        assert "with these numbers of elements: rank 0: 0, rank 1: 6." in first
+        assert second == "[7.0, 8.0]"
+    for shape, first, second in run_ranks(gather_sizes, "shm"):
+        assert shape == (2, 0, 2)
+        assert "they call all_gather of torch.float32 with tensors of different sizes" in first
+        assert "[5.0]" not in second  # the group is at an end
 
 
 def gather_with_gradients(sub: bool) -> torch.Tensor | None:

@@ -156,3 +156,68 @@ def meet_beside_a_plugin(directory: str) -> tuple[bool, float]:
 def test_a_barrier_waits_where_torchs_own_fails_because_of_a_plugin_for_other_devices(tmp_path):
     """Lightning's Fabric has had this since 2.5.5."""
     assert run_ranks(meet_beside_a_plugin, str(tmp_path)) == [(True, 2.0)] * 2
+
+
+def gradients_of_passes(order: str, **ddp_kwargs: Any) -> tuple[str, list[float]]:
+    """Runs two forward and two backward passes; `order` has the passes inside of `no_backward_sync` in capitals."""
+    strategy = FabricDDPStrategy(**ddp_kwargs)
+    fabric = Fabric(strategy=strategy, devices=2, accelerator="cpu")
+    fabric.launch()
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    model = fabric.setup(net)
+    data = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(3))[:, fabric.global_rank :: 2]
+    batches, losses = iter(data), []
+    try:
+        for what in order:
+            with fabric.no_backward_sync(model, enabled=what.isupper()):
+                if what.lower() == "f":
+                    features = next(batches).clone().requires_grad_()
+                    losses.append((model(features) - 1).pow(2).mean())
+                elif what == "g":  # a gradient penalty
+                    (slope,) = torch.autograd.grad(losses[-1], features, create_graph=True)
+                    losses[-1] = losses[-1] + slope.pow(2).sum(1).mean()
+                else:
+                    fabric.backward(losses.pop(0)) if what.lower() == "b" else losses.pop(0).backward()
+    except RuntimeError as error:
+        return str(error), []
+    return "", torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).tolist()
+
+
+def gradients_of_all_orders() -> dict[str, tuple[str, list[float]]]:
+    orders = ["fbfb", "ffbb", "fflb", "Ffbb", "ffBb"]
+    found = {order: gradients_of_passes(order) for order in orders}
+    found["penalty"] = gradients_of_passes("fgb")
+    for name in ("find_unused_parameters", "static_graph"):
+        found[name] = gradients_of_passes("ffbb", **{name: True})
+    found["penalty, unused"] = gradients_of_passes("fgb", find_unused_parameters=True)
+    found["alone"] = gradients_alone(penalty=False)
+    found["alone, penalty"] = gradients_alone(penalty=True)
+    return found
+
+
+def gradients_alone(*, penalty: bool) -> tuple[str, list[float]]:
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    data = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(3))
+    for features in data[:1] if penalty else data:
+        loss = (net(features.requires_grad_()) - 1).pow(2).mean()
+        if penalty:
+            # Each rank's penalty is that of its samples: the slope of a mean over half of them is twice as large.
+            (slope,) = torch.autograd.grad(2 * loss, features, create_graph=True)
+            loss = loss + slope.pow(2).sum(1).mean()
+        loss.backward()
+    return "", torch.cat([parameter.grad.flatten() for parameter in net.parameters()]).tolist()
+
+
+@pytest.mark.processes
+def test_every_backward_pass_is_exchanged_whatever_the_order_of_the_passes():
+    """DDP prepares for one backward pass in each forward pass, and exchanges nothing in a second one."""
+    for found in run_ranks(gradients_of_all_orders):
+        for order in ("fbfb", "ffbb", "fflb", "Ffbb", "ffBb"):
+            assert found[order] == ("", pytest.approx(found["alone"][1], abs=1e-6)), order
+        for order in ("penalty", "penalty, unused"):
+            assert found[order] == ("", pytest.approx(found["alone, penalty"][1], abs=1e-6)), order
+        for name in ("find_unused_parameters", "static_graph"):
+            assert found[name][0], "an error, or the gradients of both passes"
+        assert "`find_unused_parameters=True`: two forward passes" in found["find_unused_parameters"][0]
