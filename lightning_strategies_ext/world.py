@@ -5,6 +5,7 @@ what an earlier stage has left in it is gone then: a failure, an interrupt, who 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -49,6 +50,7 @@ class World:
         watch: Learns of the others' failures and tells them of this rank's; None if they go on, or there are none.
         exchange: Of gradients, where no DDP does it.
         inputs: Keeps ranks with different numbers of batches in step, if anything has to.
+        evaluation: Restores the Trainer's loop of evaluation when the ranks leave the stage.
         was_asked_to_stop: Whether a SIGTERM came after the last step of the stage before.
     """
 
@@ -72,6 +74,7 @@ class World:
         self.watch: Watch | None = None if before is None else before.watch
         self.exchange: Any = None
         self.inputs: Any = None
+        self.evaluation: ExitStack | None = None
         self.was_asked_to_stop: bool = before is not None and before.was_asked_to_stop
         self._store_agreement: StoreAgreement | None = None
         self._departure: Departure | None = None
@@ -328,10 +331,10 @@ class World:
         self._store_agreement = None
 
     def _end_exchange(self) -> None:
-        for part in (self.inputs, self.exchange):
+        for part in (self.inputs, self.exchange, self.evaluation):
             if part is not None:
                 part.close()
-        self.exchange = self.inputs = None
+        self.exchange = self.inputs = self.evaluation = None
 
 
 def _do_nothing() -> None:

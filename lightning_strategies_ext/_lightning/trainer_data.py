@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.trainer.states import TrainerFn
+
 from lightning_strategies_ext._lightning._replacing import replace_method
 
 
@@ -32,6 +36,77 @@ def after_setup_data(trainer: Any, then: Callable[[], None]) -> Callable[[], Non
         then()
 
     return replace_method(fit_loop, "setup_data", setup_data_and_then)
+
+
+def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
+    """Lets ``predict`` accept a loader with fewer samples than ranks, by an empty share for the ranks without samples.
+
+    ``DataConnector._resolve_sampler`` makes the sampler of a loader, for ``predict`` a
+    ``UnrepeatedDistributedSamplerWrapper``, which asserts that it has a sample (2.5 to 2.6). The sampler that it makes
+    for rank 0 is made one of another rank by its attributes ``rank`` and ``num_samples``.
+
+    Returns:
+        A function that undoes it.
+    """
+    connector = trainer._data_connector
+    resolve_sampler = connector._resolve_sampler
+
+    def resolve(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        rank, num_samples = trainer.global_rank, sized_len(dataloader.sampler)
+        if not num_samples or num_samples > rank or not connector._requires_distributed_sampler(dataloader):
+            return resolve_sampler(dataloader, *args, **kwargs)
+        ranks = {**trainer.distributed_sampler_kwargs, "rank": 0}
+        sampler = UnrepeatedDistributedSamplerWrapper(dataloader.sampler, **ranks, shuffle=False)
+        sampler.rank, sampler.num_samples = rank, 0
+        return sampler
+
+    return replace_method(connector, "_resolve_sampler", resolve)
+
+
+def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -> Callable[[], None]:
+    """Lets a rank that has no batches run the hooks of an evaluation for which other ranks have batches.
+
+    A loop runs no hook if its ``max_batches``, which ``setup_data`` makes anew, add up to 0 (2.5 to 2.6). Ranks without
+    batches are refused there unless ``allow_zero_length_dataloader_with_multiple_devices`` is True; ``predict``, which
+    exchanges nothing, accepts them here.
+
+    Args:
+        trainer: The Trainer.
+        does_any_rank: Whether any rank says yes; a collective.
+
+    Returns:
+        A function that undoes it.
+    """
+    is_predicting = trainer.state.fn == TrainerFn.PREDICTING
+    loop = {
+        TrainerFn.FITTING: trainer.fit_loop.epoch_loop.val_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }[trainer.state.fn]
+    module, datamodule = trainer.lightning_module, trainer.datamodule
+    setup_data, seen = loop.setup_data, None
+
+    def setup_data_of_all_ranks() -> None:
+        nonlocal seen
+        users = module.allow_zero_length_dataloader_with_multiple_devices
+        module.allow_zero_length_dataloader_with_multiple_devices = users or is_predicting
+        try:
+            setup_data()
+        finally:
+            module.allow_zero_length_dataloader_with_multiple_devices = users
+        is_allowed = users or is_predicting
+        if datamodule is not None:
+            is_allowed |= datamodule.allow_zero_length_dataloader_with_multiple_devices
+        max_batches = loop.max_batches if is_predicting else loop._max_batches
+        if max_batches is seen or not is_allowed:
+            return
+        seen = max_batches
+        has_batches = sum(max_batches) > 0
+        if does_any_rank(has_batches) and not has_batches:
+            max_batches[:] = [1] * len(max_batches)
+
+    return replace_method(loop, "setup_data", setup_data_of_all_ranks)
 
 
 def data_fetcher_of(trainer: Any) -> Any:

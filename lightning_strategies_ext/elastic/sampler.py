@@ -10,13 +10,17 @@ which layers like batch normalisation raise. There is none: what would be one go
 """
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_strategies_ext._lightning.samplers import users_sampler
 
 
 class ElasticSampler(Sampler[int]):
@@ -59,8 +63,14 @@ class ElasticSampler(Sampler[int]):
             self._epoch, self._done, self.num_past = epoch, 0, 0
 
     def __iter__(self) -> Iterator[int]:
-        with isolate_rng():  # a sampler of the user's may draw from torch's own generator
-            torch.manual_seed(self._whole.seed + self._epoch)
+        seed = self._whole.seed + self._epoch
+        generator = getattr(users_sampler(self._whole), "generator", None)
+        with isolate_rng():  # a sampler of the user's may draw from any generator
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
             self._whole.set_epoch(self._epoch)
             order = list(self._whole)
         if not len(self):  # a batch to shadow the steps of the others with

@@ -1,11 +1,13 @@
-"""Fabric's names of the collectives, for strategies whose ranks are processes."""
+"""Fabric's names of the collectives, and the order of samples, for strategies whose ranks are processes."""
 
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from lightning_strategies_ext._lightning.samplers import share_orders
 from lightning_strategies_ext.arguments import name_of_barrier
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 
 T = TypeVar("T")
 
@@ -38,3 +40,8 @@ class ForwardedCollectives:
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agrees on a decision: whether all ranks say yes, or with ``all=False`` whether any does."""
         return self.collectives.reduce_boolean_decision(decision, all)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Lets all ranks use rank 0's order of a random sampler of the user's, see :class:`.SharedOrder`."""
+        share_orders(dataloader, lambda sampler: SharedOrder(sampler, self.broadcast, epoch=0))
+        return dataloader

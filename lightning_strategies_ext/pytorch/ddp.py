@@ -344,6 +344,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self._agree_on_sigterm(trainer, is_requested=must_stop)
         if self._world.watch is not None:
             self._world.watch_departures(DefaultGroupProgress(), is_job=self._worker is None)
+        self._evaluate_together(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
 

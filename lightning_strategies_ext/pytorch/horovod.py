@@ -291,6 +291,7 @@ class HorovodStrategy(ParallelStrategy):
         self._agree_on_sigterm(trainer, is_requested=must_stop)
         if self._world.watch is not None:
             self._world.watch_departures(Progress(), is_job=True)
+        self._evaluate_together(trainer)
 
     @override
     def model_to_device(self) -> None:

@@ -8,7 +8,7 @@ torch.distributed, and nothing else here knows which.
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -20,12 +20,19 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import Store
 from typing_extensions import Self, override
 
-from lightning_strategies_ext._lightning import trainer_signals, trainer_stages, user_modules
+from lightning_strategies_ext._lightning import (
+    samplers,
+    trainer_data,
+    trainer_signals,
+    trainer_stages,
+    user_modules,
+)
 from lightning_strategies_ext.arguments import (
     DEFAULT_PATIENCE,
     check_devices,
@@ -35,6 +42,7 @@ from lightning_strategies_ext.arguments import (
 )
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.uncaught import announced, on_uncaught
 from lightning_strategies_ext.launch.scripts import exit_code_of
@@ -142,6 +150,21 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Which samples are this rank's; hosts may have different numbers of ranks, and ranks may change."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Lets all ranks use rank 0's order of a random sampler of the user's, see :class:`.SharedOrder`."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+
+        def share(sampler: Any) -> SharedOrder:
+            order = SharedOrder(sampler, self.broadcast, trainer.current_epoch)
+            if trainer.predicting:
+                order.reset()  # a rank without samples does not iterate
+            return order
+
+        samplers.share_orders(dataloader, share)
+        return dataloader
 
     @property
     def is_shadowing(self) -> bool:
@@ -374,6 +397,15 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._world.request_requeue())
         release = partial(trainer_signals.release_sigterm, trainer)
         self._world.agree_on_sigterm(confirm, release, requeue, is_requested=is_requested)
+
+    def _evaluate_together(self, trainer: "pl.Trainer") -> None:
+        """Lets ranks without batches run the hooks of an evaluation; called by all ranks together."""
+        if self._world.size == 1:
+            return
+        stack = self._world.evaluation = ExitStack()
+        stack.callback(trainer_data.evaluate_without_data(trainer, self._decide_any))
+        if trainer.state.fn == TrainerFn.PREDICTING:
+            stack.callback(trainer_data.predict_with_few_samples(trainer))
 
     def _keep_in_step(self, trainer: "pl.Trainer", way: UnevenInputs, device: torch.device) -> None:
         """Begins to look after ranks that run out of batches; called by all ranks together, in ``fit``.

@@ -107,9 +107,12 @@ def test_what_fills_no_batch_is_dropped_where_the_user_wants_that():
     assert [len(batch) for batch in worlds.batches] == [4] * 6
 
 
-def test_a_sampler_of_the_users_draws_the_same_on_all_ranks():
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_a_sampler_of_the_users_draws_the_same_on_all_ranks(has_generator):
     def make() -> DataLoader:
-        drawn = WeightedRandomSampler([1.0] * 40, 40, replacement=False)
+        # A rank that joins has a generator in another state.
+        generator = torch.Generator().manual_seed(random.randrange(1000)) if has_generator else None
+        drawn = WeightedRandomSampler([1.0] * 40, 40, replacement=False, generator=generator)
         return make_loader(40, 5, DistributedSamplerWrapper(drawn, 2, 0, seed=1))
 
     worlds = Worlds(make)

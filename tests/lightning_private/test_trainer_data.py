@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_strategies_ext._lightning import (
     trainer_data,
@@ -150,3 +151,44 @@ def test_the_positions_of_loaders_are_those_of_a_checkpoint(tmp_path: Path) -> N
     checkpoint = torch.load(tmp_path / "end.ckpt", weights_only=False)
     states = checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     assert trainer_data.states_of_loaders(trainer) == states == [{"position": 3}]
+
+
+def test_a_rank_without_batches_runs_the_hooks_if_another_rank_has_batches() -> None:
+    called: list[str] = []
+
+    class Evaluates(MLP):
+        def on_validation_epoch_end(self) -> None:
+            called.append("validation")
+
+        def on_predict_epoch_end(self) -> None:
+            called.append("predict")
+
+    empty = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset(), []))
+    for stage in (TrainerFn.VALIDATING, TrainerFn.PREDICTING):
+        for does_any_rank in (False, True):
+            module, trainer = Evaluates(), make_trainer("auto", devices=1)
+            module.allow_zero_length_dataloader_with_multiple_devices = True
+            trainer.state.fn = stage
+            trainer.strategy._lightning_module = module
+            undo = trainer_data.evaluate_without_data(trainer, lambda has_batches, it=does_any_rank: it)
+            if stage == TrainerFn.VALIDATING:
+                trainer.validate(module, empty, verbose=False)
+            else:
+                trainer.predict(module, empty)
+            undo()
+    assert called == ["validation", "predict"]
+
+
+def test_a_rank_gets_an_empty_share_of_few_samples() -> None:
+    trainer = make_trainer("ddp_ext")
+    loader_of_one = torch.utils.data.DataLoader(torch.utils.data.Subset(dataset(), [0]))
+    connector = trainer._data_connector
+    undo = trainer_data.predict_with_few_samples(trainer)
+    shares = []
+    for rank in range(2):
+        trainer.strategy._global_rank = rank
+        trainer.strategy.cluster_environment.set_global_rank(rank)
+        share = connector._resolve_sampler(loader_of_one, shuffle=False, mode=RunningStage.PREDICTING)
+        shares.append((len(share), [*share]))
+    undo()
+    assert shares == [(1, [0]), (0, [])]

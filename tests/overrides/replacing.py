@@ -26,7 +26,15 @@ SET_ON_OBJECTS = {
     "_lightning.trainer_signals.intercept_requeueing": [f"{_SIGNALS}._slurm_sigusr_handler_fn"],
     "_lightning.trainer_stages.surround_fit": [f"{_FIT_LOOP}.run", f"{_FIT_LOOP}.on_advance_start"],
     "_lightning.trainer_stages.before_fetch": [f"{_EPOCH_LOOP}._on_before_fetch"],
+    "_lightning.samplers._replace_order": [f"{_DISTRIBUTED}:DistributedSamplerWrapper.set_epoch"],
     "_lightning.trainer_data.after_setup_data": [f"{_FIT_LOOP}.setup_data"],
+    "_lightning.trainer_data.evaluate_without_data": [
+        "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.setup_data",
+        "lightning.pytorch.loops.prediction_loop:_PredictionLoop.setup_data",
+    ],
+    "_lightning.trainer_data.predict_with_few_samples": [
+        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector._resolve_sampler"
+    ],
 }
 #: Our function → the functions that it stands for.
 CALLED_INSTEAD = {

@@ -1,0 +1,47 @@
+"""What is private in Lightning's distributed samplers, for the Trainer and Fabric."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.fabric.utilities.distributed import _DatasetSamplerWrapper
+from torch.utils.data import DistributedSampler, SequentialSampler
+
+from lightning_strategies_ext._lightning._replacing import replace_method
+
+
+def users_sampler(sampler: Any) -> Any:
+    """The user's sampler in one of Lightning's distributed samplers; None if there is none.
+
+    Lightning wraps a sampler that is neither torch's ``RandomSampler`` nor its ``SequentialSampler``, and for
+    ``predict`` every sampler. The dataset of such a distributed sampler is a ``_DatasetSamplerWrapper`` with the user's
+    sampler in ``_sampler`` (2.5 to 2.6).
+    """
+    dataset = getattr(sampler, "dataset", None)
+    return dataset._sampler if isinstance(dataset, _DatasetSamplerWrapper) else None
+
+
+def share_orders(loader: Any, share: Callable[[Any], Any]) -> None:
+    """Replaces the order of the user's samplers in a loader that Lightning has made distributed.
+
+    A distributed sampler calls ``reset``, ``__getitem__``, and ``__len__`` of its dataset. It gives the epoch to the
+    user's sampler in some versions only, so here the order receives it (2.5 to 2.6).
+
+    Args:
+        loader: The loader, after Lightning has inserted its distributed sampler.
+        share: Returns the order for a user's sampler: an object with these three methods and ``set_epoch``.
+    """
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        sampler = getattr(owner, "sampler", None)
+        users = users_sampler(sampler)
+        if isinstance(sampler, DistributedSampler) and type(users) not in (type(None), SequentialSampler):
+            _replace_order(sampler, share(users))
+
+
+def _replace_order(sampler: Any, order: Any) -> None:
+    sampler.dataset = order
+
+    def set_epoch(epoch: int) -> None:
+        sampler.epoch = epoch
+        order.set_epoch(epoch)
+
+    replace_method(sampler, "set_epoch", set_epoch)

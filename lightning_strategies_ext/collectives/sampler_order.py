@@ -1,0 +1,62 @@
+"""The order of a user's random sampler: in each epoch, all ranks use rank 0's.
+
+Each rank draws the whole order and takes its share. If the ranks' random states differ, for example after dropout,
+their orders differ, and some samples would be repeated and others left out.
+"""
+
+from collections.abc import Callable, Sized
+from itertools import islice
+from typing import Any
+
+import torch
+
+
+class SharedOrder:
+    """What Lightning's distributed samplers see in place of a user's sampler: a dataset of indices.
+
+    The ranks share an order when the first iteration of an epoch begins. Later iterations in the same epoch repeat the
+    order without a collective, so that a rank can iterate over the loader alone.
+
+    Args:
+        sampler: The user's sampler. Only as many of its items are used as it has according to its length.
+        broadcast: Gives every rank the object of rank 0.
+        epoch: The current epoch.
+    """
+
+    def __init__(self, sampler: Any, broadcast: Callable[[Any], Any], epoch: int) -> None:
+        self._users = sampler
+        self._broadcast = broadcast
+        self._epoch = epoch
+        self._order: list[Any] | None = None
+
+    def __len__(self) -> int:
+        assert isinstance(self._users, Sized)  # Lightning refuses a sampler without a length
+        return len(self._users)
+
+    def __getitem__(self, index: int) -> Any:
+        assert self._order is not None  # `reset` comes first
+        return self._order[index]
+
+    def reset(self) -> None:
+        """Called by Lightning when an iteration begins."""
+        if self._order is not None:
+            return
+        generator = getattr(self._users, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.set_state(self._broadcast(generator.get_state()))
+            self._order = self._draw()
+            return
+        order = self._draw()  # on all ranks, so that random states stay equal if they are equal
+        are_numbers = all(type(index) is int for index in order)
+        shared = self._broadcast(torch.tensor(order) if are_numbers else order)
+        self._order = shared.tolist() if isinstance(shared, torch.Tensor) else shared
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Lightning on all ranks before an epoch."""
+        if callable(set_epoch := getattr(self._users, "set_epoch", None)):
+            set_epoch(epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, None
+
+    def _draw(self) -> list[Any]:
+        return [*islice(self._users, len(self))]

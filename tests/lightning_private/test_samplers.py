@@ -1,0 +1,41 @@
+"""What :mod:`lightning_strategies_ext._lightning.samplers` needs of Lightning."""
+
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, SubsetRandomSampler
+
+from lightning_strategies_ext._lightning import samplers
+from lightning_strategies_ext.collectives.sampler_order import SharedOrder
+
+
+@pytest.mark.parametrize("kind", [DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper])
+def test_a_users_sampler_is_found_and_its_order_replaced(kind: type) -> None:
+    users = SubsetRandomSampler(range(6), generator=torch.Generator().manual_seed(1))
+    sampler = kind(users, num_replicas=2, rank=1, shuffle=False)
+    loader = DataLoader(torch.arange(6), sampler=sampler)
+    assert samplers.users_sampler(sampler) is users
+    orders: list[SharedOrder] = []
+
+    def share(found: object) -> SharedOrder:
+        orders.append(SharedOrder(found, lambda obj: obj, epoch=0))
+        return orders[-1]
+
+    samplers.share_orders(loader, share)
+    of_epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        of_epochs.append([*sampler])
+        assert [*sampler] == of_epochs[-1] == orders[0]._order[1::2]
+    assert of_epochs[0] != of_epochs[1]
+
+
+def test_other_samplers_are_left_alone() -> None:
+    data = torch.arange(6)
+    for sampler in (
+        SequentialSampler(data),
+        DistributedSampler(data, 2, 0),
+        UnrepeatedDistributedSamplerWrapper(SequentialSampler(data), 2, 0, shuffle=False),
+    ):
+        samplers.share_orders(DataLoader(data, sampler=sampler), lambda found: pytest.fail(f"{found} is replaced"))
