@@ -32,6 +32,10 @@ class WorldTooSmallError(RuntimeError):
     """Fewer ranks are left than elastic training may have; the message says where the state is."""
 
 
+class JoinError(RuntimeError):
+    """A rank cannot restore the commit of the ranks that it joins; the message names the first difference."""
+
+
 class WorkerRaisedError(ProcessRaisedException):
     """A worker raised an exception; ``__cause__`` is that exception where it could be sent.
 

@@ -22,6 +22,7 @@ __all__ = [
     "leave_evaluation",
     "loops_of",
     "restore_checkpoint",
+    "start_training",
     "surround_fit",
     "tear_down",
 ]
@@ -139,6 +140,15 @@ def restore_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
             callback.on_fit_start(trainer, trainer.lightning_module)
     connector.restore_training_state()
     connector._loaded_checkpoint = {}
+
+
+def start_training(trainer: Any) -> None:
+    """Creates the training loaders and calls the ``on_train_start`` hooks, as ``FitLoop.run`` does first (2.5 to 2.6).
+
+    ``FitLoop.run`` does it again, and has no public part that does it alone.
+    """
+    trainer.fit_loop.setup_data()
+    trainer.fit_loop.on_run_start()
 
 
 def leave_evaluation(trainer: Any) -> None:

@@ -8,7 +8,9 @@ Tensors are copied into those of the commit before, so that commits after the fi
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,7 +46,8 @@ class Shared:
         first_world_size: Number of ranks when ``fit`` began.
         checkpoint: Lightning's, with a slot for each tensor.
         modes: ``training`` of each submodule by name.
-        trained: ``requires_grad`` of each parameter by name.
+        parameters: Shape and ``requires_grad`` of each parameter by name.
+        omitted: Parameters and buffers by name that the checkpoint's ``state_dict`` omits, with a slot for each.
         slots: Those slots.
         totals: What the ranks have added up in this epoch, if that can be said.
     """
@@ -55,7 +58,8 @@ class Shared:
     first_world_size: int
     checkpoint: Any
     modes: dict[str, bool]
-    trained: dict[str, bool]
+    parameters: dict[str, tuple[torch.Size, bool]]
+    omitted: Any
     slots: list[Slot]
     totals: Totals | None
 
@@ -118,17 +122,19 @@ class Commit:
         found: list[Tensor] = []
         slots: list[Slot] = []
         packed = _packed(checkpoint, found, slots)
+        module = trainer.lightning_module
+        omitted = _packed(_omitted_tensors(module, checkpoint["state_dict"]), found, slots)
         if self.shared is None or self.shared.slots != slots:
             self._check_fits(slots)
-        module = trainer.lightning_module
         modes = {name: submodule.training for name, submodule in module.named_modules()}
-        trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        parameters = {name: (each.shape, each.requires_grad) for name, each in module.named_parameters()}
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         wait_until_computed()
         self._own = self._copy_own(trainer)
         self._random = user_modules.random_states()
         sizes = trainer.world_size, first_world_size
-        self._write(Shared(batches, trainer.global_step, *sizes, packed, modes, trained, slots, totals), found)
+        shared = Shared(batches, trainer.global_step, *sizes, packed, modes, parameters, omitted, slots, totals)
+        self._write(shared, found)
 
     def note(self, step: int) -> None:
         """Called before each step with the number of those done; it is of use to nobody else."""
@@ -216,19 +222,107 @@ class Commit:
         for name, submodule in module.named_modules():
             submodule.training = self.shared.modes.get(name, submodule.training)
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(self.shared.trained.get(name, parameter.requires_grad))
+            _, is_trained = self.shared.parameters.get(name, (None, parameter.requires_grad))
+            parameter.requires_grad_(is_trained)
         module.zero_grad(set_to_none=True)
         trainer_stages.restore_checkpoint(trainer, self.checkpoint())
+        omitted, tensors = _filled(self.shared.omitted, self._tensors), _tensors_of(module)
+        for name in omitted.keys() & tensors.keys():  # a rank may lack buffers that the forward pass creates
+            _overwrite(tensors[name], omitted[name])
         if self._own is not None:
             self._restore_own(trainer, self._own)
         if not are_the_same and self.shared.totals is not None:
             self.shared.totals.restore(trainer, rank)
         self.restore_random()
 
+    def find_difference(self, trainer: "pl.Trainer") -> str | None:
+        """Names the first parameter or parameter group that differs from the commit's; None if all are the same."""
+        assert self.shared is not None
+        there = {name: shape for name, (shape, _) in self.shared.parameters.items()}
+        here = {name: parameter.shape for name, parameter in trainer.lightning_module.named_parameters()}
+        for name in {**there, **here}:
+            if there.get(name) != here.get(name):
+                found = _shape_text(there.get(name)), _shape_text(here.get(name))
+                return f"the parameter `{name}` {found[0]} in the commit, and {found[1]} on this rank"
+        states = self.shared.checkpoint["optimizer_states"]
+        sizes_there = [_group_sizes(state.get("param_groups", [])) for state in states]
+        sizes_here = [_group_sizes(optimizer.param_groups) for optimizer in trainer.optimizers]
+        for index, (old, new) in enumerate(zip_longest(sizes_there, sizes_here)):
+            if old != new and old != []:  # an optimizer of the user's may keep its groups elsewhere
+                found = _groups_text(old), _groups_text(new)
+                return f"optimizer {index} {found[0]} in the commit, and {found[1]} on this rank"
+        return None
+
     def restore_random(self) -> None:
         """Makes random numbers those of the commit; again before the first step, since loaders draw some."""
         if self._random is not None:
             user_modules.set_random_states(self._random)
+
+
+def copy_model(trainer: "pl.Trainer") -> Callable[[], None]:
+    """Copies the module's structure and tensors, and the parameter groups.
+
+    Returns:
+        A function that undoes later changes to them.
+    """
+    modules = [*trainer.lightning_module.modules()]
+    modes = [module.training for module in modules]
+    registries: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (registry, dict(registry))
+        for module in modules
+        for registry in (module._modules, module._parameters, module._buffers)
+    ]
+    tensors = [
+        (tensor, tensor.requires_grad, tensor.detach().to("cpu", copy=True))
+        for tensor in _tensors_of(trainer.lightning_module).values()
+    ]
+    groups = [
+        (optimizer, [(group, {**group, "params": [*group["params"]]}) for group in optimizer.param_groups])
+        for optimizer in trainer.optimizers
+    ]
+
+    def undo() -> None:
+        for optimizer, pairs in groups:
+            optimizer.param_groups = [group for group, _ in pairs]
+            registries.extend(pairs)
+        for registry, copied in registries:
+            registry.clear()
+            registry.update(copied)
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        for tensor, is_trained, value in tensors:
+            tensor.requires_grad_(is_trained)
+            _overwrite(tensor, value)
+
+    return undo
+
+
+def _overwrite(tensor: Tensor, value: Tensor) -> None:
+    if tensor.shape == value.shape:
+        tensor.detach().copy_(value)
+    else:
+        tensor.data = value.to(tensor)
+
+
+def _omitted_tensors(module: "pl.LightningModule", state_dict: dict[str, Any]) -> dict[str, Tensor]:
+    """Parameters and buffers that a ``state_dict`` omits: frozen weights, for example, or non-persistent buffers."""
+    return {name: tensor.detach() for name, tensor in _tensors_of(module).items() if name not in state_dict}
+
+
+def _tensors_of(module: "pl.LightningModule") -> dict[str, Tensor]:
+    return dict([*module.named_parameters(), *module.named_buffers()])
+
+
+def _shape_text(shape: torch.Size | None) -> str:
+    return "does not exist" if shape is None else f"has the shape {tuple(shape)}"
+
+
+def _group_sizes(groups: list[dict[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
+def _groups_text(sizes: list[int] | None) -> str:
+    return "does not exist" if sizes is None else f"has parameter groups of {sizes} parameters"
 
 
 def _packed(value: Any, tensors: list[Tensor], slots: list[Slot]) -> Any:

@@ -14,7 +14,10 @@ Lightning's training loop runs in one *world* after another, in the same process
   anew, and share out what is left of the epoch (:mod:`.sampler`).
 
 A rank that joins runs its script from the beginning. All that comes before the training loop, it does alone: its
-collectives return its own values until it has entered the world.
+collectives return its own values until it has entered the world. If it cannot restore the commit, because the
+``on_train_start`` hooks of the other ranks have added modules or parameter groups, it calls its own hooks alone, too,
+and tries again. On all ranks, Lightning then calls the hooks in the new world; what they change in the module and its
+optimizers is undone.
 
 What it does not promise: that a rank may die before the first training step, or while Horovod connects the ranks of a
 new world (some 0.1 s); the job then ends.
@@ -24,6 +27,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,11 +41,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_strategies_ext._lightning import trainer_data, trainer_signals, trainer_stages
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.elastic.commit import Commit
+from lightning_strategies_ext.elastic.commit import Commit, copy_model
 from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipLostError
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
 from lightning_strategies_ext.elastic.sampler import share_out
-from lightning_strategies_ext.exceptions import WorldTooSmallError
+from lightning_strategies_ext.exceptions import JoinError, WorldTooSmallError
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.world import World
 
@@ -98,6 +102,9 @@ class ElasticStrategy(Protocol):
     def take_part(self) -> None:
         """Lets this rank's collectives be those of all, from here on."""
 
+    def answering_alone(self) -> AbstractContextManager[None]:
+        """Lets this rank's collectives return its own values inside it."""
+
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks of a world do together."""
 
@@ -150,6 +157,8 @@ class ElasticFit:
         self._epoch_of_loaders: int | None = None  # in which they began, if not at its beginning
         self._saved: Path | None = None
         self._has_begun = has_begun
+        self._is_fresh = has_begun  # whether this process has neither begun the `fit` nor restored a commit
+        self._undo_hooks: Callable[[], None] | None = None  # until `on_train_start` hooks have run after a restore
         self._undo = trainer_stages.surround_fit(trainer, self._run, self._before_epoch)
 
     def close(self) -> None:
@@ -208,8 +217,10 @@ class ElasticFit:
                 )
             self._share_commit(newest)
             self._restore(newest)
-        self._has_begun = True
         self._strategy.enter_world(self._trainer)
+        if self._has_begun:
+            self._undo_hooks = copy_model(self._trainer)
+        self._has_begun = True
 
     def _check_is_same_fit(self) -> None:
         number = max(member.fit for member in self._membership.members)
@@ -234,13 +245,11 @@ class ElasticFit:
     def _restore(self, newest: Member) -> None:
         trainer, shared = self._trainer, self._commit.shared
         assert shared is not None
-        trainer_data.forget_data(trainer)
         has_parts = self._commit.has_parts_of(len(self._membership.members))
         are_the_same = self._strategy.collectives.reduce_boolean_decision(has_parts, all=True)
-        self._commit.restore(trainer, self._strategy.global_rank, are_the_same=are_the_same)
+        self._restore_commit(are_the_same)
         self._first_world_size = shared.first_world_size
         self._is_first_step = True
-        self._num_shared_out = 0
         repeated = max(member.done for member in self._membership.members) - newest.step
         num_new = sum(member.is_new for member in self._membership.members)
         rank_zero_info(
@@ -250,6 +259,41 @@ class ElasticFit:
         if shared.world_size != len(self._membership.members):
             module = trainer.lightning_module
             self._policy.on_world_size_change(trainer, module, shared.world_size, len(self._membership.members))
+
+    def _restore_commit(self, are_the_same: bool) -> None:
+        if self._undo_hooks is not None:  # another rank was lost while they ran
+            self._undo_hooks()
+        problem = self._try_to_restore(are_the_same)
+        if problem is not None:
+            with self._strategy.answering_alone():
+                trainer_stages.start_training(self._trainer)
+            problem = self._try_to_restore(are_the_same)
+        if problem is not None:
+            raise JoinError(
+                f"Rank {self._strategy.global_rank} cannot join the other ranks, because it differs from their commit:"
+                f" {problem}. Create the same modules and parameter groups on every rank, in `__init__`,"
+                " `configure_model`, `setup` or `on_train_start`."
+            )
+        self._is_fresh = False
+
+    def _try_to_restore(self, are_the_same: bool) -> str | None:
+        """Restores the commit; returns why a process that has not done so before could not."""
+        trainer = self._trainer
+        trainer_data.forget_data(trainer)
+        self._num_shared_out, self._epoch_of_loaders = 0, None
+        try:
+            self._commit.restore(trainer, self._strategy.global_rank, are_the_same=are_the_same)
+        except Exception as error:
+            if not self._is_fresh or self._membership.is_loss(error):
+                raise
+            return self._commit.find_difference(trainer) or str(error)
+        return self._commit.find_difference(trainer) if self._is_fresh else None
+
+    def after_train_start(self) -> None:
+        """Undoes what ``on_train_start`` hooks have changed in a module and optimizers that have been restored."""
+        if self._undo_hooks is not None:
+            self._undo_hooks()
+            self._undo_hooks = None
 
     def _before_epoch(self) -> None:
         # Loaders that began within an epoch have the length of what was left of it.

@@ -5,6 +5,8 @@ What happens then is :mod:`lightning_strategies_ext.elastic`'s. A strategy inher
 """
 
 from abc import abstractmethod
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -74,6 +76,22 @@ class Elastic(_Base):
         """Lets this rank's collectives be those of all, from here on."""
         self.membership.is_entered = True
         self._world.alone = None
+
+    @contextmanager
+    def answering_alone(self) -> Generator[None, None, None]:
+        """Lets this rank's collectives return its own values inside it."""
+        self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+        try:
+            yield
+        finally:
+            self._world.alone = None
+
+    @override
+    def on_train_start(self) -> None:
+        """Called after all ``on_train_start`` hooks: undoes what they have changed in a module that was restored."""
+        super().on_train_start()
+        if self._fit is not None:
+            self._fit.after_train_start()
 
     def leave_world(self, *, agreed: bool) -> None:
         """Ends what the ranks do together.

@@ -21,7 +21,7 @@ from lightning_strategies_ext.elastic.kept import Memory, layout_of
 from lightning_strategies_ext.registry import UnavailableHereError
 from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_torchrun
 from tests.support.elastic_training import NUM_EPOCHS, Net, kill, once, terminate
-from tests.support.ranks import kill_tree, start_script
+from tests.support.ranks import kill_tree, run_command, start_script
 
 #: The first layers are trained from the second epoch on.
 UNFREEZING = {"strategy": STRATEGY, "unfreezes_at": 1}
@@ -121,6 +121,74 @@ def test_what_is_lost_after_fit_trains_nothing_again():
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (2, 0)]  # the last of another `fit`
     assert len({line["pid"] for line in run.lines}) == 4
+
+
+OMITS_WEIGHTS = """
+import os
+import signal
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_strategies_ext import DDPElasticStrategy
+from tests.support.models import loader, make_trainer
+
+directory = Path(sys.argv[1])
+
+
+class OmitsFrozen(pl.LightningModule):
+    strict_loading = False
+
+    def __init__(self):
+        super().__init__()
+        torch.seed()
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.register_buffer("scale", torch.rand(3), persistent=False)
+        self.net = nn.Parameter(torch.zeros(1))
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "frozen" not in name}
+
+    def on_train_start(self):
+        self.extra = nn.Parameter(torch.zeros(1))
+        self.trainer.optimizers[0].add_param_group({"params": [self.extra], "lr": 1.0})
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 3 and self.global_rank == 1 and not (directory / "killed").exists():
+            (directory / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        omitted = [*self.frozen.weight.flatten().tolist(), *self.scale.tolist()]
+        with (directory / "seen").open("a") as file:
+            print(self.trainer.global_step, self.net.item(), self.extra.item(), omitted, sep=";", file=file)
+        return self.net.sum() + self.extra.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.net], lr=1.0)
+
+
+if __name__ == "__main__":
+    strategy = DDPElasticStrategy(commit_every_n_steps=1)
+    make_trainer(strategy, max_epochs=1).fit(OmitsFrozen(), loader())
+"""
+
+
+@pytest.mark.processes
+def test_frozen_weights_that_the_state_dict_omits_and_a_layer_that_on_train_start_adds_are_restored(tmp_path: Path):
+    (tmp_path / "script.py").write_text(OMITS_WEIGHTS)
+    run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
+    options = f"--nproc-per-node=2 --max-restarts=1 --monitor-interval=0.1 {run_id} --no-python"
+    script = sys.executable, tmp_path / "script.py", tmp_path
+    result = run_command(sys.executable, "-m", "torch.distributed.run", *options.split(), *script)
+    assert result.returncode == 0, result.stdout
+    assert "from the commit at step 3; 0 steps are repeated" in result.stdout
+    seen = [line.split(";") for line in (tmp_path / "seen").read_text().splitlines()]
+    assert {int(step) for step, *_ in seen} == set(range(8))
+    assert len({omitted for *_, omitted in seen}) == 1
+    for step, net, extra, _ in seen:
+        assert float(net) == float(extra) == -int(step)
 
 
 # --- memory ---

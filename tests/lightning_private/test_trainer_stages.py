@@ -182,6 +182,33 @@ def test_a_step_right_after_a_validation_is_the_next_thing_after_a_restart():
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 17  # why `end_restart` is there
 
 
+class NotesStarts(MLP):
+    """Notes in ``on_train_start`` how many batches the training loader has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[int] = []
+
+    def on_train_start(self) -> None:
+        self.starts.append(len(self.trainer.train_dataloader))
+
+
+def test_training_is_started_before_the_loop_runs() -> None:
+    trainer, model = make_trainer("auto", devices=1, max_epochs=1), NotesStarts()
+
+    def run(train: Callable[[], None]) -> None:
+        trainer_stages.start_training(trainer)
+        assert model.starts == [4]
+        trainer_data.forget_data(trainer)
+        train()
+        assert model.starts == [4, 4]
+        assert trainer.global_step == 4
+
+    undo = trainer_stages.surround_fit(trainer, run, lambda: None)
+    trainer.fit(model, loader(num_samples=16))
+    undo()
+
+
 def test_all_loops_are_found() -> None:
     trainer = make_trainer("auto", devices=1)
     loops = trainer_stages.loops_of(trainer)

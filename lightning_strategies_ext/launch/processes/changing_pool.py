@@ -2,7 +2,8 @@
 
 Ranks train together in one *world* after another. The main process says who is in the next: those that have left the
 last one and live, in their order, then those that have been started anew and are ready to join. One that died is
-started again at once; the others do not wait for it, unless fewer of them are left than there must be.
+started again at once; the others do not wait for it, unless fewer of them are left than there must be. A worker may
+also leave its world with an exception, such as that of a SIGTERM, and the others continue as well.
 
 What it does not promise: that a rank which waits for ever is noticed; the process of one that dies is.
 """
@@ -21,13 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
+from lightning_strategies_ext.exceptions import JoinError, WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.launch.processes.conditions import Conditions
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, INTERRUPT_GRACE_S, Outcome, WorkerPool
 from lightning_strategies_ext.launch.processes.starter import SentJob, Worker
 from lightning_strategies_ext.launch.protocol import (
     Arrived,
     Done,
+    End,
     Failure,
     Members,
     Notice,
@@ -53,12 +55,14 @@ class Allowance:
         window_s: In seconds.
         wait_s: For how long fewer than ``min_workers`` may wait for others, in seconds; None where nothing can keep
             these from coming.
+        leaves_by: Exceptions with which a worker leaves its world while the others continue.
     """
 
     min_workers: int
     max_restarts: int
     window_s: float
     wait_s: float | None = None
+    leaves_by: tuple[type[BaseException], ...] = (JoinError,)
 
 
 def run_changing(
@@ -109,6 +113,9 @@ class _Run:
         self._ready: list[Worker] = []
         self._arrived: dict[Worker, Any] = {}
         self._answers: dict[Worker, Done | Failure] = {}
+        self._leaving: dict[Worker, Failure] = {}  # until the others are ready to continue without them
+        self._left: set[Worker] = set()  # these were in `_leaving` before
+        self._exiting: dict[Worker, float] = {}  # those of them that are to be restarted, until they have exited
         self._deaths: list[WorkerDiedError] = []  # since the last world began
         self._why: str | None = None  # ranks have left it, if they did not agree to
         self._num_strays = 0
@@ -124,12 +131,18 @@ class _Run:
             error = self._next_events() or self._form_world()
             if error is not None:
                 return self._settled(error)
-            if self._world and all(worker in self._answers for worker in self._world):
+            if self._remaining and all(worker in self._answers for worker in self._remaining):
                 return None
+
+    @property
+    def _remaining(self) -> list[Worker]:
+        """The workers of the newest world, without those that are leaving it."""
+        return [worker for worker in self._world if worker not in self._leaving]
 
     def outcome(self, error: BaseException | None) -> Outcome:
         """What is to be pulled, by ranks."""
-        world = [worker for worker in self._world if worker.is_alive() or worker in self._answers]
+        alive = [worker for worker in self._remaining if worker.is_alive()]
+        world = [worker for worker in self._world if worker in alive or worker in self._answers]
         answers = [self._answers.get(worker) for worker in world]
         self._pool.keep(world)
         has_results = {
@@ -149,7 +162,9 @@ class _Run:
     # --- what happens ---
 
     def _next_events(self) -> BaseException | None:
-        there = [worker for worker in self._pool.workers if worker not in self._answers]
+        self._restart_exited()
+        silent = {*self._answers, *self._leaving, *self._left}
+        there = [worker for worker in self._pool.workers if worker not in silent]
         wait([what for worker in there for what in worker.pollable], _POLL_S)
         for worker in there:
             said = worker.answer()
@@ -161,6 +176,9 @@ class _Run:
                 error = self._note_death(worker, said)
                 if error is not None:
                     return error
+            elif self._world and isinstance(said, Failure) and isinstance(said.exception, self._allowance.leaves_by):
+                self._leaving[worker] = said
+                self._remove_from_next_world(worker)
             elif said is not None:
                 self._answers[worker] = said
                 if isinstance(said, Failure):
@@ -192,7 +210,32 @@ class _Run:
     def _note_death(self, worker: Worker, death: WorkerDiedError) -> BaseException | None:
         self._deaths.append(death)
         was_in_world = worker in self._world
-        for group in (self._world, self._newcomers, self._ready):
+        if was_in_world:
+            self._world.remove(worker)
+        self._remove_from_next_world(worker)
+        if any(rank in self._answers for rank in self._world):  # they have come to the end, and this one has not
+            return death
+        if not self._remaining:
+            return _with_reason(death, "No other worker is left that has a state to go on with.")
+        if was_in_world:
+            for other in self._remaining:
+                other.tell_of_loss(self._number)
+        if self._num_restarts_left() <= 0:
+            count, window_s = self._allowance.max_restarts, self._allowance.window_s
+            reason = f"`max_restarts={count}` workers have been started anew in the last {window_s:.0f} s."
+            return _with_reason(death, reason)
+        newcomer = self._restart(worker)
+        log.warning(
+            "%s The others go on; worker %d is started anew (%s).%s",
+            death,
+            worker.rank,
+            newcomer.where,
+            "" if was_in_world else " It had not joined them yet.",
+        )
+        return None
+
+    def _remove_from_next_world(self, worker: Worker) -> None:
+        for group in (self._newcomers, self._ready):
             if worker in group:
                 group.remove(worker)
         if self._forming is not None and worker in self._forming:
@@ -201,32 +244,52 @@ class _Run:
                 if other is not worker:
                     self._tell(other, Members(None))
             self._arrived.clear()
-        if any(rank in self._answers for rank in self._world):  # they have come to the end, and this one has not
-            return death
-        if not self._world:
-            return _with_reason(death, "No other worker is left that has a state to go on with.")
-        if was_in_world:
-            for other in self._world:
-                other.tell_of_loss(self._number)
+
+    def _num_restarts_left(self) -> int:
         now = time.monotonic()
         while self._restarted_at and now - self._restarted_at[0] > self._allowance.window_s:
             self._restarted_at.popleft()
-        if len(self._restarted_at) >= self._allowance.max_restarts:
-            count, window_s = self._allowance.max_restarts, self._allowance.window_s
-            reason = f"`max_restarts={count}` workers have been started anew in the last {window_s:.0f} s."
-            return _with_reason(death, reason)
-        self._restarted_at.append(now)
-        newcomer = self._pool.replace(worker.rank)
+        return self._allowance.max_restarts - len(self._restarted_at) - len(self._exiting)
+
+    def _restart(self, worker: Worker) -> Worker:
+        """Starts a worker in the place of one that has exited."""
+        self._restarted_at.append(time.monotonic())
+        newcomer: Worker = self._pool.replace(worker.rank)
         self._newcomers.append(newcomer)
         order = Order(self._conditions[worker.rank], self._continues, joins=True)
         self._pool.give(newcomer, order, self._job)
-        log.warning(
-            "%s The others go on; worker %d is started anew (%s).%s",
-            death,
-            worker.rank,
-            newcomer.where,
-            "" if was_in_world else " It had not joined them yet.",
-        )
+        return newcomer
+
+    def _restart_exited(self) -> None:
+        for worker, deadline in list(self._exiting.items()):
+            if worker.is_alive() and time.monotonic() < deadline:
+                continue
+            worker.kill()
+            del self._exiting[worker]
+            log.warning("Worker %d is restarted (%s).", worker.rank, self._restart(worker).where)
+
+    def _let_go(self) -> BaseException | None:
+        """Lets the other workers continue without those that are leaving.
+
+        Returns:
+            The exception of one that is leaving, if too few others remain.
+        """
+        leaving, remaining = self._leaving, self._remaining
+        can_join = [worker for worker, failure in leaving.items() if not isinstance(failure.exception, JoinError)]
+        restarted = can_join[: max(0, self._num_restarts_left())]
+        num_expected = sum(map(len, (remaining, self._newcomers, self._exiting, restarted)))
+        if not remaining or num_expected < self._allowance.min_workers:
+            self._answers.update(leaving)
+            return self._pool.error_of({worker.rank: failure for worker, failure in leaving.items()})
+        self._world, self._leaving = remaining, {}
+        for worker, failure in leaving.items():
+            self._left.add(worker)
+            self._tell(worker, End())
+            if worker in restarted:
+                self._exiting[worker] = time.monotonic() + INTERRUPT_GRACE_S
+            then = "is restarted once it has exited" if worker in restarted else "is not restarted"
+            message = "The other workers continue without worker %d, which %s. Reason: %s"
+            log.warning(message, worker.rank, then, failure.summary)
         return None
 
     def _form_world(self) -> BaseException | None:
@@ -237,14 +300,21 @@ class _Run:
                 self._form(self._newcomers)
             return None
         joining = [worker for worker in self._newcomers if worker in self._ready]
-        if not all(worker in self._ready for worker in self._world):
+        are_ready = all(worker in self._ready for worker in self._remaining)
+        have_left = bool(self._leaving)
+        if have_left and (are_ready or self._remaining == self._world):
+            error = self._let_go()
+            if error is not None:
+                return error
+        if not are_ready:
             if joining and not self._has_told_of_newcomers:
-                self._tell(self._world[0], Notice())
+                self._tell(self._remaining[0], Notice())
                 self._has_told_of_newcomers = True
             return None
         candidates = [*self._world, *joining]
         if len(candidates) >= self._allowance.min_workers:
-            self._num_strays = self._num_strays + 1 if self._why and not self._deaths else 0
+            is_stray = self._why and not self._deaths and not have_left
+            self._num_strays = self._num_strays + 1 if is_stray else 0
             if self._num_strays == _MOST_STRAYS:
                 return RuntimeError(
                     f"Ranks have failed {_MOST_STRAYS} times in a row to go on together, though none had died. The last"
@@ -296,7 +366,7 @@ class _Run:
         missing = [
             worker
             for worker in self._pool.workers
-            if worker not in self._answers and worker.has_come and worker.is_alive()
+            if worker not in {*self._answers, *self._leaving, *self._left} and worker.has_come and worker.is_alive()
         ]
         while missing and time.monotonic() < deadline:
             for worker in set(missing).intersection(self._ready):
