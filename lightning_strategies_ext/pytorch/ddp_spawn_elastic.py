@@ -28,6 +28,7 @@ from lightning_strategies_ext.elastic.options import (
     check_can_change,
     check_commit_interval,
 )
+from lightning_strategies_ext.exceptions import JoinError
 from lightning_strategies_ext.failure.errors import is_of_collective
 from lightning_strategies_ext.launch.membership import WorkerMembership
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
@@ -94,6 +95,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             check_whole_number("min_workers", 1 if min_workers is None else min_workers, 1),
             check_whole_number("max_restarts", 3 if max_restarts is None else max_restarts, 0),
             check_seconds("restart_window", restart_window),
+            leaves_by=(SIGTERMException, JoinError),
         )
         kwargs.setdefault("uneven_inputs", "join")
         super().__init__(*args, **kwargs)

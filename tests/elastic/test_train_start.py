@@ -1,4 +1,4 @@
-"""Workers that join a ``fit`` whose ``on_train_start`` hooks add a layer.
+"""Workers that join a ``fit`` whose ``on_train_start`` hooks add a layer, and workers that leave it after a SIGTERM.
 
 Each optimizer step subtracts exactly 1 from each trained element, on any number of ranks and as on one device. All
 elements start at 0, so they end at minus the number of steps, unless one of them was created again or not restored.
@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
 from lightning_strategies_ext import DDPSpawnElasticStrategy
@@ -115,13 +116,15 @@ def run(plan: Plan, **arguments: Any) -> list[dict[str, Any]]:
     return ends
 
 
-@pytest.mark.parametrize(("signum", "rank"), [(signal.SIGKILL, 1)])
+@pytest.mark.parametrize(("signum", "rank"), [(signal.SIGKILL, 1), (signal.SIGTERM, 0)])
 def test_a_worker_that_joins_has_the_state_of_a_layer_that_on_train_start_adds(
     tmp_path: Path, signum: int, rank: int
 ) -> None:
-    _, joined = run(Plan(tmp_path, signum, (rank,)))
+    survivor, joined = run(Plan(tmp_path, signum, (rank,)))
     assert joined["worlds"][-1] == 2
     assert joined["batches"] == 3
+    if signum == signal.SIGTERM:
+        assert survivor["batches"] == survivor["steps"]  # none is repeated
 
 
 def test_a_worker_that_adds_another_layer_cannot_join_and_the_other_continues(
@@ -132,3 +135,18 @@ def test_a_worker_that_adds_another_layer_cannot_join_and_the_other_continues(
     (message,) = [record.getMessage() for record in caplog.records if "cannot join" in record.getMessage()]
     assert "continue without worker 1, which is not restarted" in message
     assert "`extra.weight` has the shape (1, 1) in the commit, and has the shape (2, 1) on this rank" in message
+
+
+def test_a_worker_that_leaves_after_a_sigterm_needs_no_restart_but_min_workers_do(tmp_path: Path) -> None:
+    (survivor,) = run(Plan(tmp_path, signal.SIGTERM, (1,), worlds=(2, 1)), max_restarts=0)
+    assert survivor["batches"] == survivor["steps"]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(SIGTERMException):
+        run(Plan(tmp_path, signal.SIGTERM, (1,)), max_restarts=0, min_workers=2)
+
+
+def test_a_sigterm_to_each_worker_ends_fit(tmp_path: Path) -> None:
+    with pytest.raises(SIGTERMException):
+        run(Plan(tmp_path, signal.SIGTERM, (0, 1)))
+    assert not [*tmp_path.glob("end*")]
