@@ -154,6 +154,42 @@ def test_receivers_of_one_message_do_not_see_what_the_others_write():
     assert not received.is_unchanged(first)  # it cannot be told any more
 
 
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_receivers_on_this_host_share_tensors_in_shared_memory(strategy):
+    usual = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(strategy)
+    try:
+        sent = [torch.zeros(3).share_memory_() for _ in range(300)]  # more than one message of a socket may hold
+        packed = Packed(dump([sent, sent[7][1:], torch.ones(2)]))
+        arrived = []
+        for _ in range(2):
+            ours, theirs = channels()
+            sender = threading.Thread(target=packed.send, args=(ours,))
+            sender.start()
+            arrived.append(theirs.receive())
+            sender.join()
+        packed.close()
+    finally:
+        torch.multiprocessing.set_sharing_strategy(usual)
+    (first, view, _), (second, _, unshared) = arrived
+    for number, tensor in enumerate(first):
+        tensor += number
+    view += 1
+    assert sent[7].tolist() == second[7].tolist() == [7, 8, 8]
+    assert [tensor[0].item() for tensor in sent] == [tensor[0].item() for tensor in second] == list(range(300))
+    assert second[7].is_shared()
+    assert not unshared.is_shared()
+
+
+def test_a_tensor_that_comes_back_is_in_shared_memory_again():
+    shared = torch.ones(3).share_memory_()
+    first, second = copied([shared, shared[1:]], returning=True)
+    first += 1
+    assert second.tolist() == [2, 2]
+    assert first.is_shared()
+    assert shared.tolist() == [1, 1, 1]
+
+
 def test_a_full_memory_is_no_end_while_there_is_space_in_files(monkeypatch, tmp_path):
     def full(fd: int, data: Any) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd"):

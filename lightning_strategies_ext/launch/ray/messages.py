@@ -24,6 +24,7 @@ _REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
 
 class _Pickler(WithMainPickler):
     dispatch_table = _REDUCERS
+    sends_descriptors = False
 
 
 def dump_for_ray(

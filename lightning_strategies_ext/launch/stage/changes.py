@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
 from lightning_strategies_ext.launch.transport.parametrized import class_before, own_state
 from lightning_strategies_ext.launch.transport.segments import Received
+from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
 
 _NOT_OBJECTS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _OF_THE_TREE = ("_parameters", "_buffers", "_modules", "training")
@@ -86,11 +87,11 @@ class Teller:
         return Told(pickled, states)
 
     def _is_unchanged_memory(self, obj: Any) -> bool:
-        if (
-            self._received is None
-            or not isinstance(obj, (Tensor, np.ndarray))
-            or self._places.get(id(obj)) != place_of(obj)
-        ):
+        if not isinstance(obj, (Tensor, np.ndarray)) or self._places.get(id(obj)) != place_of(obj):
+            return False
+        if is_in_shared_memory(obj):
+            return True
+        if self._received is None:
             return False
         if isinstance(obj, Tensor):
             return self._received.is_unchanged(obj)
@@ -124,8 +125,14 @@ def place_of(obj: Tensor | np.ndarray[Any, Any]) -> int:
     return obj.data_ptr() if obj.device.type == "cpu" and obj.layout == torch.strided and not is_lazy(obj) else 0
 
 
+def is_in_shared_memory(obj: Any) -> bool:
+    """Whether an object is a tensor in CPU memory that other processes can map. A sent one has the sender's memory."""
+    is_plain = isinstance(obj, Tensor) and obj.device.type == "cpu" and obj.layout == torch.strided and not is_lazy(obj)
+    return is_plain and obj.is_shared()
+
+
 def with_identity(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
-    """Those of which the user's own come back: what is updated in place, functions, and what cannot be pickled.
+    """Those of which the user's own come back: what is updated in place, functions, objects that cannot be pickled.
 
     And classes that were defined in a function, which only a worker on Ray can have got.
     """
@@ -135,6 +142,7 @@ def with_identity(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -
         for number, obj in objects.items()
         if id(obj) in kept
         or isinstance(obj, FunctionType)
+        or is_of_multiprocessing(obj)
         or (isinstance(obj, type) and "<locals>" in obj.__qualname__)
         or _is_updatable(obj)
     }
@@ -144,7 +152,7 @@ def _is_updatable(obj: Any) -> bool:
     kind: Any = type(obj)
     if kind in (Tensor, Parameter, np.ndarray) or isinstance(obj, (list, dict, set, deque)):
         return True
-    if isinstance(obj, _NOT_OBJECTS) or kind in copyreg.dispatch_table:
+    if isinstance(obj, _NOT_OBJECTS) or kind in copyreg.dispatch_table or is_of_multiprocessing(obj):
         return False
     if not hasattr(obj, "__dict__") and not _slots_of(kind):  # a number, a string, a tuple
         return False

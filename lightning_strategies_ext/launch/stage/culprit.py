@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from lightning_strategies_ext.launch.stage.changes import attributes_of, in_slots
 from lightning_strategies_ext.launch.transport.messages import Dump, Shared
+from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
 
 
 def culprit(job: Any, error: Exception, dump: Dump) -> tuple[str, Exception]:
@@ -53,7 +54,7 @@ def _why_not(obj: Any, shared: Shared, dump: Dump) -> Exception | None:
 
 def _innermost(obj: Any, path: str, reason: Exception, shared: Shared, dump: Dump) -> tuple[str, Exception]:
     seen = set()
-    while id(obj) not in seen:
+    while id(obj) not in seen and not is_of_multiprocessing(obj):  # what is in such an object is no name of the user's
         seen.add(id(obj))
         for step, child in _children(obj):
             inner = None if id(child) in seen else _why_not(child, shared, dump)

@@ -25,7 +25,7 @@ from lightning_strategies_ext.launch.processes.worker import JobFailedError, Wor
 from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.stage.changes import with_identity
 from lightning_strategies_ext.launch.stage.culprit import culprit
-from lightning_strategies_ext.launch.stage.module_tree import tensors_of
+from lightning_strategies_ext.launch.stage.module_tree import make_private, tensors_of
 from lightning_strategies_ext.launch.stage.predictions import PredictionsOfRank, merged
 from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.strategy import WorkerStrategy, telling_the_others
@@ -121,6 +121,7 @@ class StageJob:
             self.shared = shared_objects(trainer, [], self.shared)
         else:
             inherited, self.shared = self.shared.in_message, shared_objects(trainer, [], self.shared.objects)
+        make_private(trainer.lightning_module)
         received = None
         if envelope.parts:
             received = Received(envelope.parts)
@@ -304,6 +305,9 @@ class CallJob:
     def run(self, state: WorkerState, envelope: Envelope) -> Iterator[Any]:
         """Runs the function; see :class:`.Job`."""
         os.environ["LOCAL_RANK"] = str(state.local_rank)
+        for argument in (*self.args, *self.kwargs.values()):
+            if isinstance(argument, Module):
+                make_private(argument)
         if self.joins_group:
             self.strategy.enter_worker(WorkerContext(state.continues, None, seat=state.seat))
             self.strategy.setup_distributed()

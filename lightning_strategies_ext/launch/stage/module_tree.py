@@ -7,8 +7,11 @@ parameters. What was there keeps its identity, wherever it hangs now: it is told
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
+
+from lightning_strategies_ext.launch.stage.changes import is_in_shared_memory
 
 #: Where a module has its parts, by name and in order.
 KINDS = "_parameters", "_buffers", "_modules"
@@ -20,6 +23,21 @@ Parts = dict[str, dict[str, Any]]
 def tensors_of(module: Module) -> dict[str, Tensor]:
     """All parameters and buffers of a module by name, each once, also the buffers that no checkpoint holds."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def make_private(module: Module) -> None:
+    """Copies the parameters and buffers in shared memory to memory of this process, as Lightning's launchers do.
+
+    DDP keeps one copy per rank and synchronizes them; optimizers of several ranks must not update the same memory.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors_of(module).values():
+        if is_in_shared_memory(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in copies:
+                copies[storage.data_ptr()] = storage.clone()
+            view = tensor.storage_offset(), tensor.shape, tensor.stride()
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[storage.data_ptr()], *view)
 
 
 class ModuleTree:

@@ -22,7 +22,14 @@ from torch.autograd import profiler as autograd_profiler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_stages
-from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, Told, attributes_of, place_of
+from lightning_strategies_ext.launch.stage.changes import (
+    Fingerprints,
+    Teller,
+    Told,
+    attributes_of,
+    is_in_shared_memory,
+    place_of,
+)
 from lightning_strategies_ext.launch.stage.module_tree import ModuleTree, put_parts
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
@@ -101,8 +108,9 @@ class Before:
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was sent, where it was, with the values that it had."""
-        is_there = self.places.get(id(tensor)) == place_of(tensor)
-        return self.received is not None and is_there and self.received.is_unchanged(tensor)
+        if self.places.get(id(tensor)) != place_of(tensor):
+            return False
+        return is_in_shared_memory(tensor) or (self.received is not None and self.received.is_unchanged(tensor))
 
     def changed_attributes(self) -> Iterator[tuple[Any, str]]:
         """Attributes of the LightningModule, of its submodules and of the datamodule that are new or have changed."""

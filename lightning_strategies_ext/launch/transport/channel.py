@@ -1,5 +1,7 @@
 """A channel between two processes of one host: objects over a Unix socket, their tensors through segments.
 
+What the sender shares with others (:mod:`.shared_objects`) it shares with the receiver, too.
+
 What it does not promise: more than one thread at a time on either side.
 """
 
@@ -11,11 +13,13 @@ from typing import Any, Protocol
 
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
 from lightning_strategies_ext.launch.transport.segments import MOST_DESCRIPTORS, KeptSegments, Mapping, Segment
+from lightning_strategies_ext.launch.transport.shared_objects import Descriptor, locate
 
 #: A message without tensors and up to this size goes through the socket itself, in bytes.
 MAX_INLINE_BYTES = 1 << 16
 
-_HEADER = struct.Struct("!QB")  # size of what follows in the socket, and how many segments come with it
+#: The size of what follows in the socket, how many segments come with it, and how many other descriptors afterwards.
+_HEADER = struct.Struct("!QBI")
 
 
 class JobChannel(Protocol):
@@ -50,15 +54,21 @@ class Packed:
 
     def __init__(self, pickled: Pickled, kept: KeptSegments | None = None) -> None:
         self._segments: list[Segment] = []
+        self._handles = pickled.handles  # they own the descriptors and names
+        found = {number: locate(handle) for number, handle in pickled.handles.items()}
+        self._fds = [fd for fd in found.values() if isinstance(fd, int)]
         self._inline = pickled.data
         if not pickled.buffers and len(pickled.data) <= MAX_INLINE_BYTES:
             return
-        large = {} if kept is None else kept.segments_for(pickled.buffers)
-        others = [buffer for number, buffer in enumerate(pickled.buffers) if number not in large]
+        written = {number: buffer for number, buffer in enumerate(pickled.buffers) if number not in pickled.handles}
+        large = {} if kept is None else kept.segments_for(written)
+        others = [buffer for number, buffer in written.items() if number not in large]
         self._own = Segment.write([pickled.data, *others])
         self._segments = list({id(segment): segment for segment in [self._own, *large.values()]}.values())
         places = {number: self._segments.index(segment) for number, segment in large.items()}
-        self._inline = pickle.dumps(([segment.spans for segment in self._segments], places))
+        spans = [segment.spans for segment in self._segments]
+        names = {number: None if isinstance(where, int) else where for number, where in found.items()}
+        self._inline = pickle.dumps((spans, places, names))
 
     def send(self, channel: "Channel") -> None:
         """Sends it.
@@ -66,9 +76,11 @@ class Packed:
         Raises:
             OSError: If the other side is gone.
         """
-        header = _HEADER.pack(len(self._inline), len(self._segments))
+        header = _HEADER.pack(len(self._inline), len(self._segments), len(self._fds))
         sent = socket.send_fds(channel.socket, [header], [segment.fd for segment in self._segments])
         channel.socket.sendall(header[sent:] + self._inline)
+        for start in range(0, len(self._fds), MOST_DESCRIPTORS):
+            socket.send_fds(channel.socket, [b"d"], self._fds[start : start + MOST_DESCRIPTORS])
 
     def close(self) -> None:
         """Lets go of the memory that is not kept; what was sent stays valid."""
@@ -141,17 +153,23 @@ class Channel:
         """
         header, fds, _, _ = socket.recv_fds(self.socket, _HEADER.size, MOST_DESCRIPTORS)
         header += self._receive_exactly(_HEADER.size - len(header))
-        size, num_segments = _HEADER.unpack(header)
+        size, num_segments, num_descriptors = _HEADER.unpack(header)
         inline = self._receive_exactly(size)
         if not num_segments:
             return Envelope(Pickled(inline))
-        spans, places = pickle.loads(inline)
+        spans, places, names = pickle.loads(inline)
+        descriptors = iter(self._receive_descriptors(num_descriptors))
+        received = {number: next(descriptors) if name is None else name for number, name in names.items()}
         segments = [Segment(fd, own_spans) for fd, own_spans in zip(fds, spans, strict=True)]
         parts = [(segment, segment.map(private=private)) for segment in segments]
         (data, *others), *large = [mapping.buffers(segment.spans) for segment, mapping in parts]
         rest = iter(others)
-        num_buffers = len(others) + len(places)
-        buffers = [large[places[n] - 1][0] if n in places else next(rest) for n in range(num_buffers)]
+        buffers: list[Any] = []
+        for number in range(len(others) + len(places) + len(received)):
+            if number in received:
+                buffers.append(received[number])
+            else:
+                buffers.append(large[places[number] - 1][0] if number in places else next(rest))
         return Envelope(Pickled(bytes(data), buffers), parts)
 
     def receive(self, shared: Shared | None = None) -> Any:
@@ -171,6 +189,20 @@ class Channel:
     def close(self) -> None:
         """Closes this end."""
         self.socket.close()
+
+    def _receive_descriptors(self, number: int) -> list[Descriptor]:
+        received: list[Descriptor] = []
+        while len(received) < number:
+            byte, fds, flags, _ = socket.recv_fds(self.socket, 1, MOST_DESCRIPTORS)
+            received += [Descriptor(fd) for fd in fds]
+            if not byte:
+                raise EOFError("the other process is gone")
+            if flags & socket.MSG_CTRUNC:
+                raise RuntimeError(
+                    f"A worker received {number} shared tensors and multiprocessing objects and cannot open them all."
+                    " Raise the limit of open files (`ulimit -n`), or share fewer, larger tensors."
+                )
+        return received
 
     def _receive_exactly(self, size: int) -> bytes:
         parts = []

@@ -31,7 +31,8 @@ import torch
 from cloudpickle import CloudPickler
 from torch import Tensor
 
-from lightning_strategies_ext.launch.transport import by_value, parametrized
+from lightning_strategies_ext.launch.transport import by_value, parametrized, shared_objects
+from lightning_strategies_ext.launch.transport.shared_objects import Handle, Memory
 
 #: Of a class that goes along, pickle is told how to make it, its state, how to set that; of NoneType only the first.
 _NUM_PARTS_OF_CLASS = 6
@@ -81,10 +82,12 @@ class Pickled:
     Attributes:
         data: The pickle.
         buffers: Memory it refers to, in order; read only once it was sent.
+        handles: What the receiver on this host gets in place of some buffers, by number: the same shared memory.
     """
 
     data: bytes
     buffers: list[Any] = field(default_factory=list)
+    handles: dict[int, Handle] = field(default_factory=dict)
 
     def load(self, shared: Shared | None = None, found: dict[int, Any] | None = None) -> Any:
         """Rebuilds the object; its tensors and arrays are views of :attr:`buffers`.
@@ -159,7 +162,8 @@ def dump_with(
     if found is not None:
         with _no_collections():
             found.update(pickler.memo.copy().values())
-    return Pickled(stream.getvalue(), buffers)
+    handles = pickler.handles and {n: pickler.handles[id(b)] for n, b in enumerate(buffers) if id(b) in pickler.handles}
+    return Pickled(stream.getvalue(), buffers, handles)
 
 
 def walk(obj: Any) -> tuple[dict[int, Any], list[Any]]:
@@ -182,17 +186,6 @@ def _no_collections() -> Generator[None, None, None]:
             gc.enable()
 
 
-class _Memory:
-    """A tensor's whole storage. One object per storage and message, so that pickle's memo keeps aliases."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        as_bytes: Any = torch.empty(0, dtype=torch.uint8).set_(self.storage).numpy()
-        return _storage_from, (pickle.PickleBuffer(as_bytes),)
-
-
 class MessagePickler(pickle.Pickler):
     """What :func:`dump` writes with.
 
@@ -201,6 +194,9 @@ class MessagePickler(pickle.Pickler):
         buffers: Gets the memory that it refers to.
         shared: See :func:`dump`.
         returning: See :func:`dump`.
+
+    Attributes:
+        handles: See :class:`Pickled`, by the id of the buffer; none if it is returning.
     """
 
     def __init__(
@@ -209,7 +205,8 @@ class MessagePickler(pickle.Pickler):
         super().__init__(stream, protocol=5, buffer_callback=buffers.append)
         self._shared = shared
         self._returning = returning
-        self._memories: dict[int, _Memory] = {}
+        self.handles: dict[int, Handle] = {}
+        self._memories: dict[int, Memory] = {}
         self._copies: list[Tensor] = []  # pickle's memo knows objects by their id: they must live until the end
         self._of_classes: set[types.FunctionType] = set()  # of classes that go along
 
@@ -241,7 +238,8 @@ class MessagePickler(pickle.Pickler):
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return _empty_tensor, (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        memory = self._memories.setdefault(storage.data_ptr(), _Memory(storage))
+        handles = None if self._returning else self.handles
+        memory = self._memories.setdefault(storage.data_ptr(), Memory(storage, handles))
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return _tensor_from, (memory, tensor.dtype, *view, tensor.requires_grad)
 
@@ -269,10 +267,12 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
     Attributes:
         dispatch_table: How objects of some types are written.
         sends_main: Whether what is defined in ``__main__`` goes along.
+        sends_descriptors: Whether the receiver is a process of this host, and gets file descriptors.
     """
 
     dispatch_table = _REDUCERS
     sends_main = False
+    sends_descriptors = True
 
     def persistent_id(self, obj: Any) -> int | None:
         """The number of an object that the receiver has."""
@@ -281,6 +281,8 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
     def reducer_override(self, obj: Any) -> Any:
         """How an object is written, if not as pickle does."""
         reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and self.sends_descriptors and not self._returning:
+            reduced = shared_objects.reduced(obj, self.handles)
         is_code = isinstance(obj, (type, types.FunctionType))
         if reduced is not NotImplemented or not is_code or (not self.sends_main and _is_found_in_main(obj)):
             return reduced
@@ -354,10 +356,6 @@ def _belongs_to_object(method: types.MethodType) -> bool:
 
 def _method_from(function: Callable[..., Any], obj: Any) -> types.MethodType:
     return types.MethodType(function, obj)  # pickle does not find the type by its name
-
-
-def _storage_from(buffer: Any) -> torch.UntypedStorage:
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
 def _tensor_from(

@@ -148,9 +148,9 @@ class KeptSegments:
         """How much memory it holds."""
         return sum(segment.num_bytes for segment in self._kept.values())
 
-    def segments_for(self, buffers: Sequence[Any]) -> dict[int, Segment]:
-        """Segments that hold the large ones of some buffers, by their place; those of other buffers are let go."""
-        sizes = {number: memoryview(buffer).nbytes for number, buffer in enumerate(buffers)}
+    def segments_for(self, buffers: dict[int, Any]) -> dict[int, Segment]:
+        """Segments that hold the large ones of some buffers, by their number; those of other buffers are let go."""
+        sizes = {number: memoryview(buffer).nbytes for number, buffer in buffers.items()}
         large = [number for number, size in sizes.items() if size >= _KEPT_BYTES]
         large = sorted(large, key=sizes.__getitem__, reverse=True)[: MOST_DESCRIPTORS - 1]
         places = {n: (np.frombuffer(buffers[n], dtype=np.uint8).ctypes.data, sizes[n]) for n in large}
