@@ -9,6 +9,7 @@ While a job runs whose ranks may change (:mod:`.processes.changing_pool`), a wor
 left a world, and :class:`Arrived` when it has a :class:`Place` in the next. All hear of each other by :class:`Members`.
 """
 
+import pickle
 import time
 import traceback
 from contextlib import suppress
@@ -159,6 +160,26 @@ class Done:
     rng: RngState
 
 
+class _Raised:
+    """Pickles an exception whose ``__init__`` may take other arguments than it passes to ``Exception``."""
+
+    def __init__(self, exception: BaseException) -> None:
+        self._exception = exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, self._exception.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _rebuilt(make: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
+    try:
+        exception = make(*arguments)
+    except TypeError:
+        exception = make.__new__(make, *arguments)
+    if state is not None:
+        exception.__setstate__(state)
+    return exception
+
+
 @dataclass
 class Failure:
     """A worker's answer to a job: it has failed.
@@ -187,7 +208,7 @@ class Failure:
         trace = "".join(traceback.format_exception(exception))
         pickled = None
         with suppress(Exception):
-            pickled = dump(exception, returning=True)
+            pickled = dump(_Raised(exception), returning=True)
         lines = str(exception).strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
         is_consequence = isinstance(exception, RankFailedError)

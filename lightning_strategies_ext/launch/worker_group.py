@@ -160,7 +160,7 @@ class Workers:
             joins_group: Whether workers join the process group first.
 
         Raises:
-            WorkerRaisedError: If a worker raised.
+            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised as it is.
             WorkerDiedError: If a worker died.
         """
         self.check_can_start()
@@ -285,7 +285,7 @@ def raise_shown_in_short(error: BaseException, directory: str) -> NoReturn:
         error: The error.
         directory: In which there is a directory of failures, or will be: for the trace.
     """
-    first = getattr(error, "first_failure", None)
+    first = getattr(error, "first_failure", None) or getattr(error.__cause__, "first_failure", None)
     if first is not None:
         report.show_at_exit(error, first, None, directory)
     raise error

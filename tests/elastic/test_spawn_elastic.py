@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy, WorkerRaisedError
+from lightning_strategies_ext import DDPSpawnElasticStrategy, DDPSpawnStrategy
 from lightning_strategies_ext.elastic import commit
 from tests.support.elastic_runs import (
     STRATEGY,
@@ -251,7 +251,9 @@ class ShortOfMemory(MLP):
 
 @pytest.mark.processes
 def test_a_commit_for_which_there_is_no_memory_ends_fit_and_says_what_it_would_take():
-    with pytest.raises(WorkerRaisedError, match=r"each of the 2 ranks of this host keeps one; 0\.0 GiB .*`devices="):
+    with pytest.raises(
+        commit.CommitTooLargeError, match=r"each of the 2 ranks of this host keeps one; 0\.0 GiB .*`devices="
+    ):
         fit(DDPSpawnElasticStrategy(commit_every_n_steps=2), ShortOfMemory, max_epochs=1)
 
 

@@ -65,6 +65,23 @@ def raise_what_only_this_process_knows() -> None:
     raise globals()["MadeHereError"]("bad class")
 
 
+class PrunedError(Exception):
+    """Takes other arguments than it passes on."""
+
+    def __init__(self, step: int, *, value: float) -> None:
+        super().__init__(f"pruned at step {step}")
+        self.value = value
+
+
+def prune() -> None:
+    raise PrunedError(3, value=0.5)
+
+
+def prune_later() -> None:
+    time.sleep(0.5)
+    raise PrunedError(3, value=0.7)
+
+
 def exit_as_scripts_do() -> None:
     raise SystemExit(3)
 
@@ -199,6 +216,21 @@ def test_when_both_ranks_raise_the_first_one_is_named(first):
     with pytest.raises(WorkerRaisedError, match=f"rank {first} .* failed: KeyError: 'bad key'") as caught:
         make_trainer("ddp_spawn_ext").fit(model, loader())
     assert type(caught.value.__cause__) is KeyError
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext", "ddp_spawn_elastic_ext"])
+def test_an_exception_of_all_ranks_is_raised_as_it_is(strategy):
+    model, sees = Acts({0: prune_later, 1: prune}), SeesException()
+    trainer = make_trainer(strategy, callbacks=[sees])
+    with pytest.raises(PrunedError, match=r"^pruned at step 3$") as caught:
+        trainer.fit(model, loader())
+    assert caught.value.args == ("pruned at step 3",)
+    assert caught.value.value == 0.7  # rank 0's
+    assert isinstance(caught.value.__cause__, WorkerRaisedError)
+    assert "in prune_later\n" in str(caught.value.__cause__)
+    assert sees.seen == [("PrunedError", STEPS_BEFORE_FAILURE)]
+    model.actions = {}
+    assert_trains(make_trainer(strategy), model)
 
 
 @pytest.mark.parametrize("hanging", [0, 1])

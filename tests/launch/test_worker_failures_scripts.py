@@ -41,14 +41,15 @@ if __name__ == "__main__":
 """
 
 NO_GUARD = """
-from lightning_strategies_ext import DDPSpawnStrategy
-from lightning_strategies_ext import WorkerRaisedError
+from lightning_strategies_ext import DDPSpawnStrategy, WorkerRaisedError
 from tests.support.models import MLP, loader, make_trainer
 
 for start_method in ("forkserver", "spawn"):
     try:
         make_trainer(DDPSpawnStrategy(start_method=start_method)).fit(MLP(), loader())
-    except WorkerRaisedError as error:
+    except (RuntimeError, WorkerRaisedError) as error:  # not all workers may have come so far
+        if __name__ != "__main__":
+            raise
         print(start_method, "said:", str(error).splitlines()[0])
 """
 

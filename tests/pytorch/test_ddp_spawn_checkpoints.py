@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_strategies_ext import DDPSpawnStrategy, WorkerRaisedError
+from lightning_strategies_ext import DDPSpawnStrategy
 from lightning_strategies_ext._lightning import trainer_stages
 from tests.support.ddp_spawn_trainers import ALONE, Configurable, HasEverything, seeded, spawn_trainer
 from tests.support.models import (
@@ -131,7 +131,7 @@ class FailsLate(pl.Callback):
 @pytest.mark.parametrize("ends_early", [StopsInTheMiddle, FailsLate])
 def test_where_the_training_data_was_is_saved_though_its_iterator_is_gone(ends_early, tmp_path):
     trainer = make_trainer("ddp_fork_ext", **ALONE, callbacks=[ends_early()])
-    with suppress(WorkerRaisedError):
+    with suppress(RuntimeError):
         trainer.fit(seeded(), ForgetfulLoader(dataset(), batch_size=4))
     trainer.save_checkpoint(tmp_path / "middle.ckpt")
     loop = torch.load(tmp_path / "middle.ckpt", weights_only=False)["loops"]["fit_loop"]

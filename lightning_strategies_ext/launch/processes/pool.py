@@ -340,7 +340,23 @@ class WorkerPool:
         exception = failure.exception
         if isinstance(exception, self._passed_through):
             return exception
-        return self._raised(rank, failure)
+        return self._raised_by_all(failures) or self._raised(rank, failure)
+
+    def _raised_by_all(self, failures: dict[int, Failure]) -> Exception | None:
+        """Returns the exception that all ranks raised, of the same class and with the same message; rank 0's one.
+
+        Its cause is what is raised otherwise, which has the traceback.
+        """
+        exceptions = [failure.exception for _, failure in sorted(failures.items()) if not failure.is_consequence]
+        first = exceptions[0] if len(exceptions) == len(self._workers) else None
+        if not isinstance(first, Exception):
+            return None
+        if any(type(other) is not type(first) or str(other) != str(first) for other in exceptions):
+            return None
+        cause = self._raised(min(failures), failures[min(failures)])
+        cause.__cause__ = None  # it would be its own cause
+        first.__cause__ = cause
+        return first
 
     def _raised(self, rank: int, failure: Failure) -> WorkerRaisedError:
         worker = self._workers[rank]
