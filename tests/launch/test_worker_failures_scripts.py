@@ -125,3 +125,32 @@ def test_a_notebook_is_told_which_strategies_work_and_they_know_what_was_just_de
     assert "ddp_spawn_ext" in refused
     trained = [line for line in result.stdout.splitlines() if line.startswith("trained:")]
     assert trained == ["trained: 8 2.0", "trained: 16 3.0"] * 2
+
+
+IN_POOL = """
+import multiprocessing
+from tests.support.models import MLP, fit
+
+def train(strategy):
+    try:
+        trainer, _ = fit(strategy, max_epochs=1)
+        return f"{strategy} trained {trainer.global_step} steps"
+    except RuntimeError as error:
+        return f"{strategy} refused: {error}"
+
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        for strategy in ("ddp_fork_ext", "ddp_spawn_ext"):
+            print(pool.apply(train, (strategy,)), flush=True)
+"""
+
+
+def test_in_a_pool_fork_is_rejected_with_the_fix_and_spawn_trains(run_text):
+    lines = run_text(IN_POOL).stdout.splitlines()
+    (forked,) = [line for line in lines if line.startswith("ddp_fork_ext")]
+    assert forked.startswith(
+        "ddp_fork_ext refused: `start_method='fork'`: multiprocessing allows this process no children"
+    )
+    assert "`strategy='ddp_spawn_ext'`" in forked
+    assert "`concurrent.futures.ProcessPoolExecutor`" in forked
+    assert "ddp_spawn_ext trained 8 steps" in lines

@@ -254,11 +254,17 @@ class ProcessStarter:
         return max(1, num_cpus // num_workers)
 
     def check_can_start(self) -> None:
-        """Refuses to fork a process that has used a GPU.
+        """Rejects a fork of a process that has used a GPU, or that multiprocessing allows no children.
 
         Raises:
-            RuntimeError: If this one has.
+            RuntimeError: If this process is one of them.
         """
+        if self.forks and multiprocessing.current_process().daemon:
+            raise RuntimeError(
+                "`start_method='fork'`: multiprocessing allows this process no children, because it is a daemon, as the"
+                " workers of a `multiprocessing.Pool` are. Use `strategy='ddp_spawn_ext'` here, or replace the"
+                " pool by a `concurrent.futures.ProcessPoolExecutor`."
+            )
         if self.forks and torch.cuda.is_initialized():
             raise RuntimeError(
                 "`start_method='fork'`: this process has used a GPU already, and its forks could not. Use"
