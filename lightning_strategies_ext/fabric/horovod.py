@@ -12,6 +12,7 @@ from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrate
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
@@ -22,7 +23,12 @@ from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.horovod import environment, runtime
-from lightning_strategies_ext.horovod.exchange import Compression, ExchangeOptions, GradientExchange
+from lightning_strategies_ext.horovod.exchange import (
+    Compression,
+    ExchangeOptions,
+    GradientExchange,
+    check_exchanges_nothing,
+)
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.registry import Registered
@@ -74,8 +80,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
     ) -> None:
         if op == "adasum":
             raise ValueError(
-                "`op='adasum'` combines what optimizers do, which Fabric leaves to your loop. Use the Trainer, or"
-                " Horovod's own DistributedOptimizer."
+                "`op='adasum'` combines the steps of optimizers, and under Fabric the loop calls them. Use the Trainer."
             )
         self._options = ExchangeOptions(
             compression,
@@ -171,6 +176,16 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         module.to(self.root_device)
 
     @override
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Returns the optimizer.
+
+        Raises:
+            TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped it.
+        """
+        check_exchanges_nothing(optimizer, type(self).__name__)
+        return super().setup_optimizer(optimizer)
+
     def backward(self, tensor: Tensor, module: Module | None = None, *args: Any, **kwargs: Any) -> None:
         """Runs the backward pass, and waits until the gradients are those of all ranks."""
         super().backward(tensor, module, *args, **kwargs)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.horovod.waiting import wait_for
@@ -82,6 +83,25 @@ class ExchangeOptions:
 
 
 @dataclass
+def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
+    """Rejects an optimizer that exchanges gradients itself.
+
+    Args:
+        optimizer: The optimizer.
+        strategy: Name of the strategy in the message.
+
+    Raises:
+        TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped the optimizer.
+    """
+    # The wrapper is a subclass of the optimizer's own class, made for the call, with the same name.
+    if getattr(getattr(optimizer, "zero_grad", None), "__module__", "") == "horovod.torch.optimizer":
+        raise TypeError(
+            f"`horovod.torch.DistributedOptimizer` has wrapped the optimizer {type(optimizer).__name__}, and"
+            f" {strategy} exchanges gradients as well: both would reduce the same gradients. Use the optimizer without"
+            " the wrapper, and pass `op`, `compression` and `process_set` to the strategy."
+        )
+
+
 class Pending:
     """A gradient that is on its way.
 

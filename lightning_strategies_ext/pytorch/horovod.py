@@ -39,6 +39,7 @@ from lightning_strategies_ext.horovod.exchange import (
     ExchangeOptions,
     GradientExchange,
     Op,
+    check_exchanges_nothing,
 )
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
@@ -259,6 +260,7 @@ class HorovodStrategy(ParallelStrategy):
         Raises:
             DifferentModelsError: If another rank has another model.
             RuntimeError: If ``op="adasum"`` cannot be had from this Horovod.
+            TypeError: If ``horovod.torch.DistributedOptimizer`` has wrapped an optimizer.
             ValueError: If a model to be trained has no parameter that needs a gradient.
         """
         assert self.accelerator is not None
@@ -276,6 +278,8 @@ class HorovodStrategy(ParallelStrategy):
         if is_fitting:
             check_has_trainable_parameters(module)
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                check_exchanges_nothing(optimizer, type(self).__name__)
             if self._scale_learning_rate:
                 scale_learning_rates(trainer, self.world_size)
         self.setup_precision_plugin()

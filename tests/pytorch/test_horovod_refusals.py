@@ -15,8 +15,8 @@ from lightning_strategies_ext.elastic.sampler import share_out
 from lightning_strategies_ext.fabric.horovod import HorovodStrategy as FabricHorovodStrategy
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod_build import installed
-from tests.support.horovod_ranks import run_horovod
-from tests.support.models import WithBatchNorm, assert_close, dataset, loader, make_trainer, state_of
+from tests.support.horovod_ranks import run_horovod, try_horovod
+from tests.support.models import MLP, WithBatchNorm, assert_close, dataset, loader, make_trainer, state_of
 
 
 class Streamed(IterableDataset):
@@ -133,10 +133,36 @@ def test_elastic_training_refuses_data_that_it_cannot_share_out(data, message):
 
 
 def test_adasum_is_refused_under_fabric_and_batchnorm_on_cpus():
-    with pytest.raises(ValueError, match="`op='adasum'` combines what optimizers do"):
+    with pytest.raises(ValueError, match="`op='adasum'` combines the steps of optimizers"):
         FabricHorovodStrategy(op="adasum")
     with pytest.raises(ValueError, match="`sync_batchnorm=True` needs GPUs"):
         make_trainer("horovod_ext", sync_batchnorm=True).fit(WithBatchNorm(), loader())
+
+
+class WrapsOptimizer(MLP):
+    def configure_optimizers(self):
+        import horovod.torch as hvd
+
+        return hvd.DistributedOptimizer(super().configure_optimizers(), named_parameters=self.named_parameters())
+
+
+def train_with_wrapped_optimizer() -> None:
+    fabric = Fabric(strategy="horovod_ext", accelerator="cpu", devices=2)
+    fabric.launch()
+    model = WrapsOptimizer()
+    with pytest.raises(TypeError, match="DistributedOptimizer` has wrapped the optimizer SGD"):
+        fabric.setup(model.net, model.configure_optimizers())
+    make_trainer("horovod_ext").fit(WrapsOptimizer(), loader())
+
+
+@pytest.mark.processes
+def test_an_optimizer_that_horovod_has_wrapped_is_refused():
+    _, outcomes = try_horovod("horovodrun", train_with_wrapped_optimizer)
+    assert sorted(outcomes) == [0, 1]
+    for outcome in outcomes.values():
+        assert outcome.name == "TypeError"
+        assert "`horovod.torch.DistributedOptimizer` has wrapped" in outcome.text
+        assert "Use the optimizer without the wrapper" in outcome.text
 
 
 def test_horovods_batch_normalisation_takes_the_place_of_torchs_and_leaves_it_again():
