@@ -206,7 +206,7 @@ class Collectives(ABC):
         """
         if self.rank() is None:
             return
-        excluded = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        excluded = names_excluded_from_ddp(module)
         named_tensors = [*module.named_parameters(), *module.named_buffers()]
         self._broadcast([tensor.detach() for name, tensor in named_tensors if name not in excluded], src)
 
@@ -304,6 +304,11 @@ class Collectives(ABC):
 
     def _to_tensor(self, data: bytearray) -> Tensor:
         return torch.frombuffer(data, dtype=torch.uint8).to(self._device())
+
+
+def names_excluded_from_ddp(module: torch.nn.Module) -> set[str]:
+    """Names of the parameters and buffers that ranks do not exchange, as the module's author told torch's DDP."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 class _AllGather(torch.autograd.Function):

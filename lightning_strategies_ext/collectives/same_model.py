@@ -10,7 +10,7 @@ from itertools import zip_longest
 import torch
 from torch.nn.parameter import is_lazy
 
-from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.collectives.base import Collectives, names_excluded_from_ddp
 from lightning_strategies_ext.exceptions import DifferentModelsError
 
 
@@ -48,7 +48,7 @@ def check_is_same(collectives: Collectives, module: torch.nn.Module, device: tor
 
 def _described(module: torch.nn.Module, is_trained: bool) -> list[str]:
     """Says of each tensor that ranks exchange what it is."""
-    excluded = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    excluded = names_excluded_from_ddp(module)
     lines = []
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in named:

@@ -165,17 +165,11 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         check_has_trainable_parameters(module)
         check_is_same(self.collectives, module, self.root_device, is_trained=True)
         self.collectives.broadcast_module(module)
-        exchange = GradientExchange(module, self._options)
+        exchange = GradientExchange(module, self._options, f"gradient.{len(self._exchanges)}")
         self._exchanges.append(exchange)
         self._hold_back.exchanges[id(module)] = exchange
         return module
 
-    @override
-    def module_to_device(self, module: Module) -> None:
-        """Moves a module to the device of this rank."""
-        module.to(self.root_device)
-
-    @override
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Returns the optimizer.
@@ -186,8 +180,16 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         check_exchanges_nothing(optimizer, type(self).__name__)
         return super().setup_optimizer(optimizer)
 
+    @override
+    def module_to_device(self, module: Module) -> None:
+        """Moves a module to the device of this rank."""
+        module.to(self.root_device)
+
+    @override
     def backward(self, tensor: Tensor, module: Module | None = None, *args: Any, **kwargs: Any) -> None:
         """Runs the backward pass, and waits until the gradients are those of all ranks."""
+        for exchange in self._exchanges:
+            exchange.is_in_backward = True
         super().backward(tensor, module, *args, **kwargs)
         for exchange in self._exchanges:
             exchange.finish()

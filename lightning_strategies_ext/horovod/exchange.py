@@ -13,7 +13,7 @@ rank is exchanged as zeros after the backward pass, by all ranks.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lightning_strategies_ext.checks import check_flag, check_whole_number
+from lightning_strategies_ext.collectives.base import names_excluded_from_ddp
 from lightning_strategies_ext.horovod.waiting import wait_for
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 
@@ -82,7 +83,6 @@ class ExchangeOptions:
             )
 
 
-@dataclass
 def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
     """Rejects an optimizer that exchanges gradients itself.
 
@@ -102,6 +102,7 @@ def check_exchanges_nothing(optimizer: Optimizer, strategy: str) -> None:
         )
 
 
+@dataclass
 class Pending:
     """A gradient that is on its way.
 
@@ -122,19 +123,24 @@ class GradientExchange:
     Args:
         module: The module, on its device, with the same weights on all ranks.
         options: How.
+        prefix: Distinguishes the names of its operations, the same on all ranks, from those of other exchanges.
     """
 
-    def __init__(self, module: Module, options: ExchangeOptions) -> None:
+    def __init__(self, module: Module, options: ExchangeOptions, prefix: str = "gradient") -> None:
         import horovod.torch as hvd
 
         self._hvd = hvd
         self._options = options
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
-        self._names = {parameter: f"gradient.{name}" for name, parameter in module.named_parameters()}
+        self._names = {parameter: f"{prefix}.{name}" for name, parameter in _exchanged_parameters(module)}
+        # Under manual optimization, a backward pass that is not the strategy's is an error of the user.
+        self._is_automatic: bool = getattr(module, "automatic_optimization", True)
         self._groups = _groups(list(self._names), options.num_groups)
         #: The ranks that have computed gradients that count; None for all.
         self.contributors: Sequence[int] | None = None
         self.is_held_back = False
+        #: Whether a backward pass of the strategy runs. The gradients of others stay local, as under DDP.
+        self.is_in_backward = False
         #: Hears of each exchange.
         self.observer: ExchangeObserver | None = None
         self._begun_at_ns = self._num_bytes = 0
@@ -171,6 +177,7 @@ class GradientExchange:
             RuntimeError: If another rank has failed or shut Horovod down.
         """
         kept, self._kept = self._kept, None
+        self.is_in_backward = False
         if self.is_held_back or not self._process_set.included():
             self._has_own = self._has_own or kept is None
             return
@@ -218,10 +225,22 @@ class GradientExchange:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         assert isinstance(parameter, Parameter)
+        if not self.is_in_backward:
+            self._keep_local(parameter)
+            return
         if self._kept is not None:
             self._restore(parameter, self._kept.get(parameter))
         if not self.is_held_back and self._process_set.included():
             self._start(parameter)
+
+    def _keep_local(self, parameter: Parameter) -> None:
+        if not self._is_automatic and not self.is_held_back:
+            raise RuntimeError(
+                f"A backward pass outside of `self.manual_backward` computed {self._names[parameter]}, which the ranks"
+                " would not exchange. Call `self.manual_backward(loss)` in place of `loss.backward()`. For gradients"
+                " of one rank, use `torch.autograd.grad`, or `with self.trainer.strategy.block_backward_sync():`."
+            )
+        self._has_own = True
 
     @staticmethod
     def _restore(parameter: Parameter, kept: Tensor | None) -> None:
@@ -236,8 +255,9 @@ class GradientExchange:
     def _start(self, parameter: Parameter) -> None:
         if parameter in self._ready:
             raise RuntimeError(
-                f"The backward pass has reached {self._names[parameter]} twice before it was over. Call"
-                " `self.manual_backward` once for each loss, and let each return before the next."
+                f"One backward pass computed {self._names[parameter]} twice, and the ranks exchange it once. Use"
+                " `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, and start no backward pass in a hook"
+                " of another one."
             )
         self._ready.add(parameter)
         gradient = parameter.grad
@@ -250,6 +270,8 @@ class GradientExchange:
             self._pending_sparse[parameter] = summed if divisor == 1 else lambda: summed() / divisor
         elif gradient.is_sparse:
             parameter.grad = gradient.to_dense()
+        elif gradient.is_conj():  # which has no real view
+            parameter.grad = gradient.resolve_conj()
         group = self._groups[parameter]
         if all(member in self._ready or not member.requires_grad for member in group):
             dense = [member for member in group if member in self._ready and member not in self._pending_sparse]
@@ -259,6 +281,8 @@ class GradientExchange:
         if not parameters:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients[0].is_complex():  # a group has one dtype, and Horovod reduces no complex numbers
+            gradients = [torch.view_as_real(gradient) for gradient in gradients]
         wires = [self._on_the_wire(gradient) for gradient in gradients]
         if self.observer is not None:
             self._begun_at_ns = self._begun_at_ns or time.time_ns()
@@ -296,16 +320,18 @@ class DeltaExchange:
     """Combines, by Adasum, how far each rank's optimizer has moved the parameters (Maleki et al., 2020).
 
     Args:
+        module: The module.
         options: How.
 
     Raises:
         RuntimeError: If this Horovod has no Adasum, or not for so many ranks.
     """
 
-    def __init__(self, options: ExchangeOptions) -> None:
+    def __init__(self, module: Module, options: ExchangeOptions) -> None:
         import horovod.torch as hvd
 
         self._hvd = hvd
+        self._exchanged = {parameter for _, parameter in _exchanged_parameters(module)}
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._is_compressed = options.compression == "fp16"
         #: Hears of each exchange.
@@ -322,24 +348,33 @@ class DeltaExchange:
     @contextmanager
     def around_step(self, parameters: Iterable[Tensor]) -> Generator[None, None, None]:
         """Lets an optimizer's step inside it be the combination of all ranks' steps."""
-        moved = [parameter for parameter in parameters if parameter.requires_grad]
-        starts = [parameter.detach().clone() for parameter in moved]
+        moved = [
+            torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+            for parameter in parameters
+            if parameter.requires_grad and parameter in self._exchanged
+        ]
+        starts = [values.clone() for values in moved]
         yield
         if not self._process_set.included():
             return
-        deltas = [parameter.detach() - start for parameter, start in zip(moved, starts, strict=True)]
+        deltas = [values - start for values, start in zip(moved, starts, strict=True)]
         wires = [delta.to(torch.float16) if self._is_compressed else _summable(delta) for delta in deltas]
         begun_at_ns = 0 if self.observer is None else time.time_ns()
         handles = [
             self._hvd.allreduce_async_(wire, name=f"delta.{index}", op=self._hvd.Adasum, process_set=self._process_set)
             for index, wire in enumerate(wires)
         ]
-        for parameter, start, wire, handle in zip(moved, starts, wires, handles, strict=True):
+        for values, start, wire, handle in zip(moved, starts, wires, handles, strict=True):
             wait_for(handle)
-            parameter.detach().copy_(start + wire.to(start.dtype))
+            values.copy_(start + wire.to(start.dtype))
         if self.observer is not None:
             num_bytes = sum(wire.nbytes for wire in wires)
             self.observer.exchanged(begun_at_ns, begun_at_ns, time.time_ns(), num_bytes)
+
+
+def _exchanged_parameters(module: Module) -> Iterator[tuple[str, Parameter]]:
+    excluded = names_excluded_from_ddp(module)
+    return ((name, parameter) for name, parameter in module.named_parameters() if name not in excluded)
 
 
 def _summable(tensor: Tensor) -> Tensor:

@@ -316,6 +316,8 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the exchange of gradients."""
+        if self._world.exchange is not None:
+            self._world.exchange.is_in_backward = True
         if self._world.inputs is not None:
             self._world.inputs.before_backward()
 
@@ -391,7 +393,7 @@ class HorovodStrategy(ParallelStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if self._options.op == "adasum":
-            self._deltas = DeltaExchange(self._options)
+            self._deltas = DeltaExchange(self.lightning_module, self._options)
         else:
             world.exchange = GradientExchange(self.lightning_module, self._options)
         self._keep_in_step(trainer, self._uneven_inputs, torch.device("cpu"))

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from torch import nn
 from torch.nn import functional
 
 from tests.support.horovod_ranks import run_horovod
-from tests.support.models import MLP, assert_close, loader, state_of
+from tests.support.models import MLP, NUM_FEATURES, assert_close, loader, state_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -36,11 +37,31 @@ def train_under_fabric(strategy: str, directory: str) -> dict[str, Any]:
     return {
         "before": before,
         "after": state_of(module),
+        "gan": train_gan(fabric),
         "sum": fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum").item(),
         "gathered": fabric.all_gather(torch.tensor(fabric.global_rank)).tolist(),
         "sent": fabric.broadcast(fabric.global_rank, src=1),
         "any": fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0, all=False),
     }
+
+
+def train_gan(fabric: Fabric) -> dict[str, Any]:
+    """Trains two modules whose parameters have the same names, each in turn."""
+    fabric.seed_everything(11, verbose=False)
+    nets = [nn.Sequential(nn.Linear(NUM_FEATURES, 8), nn.ReLU(), nn.Linear(8, NUM_FEATURES)), MLP().net]
+    (generator, of_generator), (critic, of_critic) = (
+        fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1)) for net in nets
+    )
+    for features, labels in fabric.setup_dataloaders(loader(16)):
+        with torch.no_grad():
+            made = generator(features)
+        of_critic.zero_grad()
+        fabric.backward(functional.cross_entropy(critic(features + made), labels))
+        of_critic.step()
+        of_generator.zero_grad()
+        fabric.backward(functional.cross_entropy(critic(generator(features)), 1 - labels.clamp(max=1)))
+        of_generator.step()
+    return {f"{i}.{name}": values for i, net in enumerate(nets) for name, values in net.state_dict().items()}
 
 
 @pytest.mark.parametrize("launcher", ["horovodrun", "python"])
@@ -53,4 +74,5 @@ def test_a_fabric_loop_trains_as_with_ddp(launcher, tmp_path):
     ):
         assert_close(ours.pop("before"), theirs.pop("before"))
         assert_close(ours.pop("after"), theirs.pop("after"))
+        assert_close(ours.pop("gan"), theirs.pop("gan"))
         assert ours == theirs

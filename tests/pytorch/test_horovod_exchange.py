@@ -9,12 +9,15 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.nn import functional
 
 from lightning_strategies_ext import HorovodStrategy
 from tests.pytorch.test_horovod import Accumulates
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import MLP, assert_close, loader, make_trainer, weights_after
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -73,18 +76,84 @@ def test_gradients_are_exchanged_once_per_window(tmp_path):
     assert counts == {name: expected for name, (_, _, expected) in WINDOWS.items()}
 
 
+# --- which gradients are exchanged, and when ---
+
+
+class Spectral(MLP):
+    """Has a complex parameter, whose gradient is a conjugated view."""
+
+    def __init__(self):
+        super().__init__()
+        self.spectrum = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.cfloat) * 0.3)
+
+    def loss(self, batch):
+        transformed = torch.fft.rfft(batch[0]) @ self.spectrum.conj()
+        return functional.cross_entropy(self.net(batch[0]) + transformed.abs() + transformed.real, batch[1])
+
+
+class Excludes(MLP):
+    """Each rank trains a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self._ddp_params_and_buffers_to_ignore = ["net.2.bias"]
+
+
+class Probes(MLP):
+    """Computes gradients in a hook, of which the optimizer sees none."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.loss(batch).backward()
+        self.zero_grad()
+
+
+class BackwardByHand(MLP):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.loss(batch).backward()
+        self.optimizers().step()
+
+
+def train_each(strategy: str) -> dict[str, Any]:
+    weights = {
+        make_model.__name__: weights_after(strategy, make_model, max_epochs=1)
+        for make_model in (Spectral, Excludes, Probes)
+    }
+    if strategy == "horovod_ext":
+        with pytest.raises(RuntimeError, match=r"gradient\.net\.2\..* Call `self.manual_backward\(loss\)`"):
+            make_trainer(strategy).fit(BackwardByHand(), loader())
+    return weights
+
+
+def test_complex_excluded_and_local_gradients_are_exchanged_as_by_ddp():
+    expected = run_ranks(train_each, "ddp_ext")
+    for ours, theirs in zip(run_horovod("horovodrun", train_each, "horovod_ext"), expected, strict=True):
+        for name in theirs:
+            assert_close(ours[name], theirs[name])
+    biases = [rank["Excludes"]["net.2.bias"] for rank in expected]
+    assert not torch.allclose(*biases)
+
+
 # --- Adasum ---
 
 
+class SpectralExcludes(Spectral, Excludes):
+    """A complex parameter and one of each rank's own."""
+
+
 def adasum() -> list[Any]:
-    weights = weights_after(HorovodStrategy(op="adasum"), max_epochs=1)
-    return [weights, weights_after("horovod_ext", max_epochs=1)]
+    weights = weights_after(HorovodStrategy(op="adasum"), SpectralExcludes, max_epochs=1)
+    return [weights, weights_after("horovod_ext", SpectralExcludes, max_epochs=1)]
 
 
 def test_adasum_combines_steps_over_mpi():
     first, second = run_horovod("mpirun", adasum)
+    assert not torch.allclose(first[0].pop("net.2.bias"), second[0].pop("net.2.bias"))
     assert_close(first[0], second[0], 0)
-    assert any((first[0][name] - average).abs().max() > 1e-3 for name, average in first[1].items())
+    assert any((weights - first[1][name]).abs().max() > 1e-3 for name, weights in first[0].items())
 
 
 def test_adasum_without_mpi_is_refused():
