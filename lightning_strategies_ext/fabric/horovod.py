@@ -31,6 +31,7 @@ from lightning_strategies_ext.horovod.exchange import (
 )
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
+from lightning_strategies_ext.horovod.metrics import MetricSync
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
@@ -151,6 +152,11 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         reset_seed()
         launch = environment.launch_of(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
+        from lightning_strategies_ext.horovod.collectives import HorovodCollectives  # needs Horovod
+
+        device = self.root_device
+        collectives = HorovodCollectives(lambda: device)  # without a reference to the strategy
+        MetricSync(lambda: collectives)  # until the process exits, as with a process group
         store = runtime.store() if self.world_size > 1 else None
         self._end_together(self.global_rank, self.world_size, store, runtime.let_go, Progress())
 

@@ -1,54 +1,56 @@
 """Metrics of torchmetrics under Horovod.
 
 By default a metric asks torch.distributed whether there are other ranks, and under Horovod the answer is wrong. For the
-time of a stage the metrics of a module ask Horovod instead; those that were given functions of their own keep them.
+time of a stage all metrics of the process ask Horovod instead, wherever they are: in modules, containers and callbacks,
+and those that are created later. Metrics that were given functions of their own use these.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from torch.nn import Module
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
 from lightning_strategies_ext.collectives import Collectives
 
+_USUAL_SYNC = Metric.sync
+
 
 class MetricSync:
-    """Lets the metrics in a module synchronise through our collectives, until :meth:`close`.
+    """Makes the metrics of this process synchronize over the ranks of Horovod, until :meth:`close`.
 
     Args:
-        module: The module.
-        collectives: Says what carries their states, which changes when this rank fails or enters a world.
+        collectives: Returns the collectives, which change when this rank fails or enters a world.
     """
 
-    def __init__(self, module: Module, collectives: Callable[[], Collectives]) -> None:
-        self._metrics: list[tuple[Metric, Any, Any]] = []
-        gather = _gather_with(collectives)
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.distributed_available_fn is jit_distributed_available:
-                self._metrics.append((metric, metric.distributed_available_fn, metric.dist_sync_fn))
-                metric.distributed_available_fn = _are_several_with(collectives)
-                if metric.dist_sync_fn is None:
-                    metric.dist_sync_fn = gather
+    def __init__(self, collectives: Callable[[], Collectives]) -> None:
+        self.collectives = collectives
+        _open.append(self)
+        Metric.sync = _sync  # type: ignore[assignment, method-assign]
 
     def close(self) -> None:
-        """Gives the metrics back what they had."""
-        for metric, is_available, sync in self._metrics:
-            metric.distributed_available_fn, metric.dist_sync_fn = is_available, sync
-        self._metrics.clear()
+        """Restores what metrics did before. A second call is a no-op."""
+        if self in _open:
+            _open.remove(self)
+        if not _open:
+            Metric.sync = _USUAL_SYNC  # type: ignore[method-assign]
 
 
-def _are_several_with(collectives: Callable[[], Collectives]) -> Callable[[], bool]:
-    def are_several() -> bool:
-        return collectives().rank() is not None and collectives().world_size() > 1
-
-    return are_several
+#: Those that are not closed; metrics use the last.
+_open: list[MetricSync] = []
 
 
-def _gather_with(collectives: Callable[[], Collectives]) -> Callable[..., list[Tensor]]:
-    def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return collectives().gather_list(tensor, group)
-
-    return gather
+def _sync(
+    metric: Metric,
+    dist_sync_fn: Callable[..., Any] | None = None,
+    process_group: Any = None,
+    should_sync: bool = True,
+    distributed_available: Callable[..., Any] | None = None,
+) -> None:
+    """Takes the place of ``Metric.sync``."""
+    is_asked = distributed_available in (None, jit_distributed_available)
+    if should_sync and is_asked and metric.distributed_available_fn is jit_distributed_available:
+        collectives = _open[-1].collectives()
+        distributed_available = lambda: collectives.rank() is not None and collectives.world_size() > 1  # noqa: E731
+        dist_sync_fn = dist_sync_fn or collectives.gather_list
+    _USUAL_SYNC(metric, dist_sync_fn, process_group, should_sync, distributed_available)

@@ -285,7 +285,7 @@ class HorovodStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             user_modules.move_optimizers(self.optimizers, self.root_device)
-        self._metrics = MetricSync(module, lambda: self.collectives)
+        self._metrics = MetricSync(lambda: self.collectives)
         trainer_logging.skip_needless_moves(trainer)
         self._begin_stage(trainer)
 

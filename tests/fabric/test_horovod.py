@@ -7,6 +7,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 from torch.nn import functional
+from torchmetrics import MeanMetric
 
 from tests.support.horovod_ranks import run_horovod
 from tests.support.models import MLP, NUM_FEATURES, assert_close, loader, state_of
@@ -38,11 +39,18 @@ def train_under_fabric(strategy: str, directory: str) -> dict[str, Any]:
         "before": before,
         "after": state_of(module),
         "gan": train_gan(fabric),
+        "metric": mean_of_ranks(fabric),
         "sum": fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum").item(),
         "gathered": fabric.all_gather(torch.tensor(fabric.global_rank)).tolist(),
         "sent": fabric.broadcast(fabric.global_rank, src=1),
         "any": fabric.strategy.reduce_boolean_decision(fabric.global_rank == 0, all=False),
     }
+
+
+def mean_of_ranks(fabric: Fabric) -> float:
+    metric = MeanMetric()
+    metric.update(float(fabric.global_rank))
+    return metric.compute().item()
 
 
 def train_gan(fabric: Fabric) -> dict[str, Any]:
