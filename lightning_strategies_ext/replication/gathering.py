@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection, labels_of, parts_of, rebuilt
 from lightning_strategies_ext.replication.splitting import is_array
 
+FLAGS = (bool, np.bool_)
 FRACTIONS = (float, complex, np.inexact)
 NUMBERS = (int, np.integer, np.bool_, *FRACTIONS)  # bool is an int
 
@@ -27,9 +28,10 @@ def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, na
     """Returns one value for the whole batch. Tensors keep their autograd history.
 
     Floating-point numbers, also as 0-dim tensors, become their mean over the samples, whole numbers and bools a tensor
-    with one entry per replica. Other tensors and arrays are concatenated. Tuples, mappings and dataclasses are gathered
-    part by part, and so are lists of values for the whole of a replica's samples. Lists with one entry per sample are
-    concatenated. Of other objects the first is returned if all are equal, else a list of them.
+    with one entry per replica, except that equal bools stay a bool. Other tensors and arrays are concatenated. Tuples,
+    mappings and dataclasses are gathered part by part, and so are lists of values for the whole of a replica's samples.
+    Lists with one entry per sample are concatenated. Of other objects the first is returned if all are equal, else a
+    list of them.
 
     Args:
         values: What each replica returned.
@@ -47,6 +49,8 @@ def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, na
         return gather_tensors(values, sizes, device, name)
     if any(isinstance(value, np.ndarray) for value in values):
         return gather_arrays(values, sizes, device, name)
+    if all(isinstance(value, FLAGS) and value == first for value in values):
+        return first
     if all(isinstance(value, NUMBERS) for value in values):
         if any(isinstance(value, FRACTIONS) for value in values):
             return weighted_mean(values, sizes, device)

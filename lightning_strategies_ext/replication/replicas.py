@@ -5,8 +5,9 @@ copies of which autograd knows: gradients flow back. The first replica has the m
 into them stays (as in ``torch.nn.DataParallel``); the others have copies.
 
 After a step the module takes over what its replicas have set: buffers of the first, attributes that are the same on
-all, and what :mod:`.containers` can put together. What it could not keep is an error, and so is a write to what all
-share (:mod:`.shared_tensors`).
+all, and what :mod:`.containers` can put together. What it could not keep is an error, as is a buffer that has the same
+shape and different values in the replicas, unless it holds running statistics, and so is a write to what all share
+(:mod:`.shared_tensors`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from lightning_strategies_ext.replication.containers import (
 from lightning_strategies_ext.replication.context import ReplicaContext
 from lightning_strategies_ext.replication.lightning_replica import adapt
 from lightning_strategies_ext.replication.metrics import ReplicaMetric, is_metric
-from lightning_strategies_ext.replication.shared_tensors import SharedTensors, writable_in, writes_to_weight
+from lightning_strategies_ext.replication.shared_tensors import SharedTensors, version_of, writable_in, writes_to_weight
 
 BATCH_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
 #: Attributes that need no taking over: those that are looked at by themselves, and the lists of their weights that
@@ -51,10 +52,12 @@ class Copy:
     Attributes:
         module: The copy.
         before: Its attributes before the step.
+        buffers: Its buffers before the step, without those of running statistics, and their versions.
     """
 
     module: Module
     before: dict[str, Any]
+    buffers: dict[str, tuple[Tensor | None, int]]
 
 
 class Replicas:
@@ -199,7 +202,10 @@ class Replicas:
                 adapt(module, original, context)
             elif self._sync_batchnorm and isinstance(original, BATCH_NORMS) and original.training:
                 attributes["forward"] = forward_of_whole_batch(original, context)
-        return [Copy(module, module.__dict__.copy()) for module in modules]
+        return [
+            Copy(module, module.__dict__.copy(), buffers_to_compare(module) if module._buffers else {})
+            for module in modules
+        ]
 
     def _take_over(self, original: Module, copies: Sequence[Copy], sizes: Sequence[int]) -> None:
         root_device = self._devices[0]
@@ -207,6 +213,9 @@ class Replicas:
             for kind in ("_parameters", "_modules"):
                 if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
                     raise LostError("the parameters or submodules that it has")
+        for name in copies[0].buffers:
+            if _has_diverged(name, copies, root_device):
+                raise LostError(f"the buffer `self.{name}`")
         original._buffers.update(copies[0].module._buffers)
         changed: dict[str, None] = {}
         for copy in copies:
@@ -301,6 +310,43 @@ def copies_on(parameters: Sequence[Parameter], devices: Sequence[torch.device]) 
     return [[parameter.to(device) for parameter in parameters] for device in devices]
 
 
+def buffers_to_compare(module: Module) -> dict[str, tuple[Tensor | None, int]]:
+    """Returns the buffers of a replica's module, and their versions, except those that hold running statistics.
+
+    Such are those of torch's own modules (batch normalization, observers), and those with names as torch gives them.
+    """
+    if type(module).__module__.startswith("torch."):
+        return {}
+    return {
+        name: (buffer, version_of(buffer))
+        for name, buffer in module._buffers.items()
+        if not name.startswith("running_") and name != "num_batches_tracked"
+    }
+
+
+def _has_diverged(name: str, copies: Sequence[Copy], device: torch.device) -> bool:
+    """Whether replicas have changed a buffer, and it now has one shape and different values.
+
+    The first replica has the module's own buffers, which hooks of an optimizer may have changed. Shapes that differ are
+    those of a cache that is sized by the part of the batch.
+    """
+    now = [copy.module._buffers.get(name) for copy in copies]
+    if all(
+        buffer is copy.buffers[name][0] and version_of(buffer) == copy.buffers[name][1]
+        for copy, buffer in zip(copies[1:], now[1:], strict=True)
+    ):
+        return False
+    first, *others = (None if buffer is None else buffer.to(device) for buffer in now)
+    return any(
+        first is not None and other is not None and first.shape == other.shape and not _is_close(first, other)
+        for other in others
+    )
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or (one.is_floating_point() and torch.allclose(one, other, equal_nan=True))
+
+
 def modules_to_copy(module: Module) -> list[Module]:
     """Returns a module and all modules inside it, but for metrics and what is in them."""
     found = {module: None}
@@ -337,6 +383,7 @@ def _lost(module: Module, what: str) -> RuntimeError:
     return RuntimeError(
         f"A step changed {what} of {type(module).__name__} differently in each replica, and only one of them could be"
         " kept. Return it from the step and change it in `on_train_batch_end` or the like, log it, or append it to a"
-        " list; a buffer keeps the first replica's value. A module that needs this state in each replica can be trained"
-        " with `strategy='ddp_ext'`."
+        " list. Keep a cache that is sized by the batch in a buffer, in a dict with the size as key, or by"
+        " `functools.lru_cache`. A buffer of running statistics keeps the first replica's value if its name begins with"
+        " `running_`. A module that needs this state in each replica can be trained with `strategy='ddp_ext'`."
     )

@@ -60,7 +60,7 @@ class SharedTensors:
         return None
 
     def _versions_now(self) -> list[int]:
-        return [_version(value) for value in self._values]
+        return [version_of(value) for value in self._values]
 
     @torch.no_grad()
     def _norms_now(self) -> list[float]:
@@ -68,12 +68,13 @@ class SharedTensors:
         return [norm.item() for norm in torch._foreach_norm(parameters)] if parameters else []
 
 
-def _version(value: Any) -> int:
+def version_of(value: Any) -> int:
+    """A number that changes when a tensor or a small array is written to in place; 0 for other objects."""
     if isinstance(value, np.ndarray):
         return hash(value.tobytes()) if value.nbytes <= _MAX_ARRAY_BYTES else 0
     try:
         return value._version  # type: ignore[no-any-return]
-    except RuntimeError:  # a tensor that was made in inference mode has none
+    except (AttributeError, RuntimeError):  # a tensor that was made in inference mode has none
         return 0
 
 

@@ -205,6 +205,68 @@ def test_what_one_step_on_the_whole_batch_would_have_made_otherwise_is_refused(w
         make_trainer(way(2), 1).fit(with_attributes(update, **attributes)(), loader(10, batch_size=10))
 
 
+class WithBuffers(MLP):
+    """Writes its buffers in each step."""
+
+    def __init__(self, update):
+        super().__init__()
+        self.update = update
+        self.register_buffer("queue", torch.full((16,), -1.0))
+        self.register_buffer("cached", None, persistent=False)
+        self.register_buffer("running_mean", torch.zeros(NUM_FEATURES))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch, batch_idx):
+        self.update(self, *batch, batch_idx)
+        return self.loss(batch)
+
+
+def enqueue(model, x, y, i):
+    model.queue[: len(x)] = x[:, 0]
+
+
+def enqueue_anew(model, x, y, i):
+    model.queue = torch.cat([x[:, 0], model.queue])[:16]
+
+
+def keep_running(model, x, y, i):
+    model.steps += 1
+    model.running_mean.lerp_(x.mean(0), 0.1)
+    if model.cached is None or len(model.cached) != len(x):
+        model.cached = torch.eye(len(x))
+
+
+@pytest.mark.parametrize("update", [enqueue, enqueue_anew])
+@each_way
+def test_a_buffer_that_replicas_change_differently_is_refused(way, update):
+    with pytest.raises(RuntimeError, match=r"the buffer `self\.queue` of WithBuffers differently.*`running_`"):
+        make_trainer(way(2), 1).fit(WithBuffers(update), loader(10, batch_size=10))
+
+
+@each_way
+def test_buffers_of_running_statistics_and_caches_are_the_first_replicas(way):
+    model = train(way(3), lambda: WithBuffers(keep_running), max_epochs=1)[1]
+    assert model.steps == 7
+    first_parts = [x[: -(-len(x) // 3)] for x, _ in loader(64, batch_size=10)]
+    expected = torch.zeros(NUM_FEATURES)
+    for x in first_parts:
+        expected.lerp_(x.mean(0), 0.1)
+    torch.testing.assert_close(model.running_mean, expected)
+    assert model.cached.shape == (2, 2)
+
+
+def cache_by_attribute(model, x, y, i):
+    if model.cached is None or len(model.cached) != len(x):
+        model.cached = torch.eye(len(x))
+
+
+def test_an_attribute_that_is_sized_by_the_part_names_what_works():
+    model = with_attributes(cache_by_attribute, cached=None)()
+    text = r"`self\.cached` of Model.*sized by the batch in a buffer, in a dict.*`functools\.lru_cache`"
+    with pytest.raises(RuntimeError, match=text):
+        make_trainer("dp_ext", 2).fit(model, loader(9, batch_size=9))
+
+
 @pytest.mark.parametrize(
     ("update", "place"),
     [

@@ -73,6 +73,7 @@ STEPS = {
     "list of tensors": boxes,
     "list of dicts": lambda x: [{"boxes": box, "name": "a", "count": len(box)} for box in boxes(x)],
     "string": lambda x: "train",
+    "flag": lambda x: True,
     "dtype": lambda x: x.dtype,
     "None": lambda x: None,
     "empty list": lambda x: [],
