@@ -7,6 +7,7 @@ import random
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,14 @@ Predict = Callable[[list[int]], Any]
 class Scores(NamedTuple):
     logits: torch.Tensor
     names: list[str]
+
+
+@dataclass(frozen=True)
+class Detection:
+    scores: torch.Tensor
+    boxes: list[torch.Tensor]
+    model: str
+    final: bool
 
 
 def logits(keys: list[int]) -> torch.Tensor:
@@ -61,6 +70,8 @@ PREDICT_STEPS: dict[str, Predict] = {
     "list of numbers": lambda keys: list(keys),
     "list of batched tensors": lambda keys: [logits(keys), torch.tensor(keys)],
     "None": lambda keys: None,
+    "dataclass": lambda keys: Detection(logits(keys), boxes(keys), "detector", final=True),
+    "strings beside tensors": lambda keys: {"kind": "logits", "values": logits(keys), "flags": (True, ("a",) * 7)},
     "empty dict": lambda keys: {},
 }
 
@@ -101,6 +112,9 @@ def assert_same(actual: Any, expected: Any) -> None:
     elif isinstance(expected, dict):
         assert list(actual) == list(expected)
         assert_same(list(actual.values()), list(expected.values()))
+    elif is_dataclass(expected):
+        for field in fields(expected):
+            assert_same(getattr(actual, field.name), getattr(expected, field.name))
     elif isinstance(expected, list | tuple):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
@@ -243,6 +257,7 @@ class TestWholeOutputs:
             lambda keys: torch.tensor(keys[0]),
             lambda keys: torch.zeros(len(keys) + 1, keys[0]),
             lambda keys: f"written to {keys[0]}",
+            lambda keys: {"file": f"{keys[0]}", "is_written": True, "error": None},
             lambda keys: {"loss": torch.tensor(0.5), "logits": logits(keys)},
             lambda keys: [logits(keys), float(keys[0]), "three entries for two samples"],
             lambda keys: {keys[0]},

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_strategies_ext.nested import identity_of, parts_of, rebuilt
+from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection, parts_of, rebuilt
 
 IntArray = npt.NDArray[np.int64]
 
@@ -34,6 +34,10 @@ CARRIERS = {
     torch.float8_e5m2: torch.int8,
     torch.float8_e5m2fnuz: torch.int8,
 }
+
+
+#: What is the same for each sample of a batch. Numbers are not: they may be computed from all samples.
+CONSTANTS = (str, bool, type(None))
 
 
 @dataclass
@@ -166,7 +170,8 @@ class Outputs:
         self._next[rank] += 1
         if self._rows_left[batch]:
             self._held[batch] = output
-            self._forms[batch] = form_of(output, self._sizes[batch], self._readings)
+            form = form_of(output, self._sizes[batch], self._readings)
+            self._forms[batch] = None if form is None or is_of_batch(form) else form
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,8 @@ class Form:
 
     Args:
         kind: The type of the value; of a collection, what tells it from others.
-        details: Dtype, device and shape of a row of a tensor or array; the keys of a dict; ``ENTRY_PER_SAMPLE``.
+        details: Dtype, device and shape of a row of a tensor or array; the keys of a dict; ``ENTRY_PER_SAMPLE``; the
+            value of a constant.
         parts: The forms of a collection's values.
     """
 
@@ -201,14 +207,20 @@ class ListReadings:
     def has_entry_per_sample(self, values: list[Any], num_samples: int, position: tuple[int, ...]) -> bool | None:
         """Tells for a list that can be split, at a position given by the position in each collection around it."""
         may_be_entries = len(values) == num_samples
-        if may_be_entries and all(can_be_split(value, num_samples) for value in values):
+        if may_be_entries and all(can_be_split(value, num_samples, (type(None),)) for value in values):
             return self._known.get(position)
         self._known[position] = may_be_entries
         return may_be_entries
 
 
-def can_be_split(value: Any, num_samples: int) -> bool:
-    """Whether each sample's part of an output, or of a value in it, can be told."""
+def can_be_split(value: Any, num_samples: int, constants: tuple[type, ...] = CONSTANTS) -> bool:
+    """Whether each sample's part of an output, or of a value in it, can be told.
+
+    Args:
+        value: The output, or a value in it.
+        num_samples: The number of samples that it is for.
+        constants: Types of objects that are taken as the same for each sample.
+    """
     if isinstance(value, torch.Tensor):
         # Only such tensors have rows that can be indexed and joined.
         plain = value.layout == torch.strided and not value.is_nested and not value.is_quantized
@@ -217,9 +229,11 @@ def can_be_split(value: Any, num_samples: int) -> bool:
         return value.ndim > 0 and value.shape[0] == num_samples
     if isinstance(value, list) and len(value) == num_samples:
         return True
-    if isinstance(value, dict | tuple | list):
-        return all(can_be_split(part, num_samples) for part in parts_of(value))
-    return value is None
+    if isinstance(value, tuple) and len(value) == num_samples and any(isinstance(part, str) for part in value):
+        return False  # one string per sample, or strings for the whole batch
+    if is_collection(value):
+        return all(can_be_split(part, num_samples, constants) for part in parts_of(value))
+    return isinstance(value, constants)
 
 
 def form_of(value: Any, num_samples: int, readings: ListReadings, position: tuple[int, ...] = ()) -> Form | None:
@@ -230,8 +244,8 @@ def form_of(value: Any, num_samples: int, readings: ListReadings, position: tupl
         return Form(torch.Tensor, (value.dtype, value.device, value.shape[1:]))
     if isinstance(value, np.ndarray):
         return Form(type(value), (value.dtype, value.shape[1:]))
-    if value is None:
-        return Form(type(None))
+    if isinstance(value, CONSTANTS):
+        return Form(type(value), value)
     if isinstance(value, list):
         has_entry_per_sample = readings.has_entry_per_sample(value, num_samples, position)
         if has_entry_per_sample is not False:
@@ -242,13 +256,22 @@ def form_of(value: Any, num_samples: int, readings: ListReadings, position: tupl
         if form is None:
             return None
         parts.append(form)
-    return Form(identity_of(type(value)), tuple(value) if isinstance(value, dict) else None, tuple(parts))
+    return Form(identity_of(type(value)), tuple(value) if isinstance(value, MAPPINGS) else None, tuple(parts))
+
+
+def is_of_batch(form: Form) -> bool:
+    """Whether an output has a string or bool, and nothing of single samples: as the name of a file with a batch."""
+    leaves = [form]
+    for leaf in leaves:
+        leaves += leaf.parts
+    kinds = {leaf.kind for leaf in leaves if isinstance(leaf.kind, type)}
+    return bool(kinds & {str, bool}) and kinds <= {*CONSTANTS}
 
 
 def gather(form: Form, values: list[Any], rows: list[IntArray], positions: list[IntArray]) -> Any:
     """Returns one batch, in which row ``rows[i][j]`` of ``values[i]`` stands at ``positions[i][j]``."""
-    if form.kind is type(None):
-        return None
+    if form.kind in CONSTANTS:
+        return form.details
     if form.kind is torch.Tensor:
         # Allocated once, with no other tensor of its size beside it that would leave holes between those that stay.
         tensor = values[0].new_empty((sum(map(len, rows)), *values[0].shape[1:]))
@@ -287,6 +310,6 @@ def copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, dict | tuple | list):
+    if is_collection(value):
         return rebuilt(value, [copied(part) for part in parts_of(value)])
     return value
