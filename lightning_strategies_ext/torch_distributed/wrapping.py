@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -186,7 +185,8 @@ class BackwardPasses:
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._is_prepared = self._is_in_pass = False
+        self._is_prepared = False
+        self._pass = -1  # the last backward pass that reached the output, by its number
         model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, model: Module, args: Any, output: Any) -> None:
@@ -195,44 +195,45 @@ class BackwardPasses:
         assert isinstance(model, DistributedDataParallel)
         is_exchanged: bool = model.require_backward_grad_sync
         self._is_prepared = self._is_prepared or is_exchanged
-        self._is_in_pass = False  # also if the last pass has raised
 
         def begin_pass(gradient: Tensor) -> None:
-            if not self._is_in_pass and _accumulates_in(model):
-                self._begin_pass(model, is_exchanged)
+            number = torch._C._current_graph_task_id()  # a private name of torch's (2.5 to 2.13)
+            if number == self._pass:
+                return
+            self._pass = number
+            if (model.find_unused_parameters or model.static_graph) and not _accumulates_in(model):
+                return
+            if is_exchanged and not self._is_prepared:
+                _prepare(model)
+            self._is_prepared = False
 
         for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(begin_pass)
 
-    def _begin_pass(self, model: DistributedDataParallel, is_exchanged: bool) -> None:
-        self._is_in_pass = True
-        Variable._execution_engine.queue_callback(self._end_pass)
-        if self._is_prepared or not is_exchanged:
-            self._is_prepared = False
-            return
-        for name in ("find_unused_parameters", "static_graph"):
-            if vars(model)[name]:
-                raise RuntimeError(
-                    f"`{name}=True`: two forward passes were followed by two backward passes, and DDP can exchange the"
-                    f" gradients of one of them only. Leave out `{name}`, run each backward pass before the next"
-                    " forward pass, or run one backward pass of the sum of the losses."
-                )
-        model.require_forward_param_sync = True
-        model.reducer._rebuild_buckets()
-        model.reducer.prepare_for_backward([])
 
-    def _end_pass(self) -> None:
-        self._is_in_pass = False
+def _prepare(model: DistributedDataParallel) -> None:
+    """Prepares the reducer as DDP's forward does, for a backward pass that has begun."""
+    for name, is_on in (
+        ("find_unused_parameters", model.find_unused_parameters),
+        ("static_graph", model.static_graph),
+    ):
+        if is_on:
+            raise RuntimeError(
+                f"`{name}=True`: two forward passes were followed by two backward passes, and DDP can exchange the"
+                f" gradients of one of them only. Leave out `{name}`, run each backward pass before the next forward"
+                " pass, or run one backward pass of the sum of the losses."
+            )
+    model.require_forward_param_sync = True
+    model.reducer._rebuild_buckets()
+    model.reducer.prepare_for_backward([])
 
 
 def _accumulates_in(model: DistributedDataParallel) -> bool:
-    """Whether the backward pass of this thread accumulates gradients in parameters: `torch.autograd.grad` does not.
+    """Whether the current backward pass accumulates gradients in parameters; ``torch.autograd.grad`` does not.
 
-    Without ``find_unused_parameters`` and ``static_graph``, the reducer can be prepared twice, so the answer is True.
+    It matters with ``find_unused_parameters`` and ``static_graph`` only: else the reducer can be prepared twice.
     """
-    if not (model.find_unused_parameters or model.static_graph):
-        return True
     nodes = (get_gradient_edge(each).node for each in model.parameters() if each.requires_grad)
     try:
         return any(map(torch._C._will_engine_execute_node, nodes))
