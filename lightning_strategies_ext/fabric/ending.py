@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import Store
 from typing_extensions import override
 
@@ -19,7 +20,7 @@ from lightning_strategies_ext.arguments import check_patience
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.uncaught import on_uncaught
-from lightning_strategies_ext.launch.scripts import exit_code_of
+from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.world import World
 
@@ -34,9 +35,16 @@ class EndsTogether:
     collectives: Collectives
     world_size: int
 
-    def __init__(self, *args: Any, patience: float | timedelta | None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        cluster_environment: ClusterEnvironment | None,
+        patience: float | timedelta | None,
+        **kwargs: Any,
+    ) -> None:
         self._patience_s = check_patience(patience)
         self._world = World(self._engine)
+        kwargs["cluster_environment"] = environment_of_child(cluster_environment)
         super().__init__(*args, **kwargs)
 
     @property

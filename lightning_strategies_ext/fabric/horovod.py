@@ -32,6 +32,7 @@ from lightning_strategies_ext.horovod.exchange import (
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
+from lightning_strategies_ext.launch.scripts import environment_of_child
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 
@@ -96,11 +97,12 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         if precision is not None and not isinstance(precision, Precision):
             raise TypeError(f"`precision` must be a Precision of lightning.fabric, got {precision!r}.")
         runtime.check_installed()
+        cluster_environment = environment_of_child(None)
         launch = Launch.find()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=None if launch is None else environment.HorovodEnvironment(launch),
+            cluster_environment=cluster_environment if launch is None else environment.HorovodEnvironment(launch),
             checkpoint_io=checkpoint_io,
             precision=precision,
             patience=patience,

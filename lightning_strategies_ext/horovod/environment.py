@@ -7,6 +7,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us, lost_starter
+from lightning_strategies_ext.launch import rank_variables
 
 
 class HorovodEnvironment(ClusterEnvironment):
@@ -130,6 +131,7 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
             raise ValueError(
                 f"The processes were started for {type(environment).__name__}, and Horovod's ranks come from"
                 " `horovodrun` or `mpirun`. Start the script with one of these, or once with `python`."
+                f" {rank_variables.inherited_text()}"
             )
         return
     launch = environment.launch

@@ -20,6 +20,7 @@ from lightning_strategies_ext import forking
 from lightning_strategies_ext.failure import watch
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
 from lightning_strategies_ext.horovod_build.installed import horovod_problem, what_is_not_fixed
+from lightning_strategies_ext.launch import rank_variables
 from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
@@ -65,6 +66,7 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
             set_defaults_for_cpus_over_mpi()
         with told_as_by_a_launcher(launch) if launch.launcher == "python" else nullcontext():
             hvd.init(process_sets=process_sets)
+    rank_variables.record_owner()
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit)  # Horovod's own comes after it, and has nothing more to do
     if process_set is not None and process_set.process_set_id is None:

@@ -14,11 +14,15 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.failure.detection import how_it_ended
 from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
 from lightning_strategies_ext.failure.report import say, show_block
 from lightning_strategies_ext.failure.watch import GRACE_S, MARGIN_S, failure_known, of_process
+from lightning_strategies_ext.launch import rank_variables
 
 #: How often a process is asked whether it has ended, in seconds.
 _POLL_S = 0.1
@@ -63,6 +67,17 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
         if _started:  # before the watch ends, which knows if one of them is stuck
             atexit.unregister(_wait_for_all)
             atexit.register(_wait_for_all)
+
+
+def environment_of_child(environment: ClusterEnvironment | None) -> ClusterEnvironment | None:
+    """The cluster environment of a strategy; in a process that a rank has started, one in which it starts ranks.
+
+    Args:
+        environment: As the user has chosen it; then it stays.
+    """
+    if environment is None and rank_variables.drop_inherited():
+        return LightningEnvironment()
+    return environment
 
 
 def _end(processes: "Sequence[subprocess.Popen[Any]]") -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure import report
+from lightning_strategies_ext.launch import rank_variables
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
 from lightning_strategies_ext.launch.processes.conditions import RngState, is_interactive
 from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool, wait_until_closed
@@ -81,7 +82,7 @@ class Workers:
             raise ValueError(
                 f"`{self._starter.name}` would start {num_processes} workers in each of the"
                 f" processes that were started for {type(environment).__name__} already. Use"
-                " `strategy='ddp_ext'`, or start the script once."
+                f" `strategy='ddp_ext'`, or start the script once. {rank_variables.inherited_text()}"
             )
         self._starter.check_can_start()
 

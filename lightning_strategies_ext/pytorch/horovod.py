@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -44,6 +44,7 @@ from lightning_strategies_ext.horovod.exchange import (
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import HorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
+from lightning_strategies_ext.launch.scripts import environment_of_child
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
@@ -121,8 +122,8 @@ class HorovodStrategy(ParallelStrategy):
                 " Leave one of them out, or use `uneven_inputs='stop'`."
             )
         runtime.check_installed()
+        cluster_environment = environment_of_child(None)
         launch = Launch.find()
-        cluster_environment: ClusterEnvironment | None = None
         if launch is not None:
             cluster_environment = environment.HorovodEnvironment(launch)
             launching.say_rank(launch.rank)

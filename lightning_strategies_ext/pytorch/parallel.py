@@ -45,7 +45,7 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.uncaught import announced, on_uncaught
-from lightning_strategies_ext.launch.scripts import exit_code_of
+from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.registry import Registered
@@ -106,7 +106,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
+            cluster_environment=environment_of_child(cluster_environment),
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )

@@ -24,6 +24,7 @@ from lightning_strategies_ext import forking, shm
 from lightning_strategies_ext.connections import noting_connections
 from lightning_strategies_ext.failure.ending import at_end
 from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
+from lightning_strategies_ext.launch import rank_variables
 from lightning_strategies_ext.shm.options import ShmOptions
 
 if TYPE_CHECKING:
@@ -214,9 +215,11 @@ def start(
                 f" before, and should now be rank {rank} of {world_size}. Ask for as many devices and nodes as before,"
                 " or call `torch.distributed.destroy_process_group()` first."
             )
+        rank_variables.record_owner()
         return backend
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
+    rank_variables.record_owner()
     log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
     check_options(options, backend)
     join(backend, _next_store(rank, world_size, timeout), rank, world_size, device, timeout, options)
@@ -266,7 +269,13 @@ def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.S
     place = os.getpid(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size
     if place not in _stores:
         _stores.clear()
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout or default_pg_timeout)))
+        try:
+            store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout or default_pg_timeout)))
+        except dist.DistNetworkError as error:
+            if rank == 0 and "EADDRINUSE" in str(error):
+                text = f"Another process uses the port of rank 0. {rank_variables.inherited_text()}"
+                raise RuntimeError(text) from error
+            raise
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _of_this_round(store, rank, world_size, timeout or default_pg_timeout)
         _stores[place] = store, count()

@@ -1,0 +1,83 @@
+"""The environment variables that make a process a rank, which every process that a rank starts inherits.
+
+A process that a rank starts, such as a script that ``subprocess`` runs, is not a rank. So each rank records in its
+environment that the variables belong to its process. A process that finds the record of another process there, with the
+same variables, has inherited them. A launcher that a rank starts gives other variables to its own ranks.
+"""
+
+import json
+import os
+import re
+
+#: Which process the variables belong to, and by which values they are recognized.
+OWNER = "LIGHTNING_STRATEGIES_EXT_RANK_PROCESS"
+#: Variables that differ between two ranks, or between the ranks of two launches.
+_IDENTITY = (
+    "LOCAL_RANK",
+    "RANK",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_PROCID",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "JSM_NAMESPACE_RANK",
+    "HOROVOD_RANK",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_NAMESPACE",
+    "PMI_RANK",
+    "PMI_JOBID",
+)
+#: What launchers, Lightning, and this package set for each rank.
+OF_RANKS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_|NODE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
+    r"|SLURM_(NTASKS|PROCID|LOCALID|NODEID)|JSM_NAMESPACE_\w+"
+    r"|HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_\w+|GLOO_IFACE|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)"
+    r"|OMPI_COMM_WORLD_\w+|OMPI_UNIVERSE_SIZE|OMPI_MCA_(ess|orte|pmix)_\w+|PRTE_\w+|PMIX_\w+|PMI_\w+|MPI_LOCAL\w+"
+    r"|LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY)"
+)
+
+
+def record_owner() -> None:
+    """Records that the variables of this environment belong to this process; called by a rank."""
+    os.environ[OWNER] = json.dumps([os.getpid(), _identity()])
+
+
+def drop_inherited() -> bool:
+    """Removes the variables of another process, which is a rank and has started this one or an ancestor of it.
+
+    Returns:
+        Whether there were any.
+    """
+    if OWNER not in os.environ:
+        return False
+    pid, identity = json.loads(os.environ[OWNER])
+    if pid == os.getpid():
+        return False
+    is_inherited = bool(identity == _identity())
+    for name in _names() if is_inherited else []:
+        del os.environ[name]
+    del os.environ[OWNER]
+    return is_inherited
+
+
+def environment_for_ranks() -> dict[str, str]:
+    """The environment of this process, for ranks that it starts."""
+    return {name: value for name, value in os.environ.items() if name != OWNER}
+
+
+def inherited_text() -> str:
+    """What a message says about variables that this process may have inherited."""
+    listed = ", ".join(f"{name}={os.environ[name]}" for name in _names())
+    return (
+        f"This process takes its rank from the environment variables {listed}. If a rank has started it, it is not a"
+        " rank and has inherited them: remove them from the environment that the rank passes to it."
+    )
+
+
+def _names() -> list[str]:
+    return sorted(name for name in os.environ if OF_RANKS.fullmatch(name))
+
+
+def _identity() -> dict[str, str]:
+    return {name: os.environ[name] for name in _IDENTITY if name in os.environ}
