@@ -18,9 +18,11 @@ Other packages can offer strategies the same way, through entry-point groups of 
     my_strategy = "my_package.strategies:MyStrategy"
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, distributions, entry_points
 from importlib.util import find_spec
@@ -41,6 +43,11 @@ BACKENDS = "torch.distributed.distributed_c10d"
 #: Releases on the package index that steal credentials as soon as they are imported (2026-04-30).
 MALICIOUS_VERSIONS = ("2.6.2", "2.6.3")
 ADVISORY = "GHSA-w37p-236h-pfx3"
+
+#: The working directory at the import of torch, which is usually that in which the user has started this process.
+INITIAL_DIRECTORY = os.sep
+with suppress(OSError):  # it may have been deleted
+    INITIAL_DIRECTORY = os.getcwd()
 
 _installed = False
 

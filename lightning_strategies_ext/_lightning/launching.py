@@ -1,9 +1,13 @@
 """What is private in how Lightning starts processes."""
 
-from typing import Any
+from collections.abc import Sequence
+from importlib import import_module
 
 from lightning.fabric.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as FabricMultiProcessingLauncher,
+)
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    _hydra_subprocess_cmd,
 )
 from lightning.fabric.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as FabricSubprocessScriptLauncher,
@@ -17,6 +21,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.imports import RequirementCache
 
 # The launcher classes (2.5 to 2.6): the Trainer asks `isinstance(launcher, _SubprocessScriptLauncher)` on Ctrl-C, and
 # Fabric asks for its `_MultiProcessingLauncher`, so ours must be of those classes. In the Trainer, ours must not be a
@@ -26,18 +31,21 @@ __all__ = [
     "FabricSubprocessScriptLauncher",
     "Launcher",
     "SubprocessScriptLauncher",
-    "call_children_scripts",
+    "hydra_command",
     "say_rank",
     "set_num_threads_if_needed",
 ]
 
 
-def call_children_scripts(launcher: Any) -> None:
-    """Starts the script once more for each further device; ``launcher.procs`` has the processes then (2.5 to 2.6).
+def hydra_command(local_rank: int) -> tuple[Sequence[str], str] | None:
+    """The command and the directory with which Lightning starts a rank of a script of Hydra; None for other scripts.
 
-    ``launch`` of both script launchers calls it, and an observer after it, which kills all ranks when one fails.
+    ``_call_children_scripts`` of both script launchers decides between it and a command for other scripts (2.5 to 2.6).
     """
-    launcher._call_children_scripts()
+    if not RequirementCache("hydra-core"):
+        return None
+    is_in_use = import_module("hydra.core.hydra_config").HydraConfig.initialized()
+    return _hydra_subprocess_cmd(local_rank) if is_in_use else None
 
 
 def say_rank(rank: int) -> None:

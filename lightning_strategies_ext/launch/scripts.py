@@ -6,6 +6,7 @@ Lightning has an observer for the same, which kills all ranks at once, whatever 
 """
 
 import atexit
+import os
 import subprocess
 import threading
 import time
@@ -23,6 +24,7 @@ from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
 from lightning_strategies_ext.failure.report import say, show_block
 from lightning_strategies_ext.failure.watch import GRACE_S, MARGIN_S, failure_known, of_process
 from lightning_strategies_ext.launch import rank_variables
+from lightning_strategies_ext.launch.command import find_command
 
 #: How often a process is asked whether it has ended, in seconds.
 _POLL_S = 0.1
@@ -31,7 +33,10 @@ _END_S = 3.0
 #: How long the process that has started others waits for them at its end without a word, in seconds.
 _SAY_S = 10.0
 
+_WORLD_SIZE = "WORLD_SIZE"
 _started: list["subprocess.Popen[Any]"] = []
+#: The user's values of variables that have others during a stage.
+_replaced: dict[str, str | None] = {}
 
 
 @contextmanager
@@ -48,7 +53,7 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
     environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
     try:
         if not environment.creates_processes_externally:
-            launching.call_children_scripts(launcher)
+            _start(launcher)
             _started.extend(launcher.procs)
             if launcher.procs:
                 threading.Thread(
@@ -57,6 +62,9 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
                     daemon=True,
                     name="script watch",
                 ).start()
+        if isinstance(environment, LightningEnvironment):
+            _replaced.setdefault(_WORLD_SIZE, os.environ.get(_WORLD_SIZE))
+            os.environ[_WORLD_SIZE] = str(launcher.num_processes * launcher.num_nodes)
         launching.set_num_threads_if_needed(num_processes=launcher.num_processes)
         yield
     except BaseException:
@@ -78,6 +86,38 @@ def environment_of_child(environment: ClusterEnvironment | None) -> ClusterEnvir
     if environment is None and rank_variables.drop_inherited():
         return LightningEnvironment()
     return environment
+
+
+def tear_down(environment: ClusterEnvironment) -> None:
+    """Tears a cluster environment down at the end of a stage, and restores the user's environment variables.
+
+    Lightning's deletes ``WORLD_SIZE``, also that of the user.
+    """
+    user_value = _replaced.pop(_WORLD_SIZE, os.environ.get(_WORLD_SIZE))
+    environment.teardown()
+    if user_value is not None:
+        os.environ[_WORLD_SIZE] = user_value
+
+
+def _start(launcher: Any) -> None:
+    """Starts the script once more for each further device; ``launcher.procs`` has the processes then."""
+    environment = launcher.cluster_environment
+    if environment.local_rank() != 0:
+        raise RuntimeError(
+            f"Local rank {environment.local_rank()} would start the other ranks of this host, which only local rank 0"
+            f" does. `creates_processes_externally` of {type(environment).__name__} must be True in the other ranks."
+        )
+    local_ranks = range(1, launcher.num_processes)
+    commands = {rank: launching.hydra_command(rank) or find_command() for rank in local_ranks}
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    os.environ["NODE_RANK"] = str(environment.node_rank())
+    os.environ["LOCAL_RANK"] = "0"
+    world_size = str(launcher.num_processes * launcher.num_nodes)
+    inherited = {_WORLD_SIZE: world_size, **rank_variables.environment_for_ranks()}
+    for rank, (command, directory) in commands.items():
+        variables = {**inherited, "LOCAL_RANK": str(rank)}
+        launcher.procs.append(subprocess.Popen(command, env=variables, cwd=directory))
 
 
 def _end(processes: "Sequence[subprocess.Popen[Any]]") -> None:

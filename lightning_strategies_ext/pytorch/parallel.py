@@ -45,7 +45,7 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.uncaught import announced, on_uncaught
-from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of
+from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.registry import Registered
@@ -346,7 +346,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         self._world.leave(is_over=self._ends_with_teardown)
         self._world.release_sigterm()
         if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
+            tear_down(self.cluster_environment)
         user_modules.move_optimizers(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
             self.lightning_module.cpu()

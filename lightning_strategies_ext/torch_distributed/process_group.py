@@ -273,8 +273,7 @@ def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.S
             store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout or default_pg_timeout)))
         except dist.DistNetworkError as error:
             if rank == 0 and "EADDRINUSE" in str(error):
-                text = f"Another process uses the port of rank 0. {rank_variables.inherited_text()}"
-                raise RuntimeError(text) from error
+                raise dist.DistNetworkError(f"{error}. {rank_variables.inherited_text()}") from error
             raise
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _of_this_round(store, rank, world_size, timeout or default_pg_timeout)

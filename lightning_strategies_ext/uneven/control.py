@@ -18,6 +18,7 @@ runs out within a window of accumulation shadows to its end. With "error" the by
 waited for when the next one begins.
 """
 
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import inf
@@ -27,7 +28,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_strategies_ext._lightning import trainer_data
 from lightning_strategies_ext.collectives import Collectives
@@ -225,8 +226,18 @@ class UnevenInputsControl:
         is_counted = fit_loop.max_batches < inf and not any(
             isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders
         )
-        own = torch.tensor([fit_loop.max_batches, float(is_counted)], dtype=torch.float64, device=self._device)
-        told = self._collectives.all_gather(own).view(self._world_size, 2)
+        seeds = [seed for loader in loaders for seed in self._seeds_of_order(loader)]
+        checksum = zlib.crc32(repr(seeds).encode())
+        own = torch.tensor(
+            [fit_loop.max_batches, float(is_counted), checksum], dtype=torch.float64, device=self._device
+        )
+        told = self._collectives.all_gather(own).view(self._world_size, 3)
+        if len(told[:, 2].unique()) > 1:
+            raise ValueError(
+                f"Ranks shuffle their training data with different seeds (rank {self._rank}: {seeds}), so that several"
+                " ranks use some samples and no rank uses others. Call `seed_everything` with the same seed on all"
+                " ranks, or pass samplers with the same seed."
+            )
         self._lengths = told[:, 0].tolist()
         if told[:, 1].all():
             if len(set(self._lengths)) > 1:
@@ -234,6 +245,13 @@ class UnevenInputsControl:
         else:
             self._lengths = [inf] * self._world_size
             self._look_ahead(fetcher, told[:, 0])
+
+    def _seeds_of_order(self, loader: Any) -> list[int]:
+        """The seed with which a loader's sampler shuffles what it distributes among the ranks, if it does."""
+        sampler = getattr(loader, "sampler", None)
+        if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != self._world_size:
+            return []
+        return [sampler.seed] if sampler.shuffle else []
 
     def _even_out(self, fetcher: Any) -> None:
         if self._way == "error":

@@ -1,5 +1,6 @@
-"""How the ranks of a script are started, and what is not a rank: a process that a rank starts."""
+"""The command with which ranks of a script are started, and what is not a rank: a process that a rank starts."""
 
+import ast
 import json
 import os
 import socket
@@ -20,7 +21,7 @@ from tests.support.models import MLP, loader, make_trainer
 
 def train(strategy):
     trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=1)
-    trainer.fit(MLP(), loader())
+    trainer.fit(MLP(), loader(shuffle=True))
     return trainer
 """
 STARTS_SCRIPT = f"""{TRAINER}
@@ -107,3 +108,102 @@ def test_a_script_that_a_rank_starts_trains_with_ranks_of_its_own(strategy: str,
     for rank in range(2):
         for who in ("outer", "inner"):
             assert f"{who} rank {rank} of 2" in result.stdout
+
+
+SHOW = "from lightning_strategies_ext.launch.command import find_command; print(*find_command(), sep='|')"
+SCRIPT = f"""
+import os, runpy, sys
+import lightning_strategies_ext  # as torch does
+if len(sys.argv) > 1 and sys.argv[1] == "set":
+    exec(sys.argv[2])
+if __name__ == "__main__":
+    {SHOW}
+"""
+
+
+def command_shown(tmp_path: Path, *arguments: str) -> list[str]:
+    """What follows the interpreter in the command of a process that was started with some arguments."""
+    (tmp_path / "elsewhere").mkdir(exist_ok=True)
+    package = tmp_path / "package"
+    package.mkdir(exist_ok=True)
+    for path in (tmp_path / "train.py", package / "__main__.py", package / "part.py", tmp_path / "other.py"):
+        path.write_text(SCRIPT)
+    result = run_command(sys.executable, *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout
+    command, _, directory = result.stdout.strip().rpartition("|")
+    found: list[str] = ast.literal_eval(command)
+    assert found[0] == sys.executable
+    return [
+        *(argument.replace(str(tmp_path), "TMP") for argument in found[1:]),
+        directory.replace(str(tmp_path), "TMP"),
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("pass", [*["set", "pass"], "TMP"]),
+        ("os.chdir('elsewhere')", ["set", "os.chdir('elsewhere')", "TMP"]),
+        ("sys.argv.pop()", ["set", "sys.argv.pop()", "TMP"]),
+        ("sys.argv[1:] = []", ["set", "sys.argv[1:] = []", "TMP"]),
+        ("sys.argv[0] = 'program'; del sys.argv[1]", ["set", "sys.argv[0] = 'program'; del sys.argv[1]", "TMP"]),
+        ("sys.argv[1:] = ['--lr=1']", ["--lr=1", "TMP"]),
+        ("sys.argv.append('--lr=1')", ["set", "sys.argv.append('--lr=1')", "--lr=1", "TMP"]),
+    ],
+)
+def test_a_rank_gets_the_original_command_and_arguments_that_were_set_on_purpose(
+    change: str, expected: list[str], tmp_path: Path
+) -> None:
+    assert command_shown(tmp_path, "-u", "train.py", "set", change) == ["TMP/train.py", *expected]
+
+
+@pytest.mark.processes
+def test_a_rank_gets_the_module_the_code_or_the_script_that_was_set_on_purpose(tmp_path: Path) -> None:
+    assert command_shown(tmp_path, "-W", "ignore", "-m", "package", "set", "sys.argv.pop()") == [
+        "-m", "package", "set", "sys.argv.pop()", "TMP",
+    ]  # fmt: skip
+    code = f"import sys; sys.argv.pop(); {SHOW}"
+    assert command_shown(tmp_path, "-c", code, "7") == ["-c", code, "7", "TMP"]
+    # As a test does, or a sweep that runs another script.
+    change = "os.chdir('elsewhere'); sys.argv = ['../other.py', '--lr=1']"
+    assert command_shown(tmp_path, "train.py", "set", change) == ["TMP/other.py", "--lr=1", "None"]
+    change = "del sys.argv[1:]; runpy.run_path('other.py', run_name='__main__'); sys.exit()"
+    assert command_shown(tmp_path, "train.py", "set", change) == ["TMP/other.py", "None"]
+    change = "del sys.argv[1:]; runpy.run_module('package.part', run_name='__main__', alter_sys=True); sys.exit()"
+    assert command_shown(tmp_path, "train.py", "set", change) == ["-m", "package.part", "None"]
+
+
+@pytest.mark.processes
+def test_a_script_from_the_standard_input_is_an_error_that_gives_the_fix() -> None:
+    result = run_command("sh", "-c", f'echo "{SHOW}" | {sys.executable} -')
+    assert result.returncode == 1
+    assert "RuntimeError: The script was read from the standard input" in result.stdout
+
+
+TAKES_ARGUMENTS = f"""{TRAINER}
+from lightning.pytorch import seed_everything
+
+os.makedirs("run", exist_ok=True)
+os.chdir("run")
+seed = int(sys.argv.pop())
+seed_everything(seed + (int(os.environ.get("LOCAL_RANK", 0)) if sys.argv[1:] == ["different"] else 0))
+trainer = train("ddp_ext")
+world_size = os.environ["WORLD_SIZE"]
+print(f"rank {{trainer.global_rank}}: seed {{seed}} in {{os.getcwd()}}, WORLD_SIZE={{world_size}}", flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_ranks_have_the_arguments_the_directory_and_the_environment_of_the_user_and_seeds_that_differ_are_an_error(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(TAKES_ARGUMENTS)
+    environment = {"WORLD_SIZE": "8", **WITHOUT_MPI}
+    result = run_command(sys.executable, "script.py", "7", env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout
+    for rank in range(2):
+        assert f"rank {rank}: seed 7 in {tmp_path / 'run'}, WORLD_SIZE=8" in result.stdout
+    result = run_command(sys.executable, "script.py", "different", "7", env=environment, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "Ranks shuffle their training data with different seeds" in result.stdout

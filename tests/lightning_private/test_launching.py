@@ -2,13 +2,13 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
@@ -18,6 +18,18 @@ from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
 from tests.lightning_private.trainers import Record, in_own_process
 from tests.support.models import MLP, loader, make_trainer
+from tests.support.ranks import run_script
+
+HYDRA = """
+import hydra
+from lightning_strategies_ext._lightning import launching
+
+@hydra.main(version_base=None)
+def main(config):
+    print(*launching.hydra_command(1)[0])
+
+main()
+"""
 
 
 def test_the_trainer_starts_scripts_with_the_launcher_class_that_ours_is_made_of() -> None:
@@ -47,26 +59,14 @@ def test_fabric_starts_processes_with_the_launcher_classes_that_we_name(name: st
         assert isinstance(Fabric(strategy=strategy, accelerator="cpu", devices=2).strategy.launcher, launcher)
 
 
-def start_scripts(kind: type) -> list[str]:
-    called = []
-
-    class Launcher(kind):
-        def _call_children_scripts(self) -> None:
-            called.append("called")
-
-    class StartsOthers(LightningEnvironment):
-        creates_processes_externally = False
-
-    launcher = Launcher(StartsOthers(), 1, 1)
-    launcher.launch(lambda: None)
-    launching.call_children_scripts(launcher)
-    return called
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", [launching.SubprocessScriptLauncher, launching.FabricSubprocessScriptLauncher])
-def test_call_children_scripts_is_how_both_launchers_start_scripts(kind: type) -> None:
-    assert in_own_process(start_scripts, kind) == ["called"] * 2
+def test_hydra_command_is_none_for_other_scripts_and_else_that_of_lightning(tmp_path: Path) -> None:
+    assert launching.hydra_command(1) is None
+    pytest.importorskip("hydra")
+    script = tmp_path / "script.py"
+    script.write_text(HYDRA)
+    result = run_script(script, "+lr=0.1", cwd=tmp_path)
+    assert f"{script} +lr=0.1" in result.stdout
+    assert "hydra.output_subdir=null" in result.stdout
 
 
 def threads_of_one_of_two() -> list[Any]:

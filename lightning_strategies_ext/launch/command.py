@@ -1,0 +1,61 @@
+"""The command that runs the script of this process once more, for another rank.
+
+The other rank runs from the beginning what this process runs. So it gets the command with which this interpreter was
+started, in the initial directory, also where the script has removed arguments from ``sys.argv`` or has changed the
+directory. Where ``sys.argv`` was set on purpose, as tests and sweeps do, the command follows it:
+
+- If ``sys.argv[0]`` is the path of another script or module, the command runs that with the arguments in ``sys.argv``,
+  in the current directory.
+- If arguments in ``sys.argv`` were added or replaced, and not only removed, the command has the arguments in
+  ``sys.argv``.
+"""
+
+import os
+import sys
+
+from lightning_strategies_ext import discovery
+
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+def find_command() -> tuple[list[str], str | None]:
+    """Finds the command.
+
+    Returns:
+        The command, and its directory; None for that of this process.
+
+    Raises:
+        RuntimeError: If the script was read from the standard input, which can be read only once.
+    """
+    kind, rest = _find_target()
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    entry, arguments = sys.argv[0], sys.argv[1:]
+    if spec is not None and spec.origin == entry and spec.name != "__main__":
+        if kind != "-m" or _package(rest[0]) != _package(spec.name):
+            return [sys.executable, "-m", spec.name, *arguments], None
+    elif entry != kind and os.path.isfile(entry):
+        return [sys.executable, os.path.abspath(entry), *arguments], None
+    if kind in ("", "-"):
+        raise RuntimeError(
+            "The script was read from the standard input, so that it cannot be run once more for each rank. Save it to"
+            " a file, or use `strategy='ddp_spawn_ext'`."
+        )
+    if kind in ("-c", "-m"):
+        target, original = [kind, rest[0]], rest[1:]
+    else:
+        target, original = [os.path.join(discovery.INITIAL_DIRECTORY, kind)], rest
+    unmatched = iter(original)
+    has_only_removed = all(argument in unmatched for argument in arguments)
+    return [sys.executable, *target, *(original if has_only_removed else arguments)], discovery.INITIAL_DIRECTORY
+
+
+def _find_target() -> tuple[str, list[str]]:
+    """What the interpreter was started with: the script, ``-c``, ``-m``, ``-``, or nothing; and what follows."""
+    options = sys.orig_argv[1:]
+    while options and options[0].startswith("-") and options[0] not in ("-", "-c", "-m"):
+        del options[: 2 if options[0] in _WITH_VALUE else 1]
+    return (options[0], options[1:]) if options else ("", [])
+
+
+def _package(module: str) -> str:
+    return module.removesuffix(".__main__")
