@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 __all__ = [
     "BackwardSyncControl",
@@ -12,6 +14,7 @@ __all__ = [
     "layer_sync",
     "set_checkpoint_io",
     "set_layer_sync",
+    "surround_stages_on_one_device",
 ]
 
 
@@ -26,6 +29,33 @@ def layer_sync(strategy: Any) -> Any:
 def set_layer_sync(strategy: Any, layer_sync: Any) -> None:
     """Sets what :func:`layer_sync` reads."""
     strategy._layer_sync = layer_sync
+
+
+def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], None]) -> None:
+    """Calls ``begin`` before each stage of a Trainer on one device, and ``end`` after it if ``begin`` returned True.
+
+    The strategy of such a Trainer is Lightning's own, so that its class is changed. ``setup_environment`` comes before
+    all hooks, and ``teardown`` after all but ``on_fit_end`` and ``teardown``; ``SingleDeviceStrategy`` inherits both (2.5
+    to 2.6). A second call does nothing.
+    """
+    if "setup_environment" in vars(SingleDeviceStrategy):
+        return
+    setup_environment, teardown = SingleDeviceStrategy.setup_environment, SingleDeviceStrategy.teardown
+    begun: WeakSet[Any] = WeakSet()
+
+    def setup_environment_after(self: Any) -> None:
+        if begin():
+            begun.add(self)
+        setup_environment(self)
+
+    def teardown_before(self: Any) -> None:
+        teardown(self)
+        if self in begun:
+            begun.remove(self)
+            end()
+
+    SingleDeviceStrategy.setup_environment = setup_environment_after  # type: ignore[method-assign]
+    SingleDeviceStrategy.teardown = teardown_before  # type: ignore[method-assign]
 
 
 def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:

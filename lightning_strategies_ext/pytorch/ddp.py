@@ -78,6 +78,8 @@ from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 from lightning_strategies_ext.world import World
 
 _OURS = __name__.partition(".")[0]
+#: Of a Trainer on one device in a process that is one of several ranks for others.
+_ALONE = Seat(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
 
 
 class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStrategy):
@@ -168,6 +170,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self._uneven_inputs = uneven_inputs
         self._averaging: ModelAveraging | None = None
         self._worker: WorkerContext | None = None
+        self._has_set_aside = False
 
     @property
     @override
@@ -205,6 +208,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         seat = ray_train.seat_here()
         if seat is not None:
             self._join_ray_train(seat)
+        elif process_group.has_others() and self.num_nodes * self.num_processes == 1:
+            assert self.parallel_devices is not None
+            self._sit(_ALONE, self.parallel_devices[0])
+            self.set_world_ranks()
         self._check_precision(self._gradient_sync.compression)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         if self._start_method == "popen":
@@ -287,6 +294,8 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if self._worker is None or not self._worker.continues:
             reset_seed()
         self.set_world_ranks()
+        if self.world_size == 1:
+            self._has_set_aside = process_group.set_aside()
         self._process_group_backend = process_group.start(
             self.cluster_environment,
             self._process_group_backend,
@@ -298,6 +307,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         store = process_group.default_store() if self.world_size > 1 else None
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
         if store is not None:
+            strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
             self._end_together(disconnect, DefaultGroupProgress())
 
     # --- setup ---
@@ -478,6 +488,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self._end_trying_buckets()
         self._end_compression()
         super().teardown()
+        if self._has_set_aside:
+            self._has_set_aside = False
+            process_group.bring_back()
 
     @property
     @override

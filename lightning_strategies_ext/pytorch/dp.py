@@ -34,6 +34,7 @@ from lightning_strategies_ext.replication.single_process import (
     check_single_process,
     reduce_replicas,
 )
+from lightning_strategies_ext.torch_distributed import process_group
 
 T = TypeVar("T")
 
@@ -88,6 +89,7 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
         self._scatter = scatter
         self._take_turns = take_turns
         self._num_nodes = 1
+        self._has_set_aside = False
 
     @property
     @override
@@ -130,6 +132,12 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
         check_replica_devices(self.parallel_devices)
 
     # --- setup ---
+
+    @override
+    def setup_environment(self) -> None:
+        """Prepares the root device, and makes this process belong to no process group in the stage."""
+        self._has_set_aside = process_group.set_aside()
+        super().setup_environment()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -262,6 +270,9 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
             self.model.close()
             self.model = self.lightning_module
         super().teardown()
+        if self._has_set_aside:
+            self._has_set_aside = False
+            process_group.bring_back()
 
 
 def legacy_dp(**kwargs: Any) -> DataParallelStrategy:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -57,6 +58,10 @@ _left: deque[list[Any]] = deque(maxlen=2)
 # While there is a group, torch shows exceptions with the rank: its `sys.excepthook`, and what was there before. torch
 # wraps the hook for each group anew, and would show the rank as often.
 _excepthooks: list[Any] = []
+
+# The default group of several ranks that this package has made, and where it is during a stage on one device.
+_own: "weakref.ref[Any] | None" = None
+_aside: Any = None
 
 # The store where this process has met the others: (process id, address, port, rank, world size) → store, next number.
 _stores: dict[tuple[int, str, str, int, int], tuple[dist.Store, Iterator[int]]] = {}
@@ -217,6 +222,11 @@ def start(
             )
         rank_variables.record_owner()
         return backend
+    if _aside is not None and world_size == 1:
+        excepthook = sys.excepthook
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        sys.excepthook = excepthook
+        return backend
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     rank_variables.record_owner()
@@ -251,6 +261,8 @@ def join(
             pg_options=options,
         )
     _excepthooks[:] = [sys.excepthook, excepthook]
+    global _own
+    _own = weakref.ref(dist.group.WORLD)
     # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
     # owns the group, closes each group once.
     global _at_end
@@ -324,6 +336,35 @@ def abort() -> None:
             backend = group if hasattr(group, "abort") else group._get_backend(torch.device("cuda"))
             note_cut_off(group)  # before: what is computed from there on is not to be kept
             backend.abort()
+
+
+def has_others() -> bool:
+    """Whether this process belongs to a default group of several ranks that this package has made."""
+    return is_initialized() and _own is not None and _own() is dist.group.WORLD and dist.get_world_size() > 1
+
+
+def set_aside() -> bool:
+    """Makes this process belong to no default group, for a stage on one device, in which other ranks may take no part.
+
+    The group stays, and other ranks may wait in its collectives meanwhile.
+
+    Returns:
+        Whether there was a group, which :func:`bring_back` makes the default one again.
+    """
+    global _aside
+    if not has_others():
+        return False
+    _aside, dist.group.WORLD = dist.group.WORLD, None
+    return True
+
+
+def bring_back() -> None:
+    """Makes the group the default one that :func:`set_aside` has set aside, in place of that of the stage."""
+    global _aside
+    of_stage = dist.group.WORLD
+    dist.group.WORLD, _aside = _aside, None
+    if of_stage is not None:
+        _destroy(of_stage)
 
 
 def stop() -> None:

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
@@ -13,7 +14,8 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
 from lightning_strategies_ext._lightning import strategy_parts
-from tests.support.models import MLP, make_trainer
+from tests.lightning_private.trainers import in_own_process, single_process_trainer
+from tests.support.models import MLP, loader, make_trainer
 
 
 def test_layer_sync_is_what_the_trainer_was_asked_for() -> None:
@@ -58,3 +60,33 @@ def test_a_layer_sync_that_is_set_is_the_one_that_the_strategy_has() -> None:
     plugin = TorchSyncBatchNorm()
     strategy_parts.set_layer_sync(strategy, plugin)
     assert strategy_parts.layer_sync(strategy) is plugin
+
+
+def stages_on_one_device() -> list[str]:
+    called: list[str] = []
+
+    def begin() -> bool:
+        called.append("begin")
+        return len(called) == 1
+
+    for _ in range(2):
+        strategy_parts.surround_stages_on_one_device(begin, lambda: called.append("end"))
+    model, trainer = MLP(), single_process_trainer()
+    model.setup = lambda stage: called.append("setup")
+    model.teardown = lambda stage: called.append("teardown")
+    trainer.fit(model, loader())
+    trainer.test(model, loader(), verbose=False)
+    return called
+
+
+@pytest.mark.processes
+def test_stages_on_one_device_are_surrounded_and_the_end_is_called_where_the_begin_asked_for_it() -> None:
+    assert in_own_process(stages_on_one_device) == [
+        "begin",
+        "setup",
+        "end",
+        "teardown",
+        "begin",
+        "setup",
+        "teardown",
+    ]

@@ -27,6 +27,10 @@ SET_ON_OBJECTS = {
     "_lightning.trainer_stages.surround_fit": [f"{_FIT_LOOP}.run", f"{_FIT_LOOP}.on_advance_start"],
     "_lightning.trainer_stages.before_fetch": [f"{_EPOCH_LOOP}._on_before_fetch"],
     "_lightning.samplers._replace_order": [f"{_DISTRIBUTED}:DistributedSamplerWrapper.set_epoch"],
+    "_lightning.strategy_parts.surround_stages_on_one_device": [
+        "lightning.pytorch.strategies.strategy:Strategy.setup_environment",
+        "lightning.pytorch.strategies.strategy:Strategy.teardown",
+    ],
     "_lightning.trainer_data.after_setup_data": [f"{_FIT_LOOP}.setup_data"],
     "_lightning.trainer_data.evaluate_without_data": [
         "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop.setup_data",
