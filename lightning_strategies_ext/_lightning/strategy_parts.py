@@ -35,8 +35,8 @@ def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], N
     """Calls ``begin`` before each stage of a Trainer on one device, and ``end`` after it if ``begin`` returned True.
 
     The strategy of such a Trainer is Lightning's own, so its class is changed. ``setup_environment`` comes before all
-    hooks, and ``teardown`` after all but ``on_fit_end`` and ``teardown``; ``SingleDeviceStrategy`` inherits both (2.5 to
-    2.6). A second call does nothing.
+    hooks, and ``teardown`` after all but ``on_fit_end`` and ``teardown``; ``SingleDeviceStrategy`` inherits both (2.5
+    to 2.6). A second call does nothing.
     """
     if "setup_environment" in vars(SingleDeviceStrategy):
         return
