@@ -5,9 +5,8 @@ copies of which autograd knows: gradients flow back. The first replica has the m
 into them stays (as in ``torch.nn.DataParallel``); the others have copies.
 
 After a step the module takes over what its replicas have set: buffers of the first, attributes that are the same on
-all, and what :mod:`.containers` can put together. What it could not keep is an error, as is a buffer that has the same
-shape and different values in the replicas, unless it holds running statistics, and so is a write to what all share
-(:mod:`.shared_tensors`).
+all, and what :mod:`.containers` can put together. What it could not keep is an error, as are a queue and a count in a
+buffer, and so is a write to what all share (:mod:`.shared_tensors`).
 """
 
 from collections.abc import Callable, Sequence
@@ -214,7 +213,7 @@ class Replicas:
                 if copy.module.__dict__[kind].keys() != original.__dict__[kind].keys():
                     raise LostError("the parameters or submodules that it has")
         for name in copies[0].buffers:
-            if _has_diverged(name, copies, root_device):
+            if _has_lost_rows(name, copies, sizes, root_device):
                 raise LostError(f"the buffer `self.{name}`")
         original._buffers.update(copies[0].module._buffers)
         changed: dict[str, None] = {}
@@ -324,8 +323,8 @@ def buffers_to_compare(module: Module) -> dict[str, tuple[Tensor | None, int]]:
     }
 
 
-def _has_diverged(name: str, copies: Sequence[Copy], device: torch.device) -> bool:
-    """Whether replicas have changed a buffer, and it now has one shape and different values.
+def _has_lost_rows(name: str, copies: Sequence[Copy], sizes: Sequence[int], device: torch.device) -> bool:
+    """Whether replicas have written rows of their own to a buffer, of which only the first's would be kept.
 
     The first replica has the module's own buffers, which hooks of an optimizer may have changed. Shapes that differ are
     those of a cache that is sized by the part of the batch.
@@ -338,13 +337,26 @@ def _has_diverged(name: str, copies: Sequence[Copy], device: torch.device) -> bo
         return False
     first, *others = (None if buffer is None else buffer.to(device) for buffer in now)
     return any(
-        first is not None and other is not None and first.shape == other.shape and not _is_close(first, other)
+        first is not None and other is not None and first.shape == other.shape and _is_queue(first, other, max(sizes))
         for other in others
     )
 
 
-def _is_close(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or (one.is_floating_point() and torch.allclose(one, other, equal_nan=True))
+def _is_queue(one: Tensor, other: Tensor, num_samples: int) -> bool:
+    """Whether two values of a buffer differ as those of a queue or a count do, and not as those of a mean do.
+
+    Whole numbers are no means. In a queue, as many rows differ as were put in, or a multiple, in one block, which may
+    go on at the start; the other rows are equal. Of a mean, all entries differ, or any.
+    """
+    differs = (one != other) & ((one == one) | (other == other))  # a NaN is equal to a NaN here
+    if not one.is_floating_point() or not differs.any():
+        return bool(differs.any())
+    for dim in range(one.ndim):
+        rows = differs.movedim(dim, 0).reshape(one.shape[dim], -1).any(1)
+        num_ends = (rows != rows.roll(1)).sum()
+        if num_ends == 2 and rows.sum() % num_samples == 0:
+            return True
+    return False
 
 
 def modules_to_copy(module: Module) -> list[Module]:

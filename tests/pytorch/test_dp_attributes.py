@@ -214,7 +214,8 @@ class WithBuffers(MLP):
         self.register_buffer("queue", torch.full((16,), -1.0))
         self.register_buffer("cached", None, persistent=False)
         self.register_buffer("running_mean", torch.zeros(NUM_FEATURES))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("center", torch.zeros(NUM_FEATURES))
+        self.register_buffer("counts", torch.zeros(NUM_CLASSES, dtype=torch.int64))
 
     def training_step(self, batch, batch_idx):
         self.update(self, *batch, batch_idx)
@@ -229,29 +230,41 @@ def enqueue_anew(model, x, y, i):
     model.queue = torch.cat([x[:, 0], model.queue])[:16]
 
 
+def enqueue_columns(model, x, y, i):
+    model.queue = torch.zeros(2, 16) if i == 0 else model.queue
+    columns = torch.arange(14, 14 + len(x)) % 16
+    model.queue[:, columns] = x[:, :2].T
+
+
+def count(model, x, y, i):
+    model.counts += y.bincount(minlength=NUM_CLASSES)
+
+
 def keep_running(model, x, y, i):
-    model.steps += 1
-    model.running_mean.lerp_(x.mean(0), 0.1)
+    model.running_mean[: len(x)] = x[0, 0]
+    model.center = model.center.lerp(x.mean(0), 0.1)
     if model.cached is None or len(model.cached) != len(x):
         model.cached = torch.eye(len(x))
 
 
-@pytest.mark.parametrize("update", [enqueue, enqueue_anew])
+@pytest.mark.parametrize(
+    ("update", "name"),
+    [(enqueue, "queue"), (enqueue_anew, "queue"), (enqueue_columns, "queue"), (count, "counts")],
+)
 @each_way
-def test_a_buffer_that_replicas_change_differently_is_refused(way, update):
-    with pytest.raises(RuntimeError, match=r"the buffer `self\.queue` of WithBuffers differently.*`running_`"):
+def test_a_queue_or_count_in_a_buffer_is_refused(way, update, name):
+    with pytest.raises(RuntimeError, match=rf"the buffer `self\.{name}` of WithBuffers differently.*`running_`"):
         make_trainer(way(2), 1).fit(WithBuffers(update), loader(10, batch_size=10))
 
 
 @each_way
 def test_buffers_of_running_statistics_and_caches_are_the_first_replicas(way):
     model = train(way(3), lambda: WithBuffers(keep_running), max_epochs=1)[1]
-    assert model.steps == 7
-    first_parts = [x[: -(-len(x) // 3)] for x, _ in loader(64, batch_size=10)]
-    expected = torch.zeros(NUM_FEATURES)
-    for x in first_parts:
-        expected.lerp_(x.mean(0), 0.1)
-    torch.testing.assert_close(model.running_mean, expected)
+    center = torch.zeros(NUM_FEATURES)
+    for x, _ in loader(64, batch_size=10):
+        center.lerp_(x[: -(-len(x) // 3)].mean(0), 0.1)
+    torch.testing.assert_close(model.center, center)
+    assert model.running_mean[0] == x[0, 0]
     assert model.cached.shape == (2, 2)
 
 
