@@ -96,6 +96,7 @@ class Step:
         refresh: Brings the replicas up to date with what has happened to the module in the meantime.
         contexts: The replicas' places.
         is_over: Whether all replicas have returned.
+        other_counts: Numbers that replicas have given as ``batch_size`` and that are not their numbers of samples.
     """
 
     lockstep: Lockstep
@@ -106,6 +107,7 @@ class Step:
     refresh: Callable[[], None]
     contexts: list[ReplicaContext] = field(default_factory=list)
     is_over: bool = False
+    other_counts: list[float] | None = None
 
     def carry_out(self, act: Act, payloads: list[Any], touches_weights: bool) -> Any:
         """Does what replicas wait for, after what they have noted down."""
@@ -141,6 +143,15 @@ class Step:
         if all(isinstance(value, (int, float)) or _is_one_element(value) for value in values):
             are_computed = any(isinstance(value, torch.Tensor) for value in values)
             self.numbers.warn_if_added_repeatedly(key, name, [float(value) for value in values], sizes, are_computed)
+
+    def warn_of_loss(self, denominators: Sequence[Any]) -> None:
+        """Warns if losses may be means over the numbers that replicas have given, and nothing is known of the losses.
+
+        Args:
+            denominators: For each loss, what :func:`.denominator_of` returned.
+        """
+        if self.other_counts is not None and any(denominator is None for denominator in denominators):
+            self.numbers.warn_of_loss(self.other_counts, self.sizes)
 
     def end(self) -> None:
         """Carries out what is left after all replicas have returned."""

@@ -4,8 +4,9 @@ Tensors and arrays are joined along their first dimension and floating-point num
 numbers stay apart, one entry per replica, since nothing tells whether they are to be added. See ``gather``.
 
 What it does not promise: that a number which is not a mean over the samples (a sum, a maximum) becomes that of the
-whole batch, padding, to move tensors inside objects that are not collections, or to tell a list of values for the whole
-batch from a list with one entry per sample where both fit.
+whole batch, except where autograd knows what it is (``denominator_of``), padding, to move tensors inside objects that
+are not collections, or to tell a list of values for the whole batch from a list with one entry per sample where both
+fit.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection, labels_of, parts_of, rebuilt
 from lightning_strategies_ext.replication.splitting import is_array
 
+#: What :func:`denominator_of` returns for a sum.
+SUM = "sum"
+#: The reductions of torch's losses, by the number that autograd saves.
+_REDUCTIONS: dict[Any, str] = {1: "mean", 2: SUM}
 FLAGS = (bool, np.bool_)
 FRACTIONS = (float, complex, np.inexact)
 NUMBERS = (int, np.integer, np.bool_, *FRACTIONS)  # bool is an int
@@ -27,11 +32,11 @@ NUMBERS = (int, np.integer, np.bool_, *FRACTIONS)  # bool is an int
 def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
     """Returns one value for the whole batch. Tensors keep their autograd history.
 
-    Floating-point numbers, also as 0-dim tensors, become their mean over the samples, whole numbers and bools a tensor
-    with one entry per replica, except that equal bools stay a bool. Other tensors and arrays are concatenated. Tuples,
-    mappings and dataclasses are gathered part by part, and so are lists of values for the whole of a replica's samples.
-    Lists with one entry per sample are concatenated. Of other objects the first is returned if all are equal, else a
-    list of them.
+    Floating-point numbers, also as 0-dim tensors, become their mean over the samples, or what ``value_of_batch`` knows
+    better; whole numbers and bools a tensor with one entry per replica, except that equal bools stay a bool. Other
+    tensors and arrays are concatenated. Tuples, mappings and dataclasses are gathered part by part, and so are lists of
+    values for the whole of a replica's samples. Lists with one entry per sample are concatenated. Of other objects the
+    first is returned if all are equal, else a list of them.
 
     Args:
         values: What each replica returned.
@@ -66,6 +71,70 @@ def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, na
             return [moved(entry, device) for value in values for entry in value]
         return gather_parts(values, sizes, device, name)
     return first if all(is_same(value, first) for value in values) else list(values)
+
+
+def denominator_of(value: Any) -> Any:
+    """Returns the divisor of a mean, as autograd has saved it with the last operation; :data:`SUM` for a sum.
+
+    It is the number of elements or, with class weights or ignored entries, the sum of their weights.
+
+    Args:
+        value: A tensor of one element, such as a loss, or anything else.
+
+    Returns:
+        A number or a tensor, :data:`SUM`, or None if the last operation was not one of torch's losses, ``x.mean()``, or
+        ``x.sum() / count``, or if a backward pass has run. A plain ``x.sum()`` is None: it may be one over several
+        losses, each of which is a mean.
+    """
+    node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
+    if node is None:
+        return None
+    try:
+        if node.name() in ("MeanBackward0", "MeanBackward1"):
+            return getattr(node, "_saved_self_sym_numel", None)
+        if node.name() == "DivBackward0":
+            (summed, _), (divided_by, _) = node.next_functions
+            if divided_by is not None or summed is None or summed.name() != "SumBackward0" or node._saved_other.ndim:
+                return None
+            return node._saved_other.item() if node._saved_other.is_cpu else node._saved_other
+        reduction = _REDUCTIONS.get(getattr(node, "_saved_reduction", None))
+        if reduction is None or reduction == SUM:
+            return reduction
+        if hasattr(node, "_saved_total_weight"):
+            return node._saved_total_weight
+        return node._saved_self.numel() if hasattr(node, "_saved_self") else None
+    except RuntimeError:  # a backward pass has freed what was saved
+        return None
+
+
+def value_of_batch(
+    values: Sequence[torch.Tensor | float], denominators: Sequence[Any], sizes: Sequence[int], device: torch.device
+) -> torch.Tensor | float:
+    """Returns the value for the whole batch of what replicas have computed from their parts.
+
+    Sums add up, and means count by what they were divided by: a mean over tokens by its tokens. A mean over as many
+    elements in parts of different sizes is one of other things than samples, as of several losses, and values of
+    which nothing is known are taken for means over samples: both count by the samples.
+
+    Args:
+        values: See :func:`weighted_mean`.
+        denominators: For each value, what :func:`denominator_of` returned.
+        sizes: See :func:`weighted_mean`.
+        device: See :func:`weighted_mean`.
+    """
+    kinds = set(map(type, denominators))
+    if kinds <= {int, float}:
+        return weighted_mean(values, sizes if len(set(denominators)) == 1 else denominators, device)
+    if len(values) == 1 or kinds not in ({type(SUM)}, {torch.Tensor}):
+        return weighted_mean(values, sizes, device)
+    tensors = torch.stack([torch.as_tensor(value, device=device).reshape(()) for value in values])
+    if denominators[0] is SUM:
+        return tensors.sum()
+    dtype = torch.promote_types(tensors.dtype, torch.float32)
+    weights = torch.stack([denominator.to(device, dtype) for denominator in denominators])
+    # A mean over nothing is NaN, and counts for nothing. Nothing here waits for a GPU.
+    total = (torch.where(weights > 0, tensors, 0) * weights).sum() / weights.sum()
+    return total.to(tensors.dtype)
 
 
 def weighted_mean(
@@ -128,7 +197,7 @@ def gather_tensors(values: Sequence[Any], sizes: Sequence[int], device: torch.de
         tensors = [value.to(device) for value in values]
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     if any(is_fraction(value) for value in values):
-        return weighted_mean(values, sizes, device)
+        return value_of_batch(values, list(map(denominator_of, values)), sizes, device)
     return torch.stack([torch.as_tensor(value, device=device) for value in values])
 
 

@@ -73,6 +73,7 @@ class GivenNumbers:
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
         self._places: dict[Hashable, Place] = {}
+        self._has_warned_of_loss = False
 
     def are_of_batch(
         self, key: Hashable, name: str, weights: Sequence[float], sizes: Sequence[int], all_sizes: Sequence[int]
@@ -137,6 +138,24 @@ class GivenNumbers:
                 f"{name} is given {numbers[0]:g} by each of {len(sizes)} replicas, and adds that up to"
                 f" {sum(numbers):g}. That is right for what each counts in its part of the batch, and too much for what"
                 " counts once per batch. Count that in `on_train_batch_end` or the like, which sees the whole batch."
+            )
+
+    def warn_of_loss(self, counts: Sequence[float], sizes: Sequence[int]) -> None:
+        """Warns, once, that losses of replicas count by their samples, although a step has given other numbers.
+
+        Args:
+            counts: The numbers.
+            sizes: How many samples each replica has.
+        """
+        if not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
+            listed, samples = (", ".join(f"{number:g}" for number in numbers) for numbers in (counts, sizes))
+            rank_zero_warn(
+                f"The step logs with `batch_size` {listed} in parts of {samples} samples, and the last operation of its"
+                " loss does not tell what the loss is a mean over. The loss of each part counts by its samples, so that"
+                " a mean over tokens, or with class weights, differs from that of one device. Give the strategy a"
+                " function `scatter` that returns the number of tokens of each part as its number of samples, or"
+                " compute the loss by one of torch's losses, `x.mean()`, or `x.sum() / count`."
             )
 
     def _looked_at(self, key: Hashable, numbers: Sequence[float], sizes: Sequence[int], batch_size: int) -> Place:

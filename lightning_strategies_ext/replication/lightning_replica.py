@@ -9,7 +9,7 @@ import wrapt
 from torch import Tensor
 
 from lightning_strategies_ext.replication.context import ReplicaContext
-from lightning_strategies_ext.replication.gathering import weighted_mean
+from lightning_strategies_ext.replication.gathering import denominator_of, value_of_batch, weighted_mean
 
 
 def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
@@ -35,7 +35,10 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
 
     def manual_backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         def act(losses: list[Tensor], sizes: list[int]) -> None:
-            original.manual_backward(weighted_mean(losses, sizes, root_device), *args, **kwargs)
+            denominators = list(map(denominator_of, losses))
+            if context.step.other_counts is not None:
+                context.step.warn_of_loss(denominators)
+            original.manual_backward(value_of_batch(losses, denominators, sizes, root_device), *args, **kwargs)
 
         context.meet("self.manual_backward", act, loss)
 
@@ -59,9 +62,10 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
         enable_graph: bool = False,
         **kwargs: Any,
     ) -> None:
-        def act(payloads: list[tuple[Any, int | None]], sizes: list[int]) -> None:
-            values = [_unwrapped(value) for value, _ in payloads]
-            weights = [size if given is None else given for (_, given), size in zip(payloads, sizes, strict=True)]
+        def act(payloads: list[tuple[Any, Any, int | None]], sizes: list[int]) -> None:
+            values = [_unwrapped(value) for value, _, _ in payloads]
+            denominators = [denominator for _, denominator, _ in payloads]
+            weights = [size if given is None else given for (_, _, given), size in zip(payloads, sizes, strict=True)]
             total = sum(weights)
             how, call, step = _name_of(reduce_fx), f"`self.log({name!r}, ...)`", context.step
             place = (id(original), name)
@@ -71,9 +75,11 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
                 counts = [float(weight) for weight in weights]
                 if step.are_of_batch(place, call, counts, sizes):
                     weights, total = sizes, weights[0] * step.numbers.num_replicas
+                elif any(count * sizes[0] != counts[0] * size for count, size in zip(counts, sizes, strict=True)):
+                    step.other_counts = counts
             original.log(
                 name,
-                reduced(name, values, weights, reduce_fx, root_device),
+                reduced(name, values, denominators, weights, reduce_fx, root_device),
                 *args,
                 reduce_fx=reduce_fx,
                 batch_size=total,
@@ -81,7 +87,8 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
                 **kwargs,
             )
 
-        context.note((id(original), "log", name), act, (value if enable_graph else _detached(value), batch_size))
+        payload = value if enable_graph else _detached(value), denominator_of(value), batch_size
+        context.note((id(original), "log", name), act, payload)
 
     def print_once(*args: Any, **kwargs: Any) -> None:
         if context.index == 0:
@@ -99,12 +106,20 @@ def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
     replica.__dict__.update(replaced)
 
 
-def reduced(name: str, values: Sequence[Any], weights: Sequence[int], reduce_fx: Any, device: torch.device) -> Any:
+def reduced(
+    name: str,
+    values: Sequence[Any],
+    denominators: Sequence[Any],
+    weights: Sequence[int],
+    reduce_fx: Any,
+    device: torch.device,
+) -> Any:
     """Returns what replicas have logged under one name as one value.
 
     Args:
         name: The name.
         values: Numbers, tensors of one element, or one metric many times.
+        denominators: For each value, what :func:`.denominator_of` returned.
         weights: For each value, the number of samples that it stands for.
         reduce_fx: What ``self.log`` was given: how values are reduced over batches is how they are over replicas.
         device: Where the result will be.
@@ -133,7 +148,7 @@ def reduced(name: str, values: Sequence[Any], weights: Sequence[int], reduce_fx:
             ' whole batch. Say how to put them together (`reduce_fx="sum"`, `"max"` or `"min"`), or log a mean'
             " over samples as a float."
         )
-    return weighted_mean(tensors, weights, device)
+    return value_of_batch(tensors, denominators, weights, device)
 
 
 class _StandIn(wrapt.ObjectProxy):  # type: ignore[type-arg]
@@ -164,7 +179,9 @@ class ReplicaOptimizer(_StandIn):
 
             def closure_of_all() -> Any:
                 values = context.step.run_inside(closures)
-                return None if values[0] is None else weighted_mean(values, sizes, context.step.root_device)
+                denominators = list(map(denominator_of, values))
+                root_device = context.step.root_device
+                return None if values[0] is None else value_of_batch(values, denominators, sizes, root_device)
 
             return optimizer.step(closure=closure_of_all, **kwargs)
 

@@ -24,7 +24,15 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min
 from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of
 from lightning_strategies_ext.replication.context import Step
-from lightning_strategies_ext.replication.gathering import NUMBERS, gather, is_fraction, is_same, weighted_mean
+from lightning_strategies_ext.replication.gathering import (
+    NUMBERS,
+    denominator_of,
+    gather,
+    is_fraction,
+    is_same,
+    value_of_batch,
+    weighted_mean,
+)
 from lightning_strategies_ext.replication.splitting import is_array
 
 #: The arguments of a call.
@@ -150,7 +158,7 @@ def _calls_of_mean(
             return each
         if not all(map(is_fraction, values)):
             raise _refusal(metric, "a whole number is no mean of the part's samples")
-        return [((weighted_mean(values, sizes, device),), {})]
+        return [((value_of_batch(values, list(map(denominator_of, values)), sizes, device),), {})]
     if step.are_of_batch((id(metric), number), type(metric).__name__, counts, sizes):
         weight = counts[0] * step.numbers.num_replicas
     elif has_rows:

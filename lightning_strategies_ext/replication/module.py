@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.replication.context import ReplicaContext, Step
-from lightning_strategies_ext.replication.gathering import gather
+from lightning_strategies_ext.replication.gathering import denominator_of, gather
 from lightning_strategies_ext.replication.given_numbers import GivenNumbers
 from lightning_strategies_ext.replication.lockstep import Lockstep
 from lightning_strategies_ext.replication.replicas import Replicas, modules_to_copy
@@ -125,9 +125,12 @@ class ReplicatedModule(DataParallel[Module]):
                 for replica, part, context in zip(replicas, parts, step.contexts, strict=True)
             ]
             outputs = step.lockstep.run(calls)
-            if method == "training_step":
-                outputs = [with_scalar_loss(output) for output in outputs]
             step.end()
+            if method == "training_step":
+                if step.other_counts is not None:
+                    losses = [output.get("loss") if isinstance(output, dict) else output for output in outputs]
+                    step.warn_of_loss([denominator_of(loss) for loss in losses if loss is not None])
+                outputs = [with_scalar_loss(output) for output in outputs]
             self._replicas.take_over(sizes)
         finally:
             self._replicas.drop()
@@ -165,7 +168,7 @@ def _call(function: Callable[..., Any], part: Part, device: torch.device) -> Cal
 
 def with_scalar_loss(output: Any) -> Any:
     """Gives the loss in a training step's output no dimensions: one of one element counts as a loss too."""
-    if isinstance(output, Tensor) and output.numel() == 1:
+    if isinstance(output, Tensor) and output.ndim and output.numel() == 1:
         return output.reshape(())
     if isinstance(output, dict) and isinstance(loss := output.get("loss"), Tensor) and loss.ndim and loss.numel() == 1:
         return {**output, "loss": loss.reshape(())}

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torchmetrics import (
     CatMetric,
     MaxMetric,
@@ -25,7 +26,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import BLEUScore
 from torchmetrics.wrappers import BootStrapper, MinMaxMetric
 
-from tests.support.dp_training import each_way, train
+from tests.support.dp_training import assert_trains_alike, each_way, train
 from tests.support.models import MLP, NUM_CLASSES, assert_close, loader, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*log_every_n_steps")
@@ -341,6 +342,64 @@ def test_what_counts_once_per_batch_warns_where_it_is_added_up(place, value):
     with pytest.warns(UserWarning, match=text) as caught:
         make_trainer("dp_ext", devices=2, max_epochs=2).fit(model, loader(26, batch_size=8))
     assert len([warning for warning in caught if re.match(text, str(warning.message))]) == 1
+
+
+# --- losses that are means over other things than samples ---
+
+
+def token_loss(model, x, y, i):
+    """Of the samples of two classes, which the replicas have different numbers of."""
+    return nn.functional.cross_entropy(model.net(x), y, ignore_index=2)
+
+
+def two_terms(model, x, y, i):
+    return token_loss(model, x, y, i) + 0.1 * model.net(x).square().mean()
+
+
+class OfTokens(MLP):
+    """Logs its loss, and says of how many tokens it is the mean."""
+
+    def __init__(self, loss, is_automatic=True):
+        super().__init__()
+        self.own_loss, self.automatic_optimization = loss, is_automatic
+
+    def training_step(self, batch, batch_idx):
+        loss = self.own_loss(self, *batch, batch_idx)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("tokens", loss.detach(), batch_size=int((batch[1] != 2).sum()))
+        if self.automatic_optimization:
+            return {"loss": loss}
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return None
+
+
+@pytest.mark.parametrize("is_automatic", [True, False], ids=["automatic", "manual"])
+@pytest.mark.filterwarnings("error:.*`scatter`")
+@each_way
+def test_a_mean_over_tokens_trains_and_logs_that_of_the_whole_batch(way, is_automatic):
+    assert_trains_alike(way(3), lambda: OfTokens(token_loss, is_automatic), max_epochs=1)
+
+
+@pytest.mark.parametrize("is_automatic", [True, False], ids=["automatic", "manual"])
+def test_a_loss_that_may_be_a_mean_over_tokens_warns_once_and_names_scatter(is_automatic):
+    trainer = make_trainer("dp_ext", devices=2, max_epochs=2)
+    with pytest.warns(UserWarning, match=r"logs with `batch_size` .* in parts of 4, 4 samples.*`scatter`") as caught:
+        trainer.fit(OfTokens(two_terms, is_automatic), loader(32, batch_size=8))
+    assert len([warning for warning in caught if "`scatter`" in str(warning.message)]) == 1
+
+
+@pytest.mark.filterwarnings("error:.*`scatter`")
+def test_a_mean_over_samples_does_not_warn_in_parts_of_different_sizes():
+    class Plain(MLP):
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch) + 0.1 * self.net(batch[0]).square().mean()
+            self.log("loss", loss, batch_size=len(batch[0]))
+            self.log("constant", loss.detach(), batch_size=8)
+            return loss
+
+    assert_trains_alike("dp_ext", Plain, devices=3, data=loader(21, batch_size=8))
 
 
 # --- numbers that are logged ---

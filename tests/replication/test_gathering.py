@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_strategies_ext.replication.gathering import gather, weighted_mean
@@ -169,6 +170,38 @@ def test_a_mean_of_equal_numbers_is_exactly_that_number(value):
 
     assert result == value
     assert type(result) is type(value)
+
+
+LABELS = torch.tensor([0, 2, 2, 1, 1, 2, 0])
+LOSSES = {
+    "ignored entries": lambda x, y: functional.cross_entropy(x, y, ignore_index=2),
+    "a part of ignored entries": lambda x, y: functional.cross_entropy(x, torch.where(x[:, 0] < 3, -100, y)),
+    "class weights": lambda x, y: functional.cross_entropy(x, y, weight=torch.tensor([1.0, 10.0, 2.0])),
+    "pixels": lambda x, y: functional.cross_entropy(x.unsqueeze(2), y.unsqueeze(1), ignore_index=1),
+    "a masked mean": lambda x, y: x.square()[y > 0].mean(),
+    "a masked sum and its count": lambda x, y: (x.square() * (y > 0)[:, None]).sum() / (y > 0).sum(),
+    "a sum and a number": lambda x, y: x.square().sum() / len(x),
+    "a sum": lambda x, y: functional.cross_entropy(x, y, reduction="sum"),
+    "a sum of squares": lambda x, y: functional.mse_loss(x, torch.ones_like(x), reduction="sum"),
+    "squares": lambda x, y: functional.mse_loss(x, torch.ones_like(x)),
+    "a mean of two": lambda x, y: torch.stack([x.mean(), x.square().mean()]).mean(),
+    "a mean of two by hand": lambda x, y: torch.stack([x.mean(), x.square().mean()]).sum() / 2,
+    "two terms": lambda x, y: x.mean() + 0.1 * x.square().mean(),
+    "in half precision": lambda x, y: functional.cross_entropy(x.bfloat16(), y, ignore_index=2),
+}
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 7])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_and_its_gradient_are_those_of_the_whole_batch(loss, num_parts):
+    rows = (samples(7) * torch.tensor([1.0, 0.5, -0.1])).requires_grad_()
+    parts = split((rows, LABELS), num_parts)
+    total = gather([loss(*part.value) for part in parts], [part.num_samples for part in parts], CPU, "loss")
+    expected = loss(rows, LABELS)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if expected.dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(total, expected, **tolerance)
+    gradients = [torch.autograd.grad(value, rows)[0] for value in (total, expected)]
+    torch.testing.assert_close(*gradients, **tolerance)
 
 
 def test_weighted_mean_counts_samples():
