@@ -11,6 +11,8 @@ _LOST = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|res
 
 def is_of_collective(exception: BaseException) -> bool:
     """Whether an exception is a collective's, or a barrier's for one."""
+    if isinstance(exception, ValueError):  # Horovod's, in a rank that its failure monitor has cut off
+        return str(exception).startswith("Horovod has not been initialized")
     if not isinstance(exception, RuntimeError):
         return False
     is_by_class = isinstance(exception, DistBackendError) or isinstance(exception.__cause__, DistBackendError)

@@ -113,6 +113,13 @@ def _own_address() -> str:
     return found[0] if found else socket.gethostbyname(socket.gethostname())
 
 
+def has_others() -> bool:
+    """Whether this process has joined other ranks."""
+    import horovod.torch as hvd
+
+    return bool(hvd.is_initialized() and hvd.size() > 1)
+
+
 def store() -> Store:
     """The key-value store of the ranks that this process has joined; the first call is made by all of them together."""
     global _store

@@ -29,6 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed import Store
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -75,7 +76,6 @@ from lightning_strategies_ext.torch_distributed.gradient_sync import (
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters, wrap_in_ddp
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
-from lightning_strategies_ext.world import World
 
 _OURS = __name__.partition(".")[0]
 #: Of a Trainer on one device in a process that is one of several ranks for others.
@@ -296,6 +296,17 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self.set_world_ranks()
         if self.world_size == 1:
             self._has_set_aside = process_group.set_aside()
+        else:
+            strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
+        may_be_broken = process_group.has_others()
+        self._enter_world(disconnect, DefaultGroupProgress())
+        if may_be_broken and not self._is_group_intact():
+            process_group.stop()
+            self._enter_world(disconnect, DefaultGroupProgress())
+
+    @override
+    def _join_group(self) -> Store | None:
+        assert self.cluster_environment is not None
         self._process_group_backend = process_group.start(
             self.cluster_environment,
             self._process_group_backend,
@@ -304,11 +315,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             self._process_group_options,
             self.num_nodes,
         )
-        store = process_group.default_store() if self.world_size > 1 else None
-        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
-        if store is not None:
-            strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
-            self._end_together(disconnect, DefaultGroupProgress())
+        return process_group.default_store() if self.world_size > 1 else None
 
     # --- setup ---
 

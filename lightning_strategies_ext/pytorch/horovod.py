@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.distributed import Store
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -50,7 +51,6 @@ from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronize
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
-from lightning_strategies_ext.world import World
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -243,14 +243,19 @@ class HorovodStrategy(ParallelStrategy):
         self._join()
 
     def _join(self) -> None:
+        may_be_broken = runtime.has_others()
+        self._enter_world(runtime.let_go, Progress())
+        if may_be_broken and not self._is_group_intact():
+            runtime.shut_down()
+            self._enter_world(runtime.let_go, Progress())
+
+    @override
+    def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None
         launch = environment.launch_of(self.cluster_environment, self.num_processes)
         runtime.start(launch, self.root_device, self._options.process_set)
         launching.say_rank(self.global_rank)
-        store = runtime.store() if self.world_size > 1 else None
-        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
-        if store is not None:
-            self._end_together(runtime.let_go, Progress())
+        return runtime.store() if self.world_size > 1 else None
 
     # --- setup ---
 

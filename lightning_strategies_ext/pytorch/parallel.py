@@ -43,6 +43,7 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
+from lightning_strategies_ext.failure.errors import is_of_collective
 from lightning_strategies_ext.failure.signs import Progress
 from lightning_strategies_ext.failure.uncaught import announced, on_uncaught
 from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of, tear_down
@@ -51,7 +52,7 @@ from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl
-from lightning_strategies_ext.world import World
+from lightning_strategies_ext.world import REASON_S, World
 
 T = TypeVar("T")
 
@@ -383,6 +384,34 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     def _fail(self, exception: BaseException) -> None:
         self._world.fail(exception, self.global_rank, self.world_size)
+
+    def _join_group(self) -> Store | None:
+        """Joins the group of all ranks, unless this process has; returns their store, or None if there is one rank."""
+        raise NotImplementedError
+
+    def _enter_world(self, wake: Callable[[Sequence[Peer]], None], progress: Progress) -> None:
+        """Joins the other ranks, for a stage; called by all ranks together."""
+        store = self._join_group()
+        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
+        if store is not None:
+            self._end_together(wake, progress)
+
+    def _is_group_intact(self) -> bool:
+        """Whether ranks can use the group of an earlier stage; called by all ranks together, in a stage.
+
+        A failure that ends a stage breaks the group, and the script may catch the exception on all ranks.
+
+        Raises:
+            Exception: That of the collective which fails because another rank has failed in this stage.
+        """
+        try:
+            self.collectives.reduce_boolean_decision(True)
+        except Exception as exception:
+            watch = self._world.watch
+            if not is_of_collective(exception) or (watch is not None and watch.reason(REASON_S) is not None):
+                raise
+            return False
+        return True
 
     def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: Progress) -> None:
         """Lets all ranks end when one fails or does not come; called by all ranks together, on entering a stage."""
