@@ -273,21 +273,23 @@ class ElasticFit:
                 f"Rank {self._strategy.global_rank} cannot join the other ranks, because it differs from their commit:"
                 f" {problem}. Create the same modules and parameter groups on every rank, in `__init__`,"
                 " `configure_model`, `setup` or `on_train_start`."
-            )
+            ) from problem
         self._is_fresh = False
 
-    def _try_to_restore(self, are_the_same: bool) -> str | None:
+    def _try_to_restore(self, are_the_same: bool) -> Exception | None:
         """Restores the commit; returns why a process that has not done so before could not."""
         trainer = self._trainer
         trainer_data.forget_data(trainer)
         self._num_shared_out, self._epoch_of_loaders = 0, None
+        problem: Exception | None = None
         try:
             self._commit.restore(trainer, self._strategy.global_rank, are_the_same=are_the_same)
         except Exception as error:
             if not self._is_fresh or self._membership.is_loss(error):
                 raise
-            return self._commit.find_difference(trainer) or str(error)
-        return self._commit.find_difference(trainer) if self._is_fresh else None
+            problem = error
+        difference = self._commit.find_difference(trainer) if self._is_fresh else None
+        return problem if difference is None else ValueError(difference)
 
     def after_train_start(self) -> None:
         """Undoes what ``on_train_start`` hooks have changed in a module and optimizers that have been restored."""
