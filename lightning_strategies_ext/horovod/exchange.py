@@ -132,10 +132,10 @@ class GradientExchange:
         self._hvd = hvd
         self._options = options
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
-        self._names = {parameter: f"{prefix}.{name}" for name, parameter in _exchanged_parameters(module)}
+        self._prefix = prefix
         # Under manual optimization, a backward pass that is not the strategy's is an error of the user.
         self._is_automatic: bool = getattr(module, "automatic_optimization", True)
-        self._groups = _groups(list(self._names), options.num_groups)
+        self._take_parameters(module)
         #: The ranks that have computed gradients that count; None for all.
         self.contributors: Sequence[int] | None = None
         self.is_held_back = False
@@ -150,6 +150,19 @@ class GradientExchange:
         self._pending: dict[Parameter, Pending] = {}
         self._pending_sparse: dict[Parameter, Callable[[], Tensor]] = {}
         self._hooks: dict[Parameter, Any] = {}
+        self._hook_in()
+
+    def _take_parameters(self, module: Module) -> None:
+        self._names = {parameter: f"{self._prefix}.{name}" for name, parameter in _exchanged_parameters(module)}
+        self._groups = _groups(list(self._names), self._options.num_groups)
+
+    def find_added(self, module: Module) -> list[Tensor]:
+        """Returns the parameters that were added to the module or replaced others, and are not exchanged."""
+        return [parameter for _, parameter in _exchanged_parameters(module) if parameter not in self._names]
+
+    def follow_added(self, module: Module) -> None:
+        """Exchanges the gradients of added parameters, too. Collective: all ranks call it."""
+        self._take_parameters(module)
         self._hook_in()
 
     @contextmanager

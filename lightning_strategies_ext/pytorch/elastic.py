@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_strategies_ext.collectives import LocalCollectives
+from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.elastic.commit import Commit
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Membership
@@ -27,6 +28,7 @@ from lightning_strategies_ext.pytorch.parallel import where_in
 if TYPE_CHECKING:
     from lightning_strategies_ext.launch.strategy import WorkersStrategy
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
+    from lightning_strategies_ext.pytorch.unfreezing import Unfreezing
 else:
     _Base = object
 
@@ -88,10 +90,30 @@ class Elastic(_Base):
 
     @override
     def on_train_start(self) -> None:
-        """Called after all ``on_train_start`` hooks: undoes what they have changed in a module that was restored."""
+        """Called after all ``on_train_start`` hooks: undoes changes to a restored module, and follows added parameters.
+
+        Raises:
+            DifferentModelsError: If the hooks have added other parameters on another rank.
+        """
         super().on_train_start()
-        if self._fit is not None:
-            self._fit.after_train_start()
+        if self._fit is None or self._world.alone is not None:
+            return
+        self._fit.after_train_start()
+        self._follow_added_parameters()
+
+    def _follow_added_parameters(self) -> None:
+        assert self.lightning_module is not None
+        exchange, model = self._exchange_of_gradients
+        added = exchange.find_added(model)
+        if self.reduce_boolean_decision(bool(added), all=False):
+            check_is_same(self.collectives, self.lightning_module, self.root_device, is_trained=True)
+            self.collectives.broadcast_tensors([parameter.detach() for parameter in added], 0)
+            exchange.follow_added(model)
+
+    @property
+    def _exchange_of_gradients(self) -> tuple[Any, Any]:
+        """The object that knows the parameters whose gradients are exchanged, and the model that it is asked about."""
+        return cast("Unfreezing", self)._trainable, self.model
 
     def leave_world(self, *, agreed: bool) -> None:
         """Ends what the ranks do together.

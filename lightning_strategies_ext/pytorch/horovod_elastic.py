@@ -139,6 +139,11 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
+    @property
+    @override
+    def _exchange_of_gradients(self) -> tuple[Any, Any]:
+        return self._world.exchange, self.lightning_module
+
     @override
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""

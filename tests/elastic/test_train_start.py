@@ -150,3 +150,19 @@ def test_a_sigterm_to_each_worker_ends_fit(tmp_path: Path) -> None:
     with pytest.raises(SIGTERMException):
         run(Plan(tmp_path, signal.SIGTERM, (0, 1)))
     assert not [*tmp_path.glob("end*")]
+
+
+class Unequal(Extended):
+    """Has gradients that differ between the ranks: 1 on rank 0, and 2 on rank 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (1 + self.global_rank) * sum(parameter.sum() for parameter in self.parameters())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+def test_gradients_of_a_layer_that_on_train_start_adds_are_averaged_from_the_first_step(tmp_path: Path) -> None:
+    fit(DDPSpawnElasticStrategy(), lambda: Unequal(Plan(tmp_path, 0, (0,))), max_steps=4)
+    ends = [json.loads(path.read_text()) for path in tmp_path.glob("end*")]
+    assert [end["values"] for end in ends] == [[-4 * 1.5]] * 2
