@@ -5,9 +5,9 @@ import os
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 
+from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us, lost_starter
-from lightning_strategies_ext.launch import rank_variables
 
 
 class HorovodEnvironment(ClusterEnvironment):

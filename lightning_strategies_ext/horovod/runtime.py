@@ -16,11 +16,10 @@ import psutil
 import torch
 from torch.distributed import Store, TCPStore
 
-from lightning_strategies_ext import forking
+from lightning_strategies_ext import forking, rank_variables
 from lightning_strategies_ext.failure import watch
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
 from lightning_strategies_ext.horovod_build.installed import horovod_problem, what_is_not_fixed
-from lightning_strategies_ext.launch import rank_variables
 from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.registry import EngineNotInstalledError
 

@@ -18,12 +18,12 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.failure.detection import how_it_ended
 from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
 from lightning_strategies_ext.failure.report import say, show_block
 from lightning_strategies_ext.failure.watch import GRACE_S, MARGIN_S, failure_known, of_process
-from lightning_strategies_ext.launch import rank_variables
 from lightning_strategies_ext.launch.command import find_command
 
 #: How often a process is asked whether it has ended, in seconds.

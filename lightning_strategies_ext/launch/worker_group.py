@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure import report
-from lightning_strategies_ext.launch import rank_variables
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
 from lightning_strategies_ext.launch.processes.conditions import RngState, is_interactive
 from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool, wait_until_closed

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_strategies_ext import forking, shm
+from lightning_strategies_ext import forking, rank_variables, shm
 from lightning_strategies_ext.connections import noting_connections
 from lightning_strategies_ext.failure.ending import at_end
 from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
-from lightning_strategies_ext.launch import rank_variables
 from lightning_strategies_ext.shm.options import ShmOptions
 
 if TYPE_CHECKING:
