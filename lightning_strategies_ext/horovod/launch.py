@@ -8,13 +8,14 @@ from typing import Any
 
 import psutil
 
-_RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 #: For how long ranks wait for each other, in seconds, where Horovod's default would be half a minute: importing torch
 #: from a slow disk may take longer, and Horovod aborts the process then. As long as ranks of torch.distributed wait.
 _TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _TIMEOUT_S = 1800
 #: What Horovod and NCCL read when a process set or a communicator is made.
-_READ_LATER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", _RENDEZVOUS_PORT, "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
+_READ_LATER = (RENDEZVOUS_ADDRESS, RENDEZVOUS_PORT, "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
 #: Rank, size, local rank and local size, as the launchers name them.
 _LAUNCHERS = {
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
@@ -79,10 +80,17 @@ def serve_rendezvous(num_processes: int) -> Any:
     from horovod.runner.http.http_server import RendezvousServer
 
     server = RendezvousServer()
-    os.environ[_RENDEZVOUS_PORT] = str(server.start())
+    os.environ[RENDEZVOUS_PORT] = str(server.start())
     os.environ[_STARTED_BY] = str(os.getpid())
     server.init(get_host_assignments([HostInfo("127.0.0.1", num_processes)], num_processes))
     return server
+
+
+def start_rendezvous_server() -> int:
+    """Starts a rendezvous server without addresses, in a thread of this process, and returns its port."""
+    from horovod.runner.http.http_server import RendezvousServer
+
+    return int(RendezvousServer().start())
 
 
 @contextmanager
@@ -98,7 +106,7 @@ def told_as_by_a_launcher(launch: Launch) -> Iterator[None]:
     if launch.size == 1:
         serve_rendezvous(1)
     slot = SlotInfo("127.0.0.1", launch.rank, launch.local_rank, 0, launch.size, launch.local_size, 1)
-    variables = create_slot_env_vars(slot) | create_run_env_vars("127.0.0.1", ["lo"], os.environ[_RENDEZVOUS_PORT])
+    variables = create_slot_env_vars(slot) | create_run_env_vars("127.0.0.1", ["lo"], os.environ[RENDEZVOUS_PORT])
     variables[_TIMEOUT] = os.environ.get(_TIMEOUT, _TIMEOUT_S)
     before = {name: os.environ.get(name) for name in variables if name not in _READ_LATER}
     os.environ.update({name: str(value) for name, value in variables.items()})

@@ -33,12 +33,18 @@ def wait_for(handle: Any) -> Any:
         horovod.common.exceptions.HorovodInternalError: If the operation has failed.
     """
     import horovod.torch as hvd
+    from horovod.common.exceptions import HorovodInternalError
 
     began_at = time.monotonic()
-    while not hvd.poll(handle):
-        waited_s = time.monotonic() - began_at
-        if waited_s < _AWAKE_S:
-            os.sched_yield()
-        else:
-            time.sleep(min(max(_PAUSE_S, _PART * waited_s), _LONGEST_PAUSE_S))
-    return hvd.synchronize(handle)
+    try:
+        while not hvd.poll(handle):
+            waited_s = time.monotonic() - began_at
+            if waited_s < _AWAKE_S:
+                os.sched_yield()
+            else:
+                time.sleep(min(max(_PAUSE_S, _PART * waited_s), _LONGEST_PAUSE_S))
+        return hvd.synchronize(handle)
+    except ValueError as error:  # the handle is gone, since another thread has shut Horovod down
+        raise HorovodInternalError(
+            f"Horovod has been shut down while this rank waited for an operation: {error}"
+        ) from error
