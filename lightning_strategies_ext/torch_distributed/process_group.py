@@ -82,15 +82,17 @@ def uses_gloo() -> bool:
 
 
 def is_carried_by_gloo(group: Any) -> bool:
-    """Whether gloo carries the collectives of a group: itself, or for ``shm`` between hosts.
+    """Whether gloo carries the collectives of a group: itself, or for ``shm`` between hosts or without room in memory.
 
     Args:
         group: A process group, default all ranks.
     """
-    if dist.get_backend(group) == shm.NAME:
-        ranks: Any = group or dist.group.WORLD
-        return bool(ranks.spans_hosts)
-    return dist.get_backend(group) == "gloo"
+    from lightning_strategies_ext.shm.process_group import ShmProcessGroup
+
+    ranks: Any = group or dist.group.WORLD
+    if isinstance(ranks, ShmProcessGroup):
+        return ranks.spans_hosts
+    return dist.get_backend(group) in ("gloo", shm.NAME)
 
 
 def check_timeout(timeout: timedelta | None) -> None:
