@@ -39,8 +39,8 @@ class JoinError(RuntimeError):
 class WorkerRaisedError(ProcessRaisedException):
     """A worker raised an exception; ``__cause__`` is that exception where it could be sent.
 
-    What all workers raise, of the same class and with the same message, is raised as it is, with this as its
-    ``__cause__``.
+    An exception that all workers raise, of the same class and with the same message, is raised unchanged, and its
+    ``__cause__`` is this error.
 
     Attributes:
         error_index: The local rank of the worker.

@@ -39,7 +39,7 @@ OF_RANKS = re.compile(
 
 
 def record_owner() -> None:
-    """Records that the variables of this environment belong to this process; called by a rank."""
+    """Records that the rank variables belong to the current process; called by a rank."""
     os.environ[OWNER] = json.dumps([os.getpid(), _identity()])
 
 
@@ -62,7 +62,7 @@ def drop_inherited() -> bool:
 
 
 def environment_for_ranks() -> dict[str, str]:
-    """The environment of this process, for ranks that it starts."""
+    """Returns the environment for ranks that the process starts."""
     return {name: value for name, value in os.environ.items() if name != OWNER}
 
 

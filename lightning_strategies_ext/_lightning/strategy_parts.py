@@ -43,19 +43,19 @@ def surround_stages_on_one_device(begin: Callable[[], bool], end: Callable[[], N
     setup_environment, teardown = SingleDeviceStrategy.setup_environment, SingleDeviceStrategy.teardown
     begun: WeakSet[Any] = WeakSet()
 
-    def setup_environment_after(self: Any) -> None:
+    def begin_and_setup_environment(self: Any) -> None:
         if begin():
             begun.add(self)
         setup_environment(self)
 
-    def teardown_before(self: Any) -> None:
+    def teardown_and_end(self: Any) -> None:
         teardown(self)
         if self in begun:
             begun.remove(self)
             end()
 
-    SingleDeviceStrategy.setup_environment = setup_environment_after  # type: ignore[method-assign]
-    SingleDeviceStrategy.teardown = teardown_before  # type: ignore[method-assign]
+    SingleDeviceStrategy.setup_environment = begin_and_setup_environment  # type: ignore[method-assign]
+    SingleDeviceStrategy.teardown = teardown_and_end  # type: ignore[method-assign]
 
 
 def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:

@@ -42,8 +42,8 @@ def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
     """Lets ``predict`` accept a loader with fewer samples than ranks, by an empty share for the ranks without samples.
 
     ``DataConnector._resolve_sampler`` makes the sampler of a loader, for ``predict`` a
-    ``UnrepeatedDistributedSamplerWrapper``, which asserts that it has a sample (2.5 to 2.6). The sampler that it makes
-    for rank 0 is made one of another rank by its attributes ``rank`` and ``num_samples``.
+    ``UnrepeatedDistributedSamplerWrapper``, which asserts that it has a sample (2.5 to 2.6). The attributes ``rank``
+    and ``num_samples`` turn the sampler of rank 0 into that of a rank without samples.
 
     Returns:
         A function that undoes it.
@@ -66,9 +66,9 @@ def predict_with_few_samples(trainer: Any) -> Callable[[], None]:
 def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -> Callable[[], None]:
     """Lets a rank that has no batches run the hooks of an evaluation for which other ranks have batches.
 
-    A loop runs no hook if its ``max_batches``, which ``setup_data`` makes anew, add up to 0 (2.5 to 2.6). Ranks without
-    batches are refused there unless ``allow_zero_length_dataloader_with_multiple_devices`` is True; ``predict``, which
-    exchanges nothing, accepts them here.
+    A loop runs no hook if its ``max_batches`` add up to 0. ``setup_data`` creates a new list of them, and rejects a
+    rank without batches unless ``allow_zero_length_dataloader_with_multiple_devices`` is True (2.5 to 2.6). Here,
+    ``predict`` accepts such a rank, because its ranks exchange nothing.
 
     Args:
         trainer: The Trainer.
@@ -90,12 +90,11 @@ def evaluate_without_data(trainer: Any, does_any_rank: Callable[[bool], bool]) -
     def setup_data_of_all_ranks() -> None:
         nonlocal seen
         users = module.allow_zero_length_dataloader_with_multiple_devices
-        module.allow_zero_length_dataloader_with_multiple_devices = users or is_predicting
+        module.allow_zero_length_dataloader_with_multiple_devices = is_allowed = users or is_predicting
         try:
             setup_data()
         finally:
             module.allow_zero_length_dataloader_with_multiple_devices = users
-        is_allowed = users or is_predicting
         if datamodule is not None:
             is_allowed |= datamodule.allow_zero_length_dataloader_with_multiple_devices
         max_batches = loop.max_batches if is_predicting else loop._max_batches

@@ -307,7 +307,7 @@ class Collectives(ABC):
 
 
 def names_excluded_from_ddp(module: torch.nn.Module) -> set[str]:
-    """Names of the parameters and buffers that ranks do not exchange, as the module's author told torch's DDP."""
+    """Names of the parameters and buffers that ranks do not exchange, by ``_ddp_params_and_buffers_to_ignore``."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 

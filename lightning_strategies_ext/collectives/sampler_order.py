@@ -4,7 +4,7 @@ Each rank draws the whole order and takes its share. If the ranks' random states
 their orders differ, and some samples would be repeated and others left out.
 """
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 
 
 class SharedOrder:
-    """What Lightning's distributed samplers see in place of a user's sampler: a dataset of indices.
+    """Dataset of indices for Lightning's distributed samplers, in place of a user's sampler.
 
     The ranks share an order when the first iteration of an epoch begins. Later iterations in the same epoch repeat the
     order without a collective, so that a rank can iterate over the loader alone.
 
     Args:
-        sampler: The user's sampler. Only as many of its items are used as it has according to its length.
+        sampler: The user's sampler. Items beyond its length are not used.
         broadcast: Gives every rank the object of rank 0.
         epoch: The current epoch.
     """
@@ -30,8 +30,7 @@ class SharedOrder:
         self._order: list[Any] | None = None
 
     def __len__(self) -> int:
-        assert isinstance(self._users, Sized)  # Lightning refuses a sampler without a length
-        return len(self._users)
+        return len(self._users)  # Lightning rejects a sampler without a length
 
     def __getitem__(self, index: int) -> Any:
         assert self._order is not None  # `reset` comes first

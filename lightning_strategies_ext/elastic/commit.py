@@ -21,6 +21,7 @@ from lightning_strategies_ext._lightning import trainer_stages, user_modules
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.totals import Totals
 from lightning_strategies_ext.gpus import wait_until_computed
+from lightning_strategies_ext.launch.stage.module_tree import tensors_of
 from lightning_strategies_ext.memory import free_memory
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
 from lightning_strategies_ext.uneven.step_state import StepState
@@ -226,7 +227,7 @@ class Commit:
             parameter.requires_grad_(is_trained)
         module.zero_grad(set_to_none=True)
         trainer_stages.restore_checkpoint(trainer, self.checkpoint())
-        omitted, tensors = _filled(self.shared.omitted, self._tensors), _tensors_of(module)
+        omitted, tensors = _filled(self.shared.omitted, self._tensors), tensors_of(module)
         for name in omitted.keys() & tensors.keys():  # a rank may lack buffers that the forward pass creates
             _overwrite(tensors[name], omitted[name])
         if self._own is not None:
@@ -274,7 +275,7 @@ def copy_model(trainer: "pl.Trainer") -> Callable[[], None]:
     ]
     tensors = [
         (tensor, tensor.requires_grad, tensor.detach().to("cpu", copy=True))
-        for tensor in _tensors_of(trainer.lightning_module).values()
+        for tensor in tensors_of(trainer.lightning_module).values()
     ]
     groups = [
         (optimizer, [(group, {**group, "params": [*group["params"]]}) for group in optimizer.param_groups])
@@ -306,11 +307,7 @@ def _overwrite(tensor: Tensor, value: Tensor) -> None:
 
 def _omitted_tensors(module: "pl.LightningModule", state_dict: dict[str, Any]) -> dict[str, Tensor]:
     """Parameters and buffers that a ``state_dict`` omits: frozen weights, for example, or non-persistent buffers."""
-    return {name: tensor.detach() for name, tensor in _tensors_of(module).items() if name not in state_dict}
-
-
-def _tensors_of(module: "pl.LightningModule") -> dict[str, Tensor]:
-    return dict([*module.named_parameters(), *module.named_buffers()])
+    return {name: tensor.detach() for name, tensor in tensors_of(module).items() if name not in state_dict}
 
 
 def _shape_text(shape: torch.Size | None) -> str:

@@ -42,6 +42,6 @@ class ForwardedCollectives:
         return self.collectives.reduce_boolean_decision(decision, all)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Lets all ranks use rank 0's order of a random sampler of the user's, see :class:`.SharedOrder`."""
+        """Replaces the order of a user's random sampler by that of rank 0, see :class:`.SharedOrder`."""
         share_orders(dataloader, lambda sampler: SharedOrder(sampler, self.broadcast, epoch=0))
         return dataloader

@@ -4,18 +4,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+_RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 #: For how long ranks wait for each other, in seconds, where Horovod's default would be half a minute: importing torch
 #: from a slow disk may take longer, and Horovod aborts the process then. As long as ranks of torch.distributed wait.
 _TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 _TIMEOUT_S = 1800
 #: What Horovod and NCCL read when a process set or a communicator is made.
-_READ_LATER = (RENDEZVOUS_ADDRESS, RENDEZVOUS_PORT, "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
+_READ_LATER = (_RENDEZVOUS_ADDRESS, _RENDEZVOUS_PORT, "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
 #: Rank, size, local rank and local size, as the launchers name them.
 _LAUNCHERS = {
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
@@ -80,17 +83,30 @@ def serve_rendezvous(num_processes: int) -> Any:
     from horovod.runner.http.http_server import RendezvousServer
 
     server = RendezvousServer()
-    os.environ[RENDEZVOUS_PORT] = str(server.start())
+    os.environ[_RENDEZVOUS_PORT] = str(server.start())
     os.environ[_STARTED_BY] = str(os.getpid())
     server.init(get_host_assignments([HostInfo("127.0.0.1", num_processes)], num_processes))
     return server
 
 
-def start_rendezvous_server() -> int:
-    """Starts a rendezvous server without addresses, in a thread of this process, and returns its port."""
+def renew_rendezvous(store: "Store", number: int, launch: Launch, address: str) -> None:
+    """Starts another rendezvous server on rank 0, for ranks that connect again. Collective: all ranks call it.
+
+    The first server may still have addresses of the first time, where no rank listens. Horovod 0.28 ends the process
+    that connects there.
+
+    Args:
+        store: The store in which the ranks have met.
+        number: The number of such servers before, the same on all ranks.
+        launch: The rank of this process.
+        address: The address of rank 0 for the other ranks; used on rank 0.
+    """
     from horovod.runner.http.http_server import RendezvousServer
 
-    return int(RendezvousServer().start())
+    key = f"lightning_strategies_ext/rendezvous/{number}"
+    if launch.rank == 0:
+        store.set(key, f"{address} {RendezvousServer().start()}")
+    os.environ[_RENDEZVOUS_ADDRESS], os.environ[_RENDEZVOUS_PORT] = store.get(key).decode().split()
 
 
 @contextmanager
@@ -106,7 +122,7 @@ def told_as_by_a_launcher(launch: Launch) -> Iterator[None]:
     if launch.size == 1:
         serve_rendezvous(1)
     slot = SlotInfo("127.0.0.1", launch.rank, launch.local_rank, 0, launch.size, launch.local_size, 1)
-    variables = create_slot_env_vars(slot) | create_run_env_vars("127.0.0.1", ["lo"], os.environ[RENDEZVOUS_PORT])
+    variables = create_slot_env_vars(slot) | create_run_env_vars("127.0.0.1", ["lo"], os.environ[_RENDEZVOUS_PORT])
     variables[_TIMEOUT] = os.environ.get(_TIMEOUT, _TIMEOUT_S)
     before = {name: os.environ.get(name) for name in variables if name not in _READ_LATER}
     os.environ.update({name: str(value) for name, value in variables.items()})

@@ -17,7 +17,7 @@ _USUAL_SYNC = Metric.sync
 
 
 class MetricSync:
-    """Makes the metrics of this process synchronize over the ranks of Horovod, until :meth:`close`.
+    """Synchronizes all metrics of the process over the ranks of Horovod, until :meth:`close`.
 
     Args:
         collectives: Returns the collectives, which change when this rank fails or enters a world.

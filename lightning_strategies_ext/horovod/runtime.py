@@ -19,19 +19,13 @@ from torch.distributed import Store, TCPStore
 
 from lightning_strategies_ext import forking, rank_variables
 from lightning_strategies_ext.failure import watch
-from lightning_strategies_ext.horovod.launch import (
-    RENDEZVOUS_ADDRESS,
-    RENDEZVOUS_PORT,
-    Launch,
-    start_rendezvous_server,
-    told_as_by_a_launcher,
-)
+from lightning_strategies_ext.horovod.launch import Launch, renew_rendezvous, told_as_by_a_launcher
 from lightning_strategies_ext.horovod_build.installed import horovod_problem, what_is_not_fixed
 from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
 _store: Store | None = None
-#: The store of the ranks that this process has joined last, also after it has left them.
+#: The store of the last ranks that the process has joined, also after it has left them.
 _last_store: Store | None = None
 _rendezvous_numbers = count()
 _leaving = threading.Lock()
@@ -74,7 +68,8 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
         if device.type == "cpu" and launch.launcher not in ("python", "horovodrun"):
             set_defaults_for_cpus_over_mpi()
         if _last_store is not None and launch.launcher in ("python", "horovodrun"):
-            _renew_rendezvous(_last_store, launch)
+            address = "127.0.0.1" if launch.local_size == launch.size else _own_address()
+            renew_rendezvous(_last_store, next(_rendezvous_numbers), launch, address)
         with told_as_by_a_launcher(launch) if launch.launcher == "python" else nullcontext():
             hvd.init(process_sets=process_sets)
     rank_variables.record_owner()
@@ -137,23 +132,6 @@ def store() -> Store:
     if _store is None:
         _store = _last_store = make_store()
     return _store
-
-
-def _renew_rendezvous(store: Store, launch: Launch) -> None:
-    """Lets ranks that have left each other meet again; called by all of them together.
-
-    The rendezvous server of the launcher may still have addresses of the first time (Horovod 0.28), at which no rank
-    listens, and Horovod ends the process then. So rank 0 starts another server.
-
-    Args:
-        store: Where the ranks have met before.
-        launch: Which rank this is.
-    """
-    key = f"lightning_strategies_ext/rendezvous/{next(_rendezvous_numbers)}"
-    if launch.rank == 0:
-        address = "127.0.0.1" if launch.local_size == launch.size else _own_address()
-        store.set(key, f"{address} {start_rendezvous_server()}")
-    os.environ[RENDEZVOUS_ADDRESS], os.environ[RENDEZVOUS_PORT] = store.get(key).decode().split()
 
 
 def let_go(peers: Sequence[Peer]) -> None:

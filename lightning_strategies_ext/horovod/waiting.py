@@ -33,7 +33,6 @@ def wait_for(handle: Any) -> Any:
         horovod.common.exceptions.HorovodInternalError: If the operation has failed.
     """
     import horovod.torch as hvd
-    from horovod.common.exceptions import HorovodInternalError
 
     began_at = time.monotonic()
     try:
@@ -44,7 +43,9 @@ def wait_for(handle: Any) -> Any:
             else:
                 time.sleep(min(max(_PAUSE_S, _PART * waited_s), _LONGEST_PAUSE_S))
         return hvd.synchronize(handle)
-    except ValueError as error:  # the handle is gone, since another thread has shut Horovod down
+    except ValueError as error:  # another thread has shut Horovod down, which cleared the handle
+        from horovod.common.exceptions import HorovodInternalError
+
         raise HorovodInternalError(
             f"Horovod has been shut down while this rank waited for an operation: {error}"
         ) from error

@@ -1,8 +1,8 @@
-"""The command that runs the script of this process once more, for another rank.
+"""Command that starts another rank with the script of the current process.
 
-The other rank runs from the beginning what this process runs. So it gets the command with which this interpreter was
-started, in the initial directory, also where the script has removed arguments from ``sys.argv`` or has changed the
-directory. Where ``sys.argv`` was set on purpose, as tests and sweeps do, the command follows it:
+The other rank runs the script from its beginning. Its command is the one with which the current interpreter was
+started, in the initial directory, even if the script has removed arguments from ``sys.argv`` or changed the directory.
+If ``sys.argv`` was set on purpose, as tests and sweeps do, the command follows it:
 
 - If ``sys.argv[0]`` is the path of another script or module, the command runs that with the arguments in ``sys.argv``,
   in the current directory.
@@ -22,7 +22,7 @@ def find_command() -> tuple[list[str], str | None]:
     """Finds the command.
 
     Returns:
-        The command, and its directory; None for that of this process.
+        The command, and its working directory, or None for the current directory.
 
     Raises:
         RuntimeError: If the script was read from the standard input, which can be read only once.
@@ -37,7 +37,7 @@ def find_command() -> tuple[list[str], str | None]:
         return [sys.executable, os.path.abspath(entry), *arguments], None
     if kind in ("", "-"):
         raise RuntimeError(
-            "The script was read from the standard input, so that it cannot be run once more for each rank. Save it to"
+            "The script was read from the standard input, so that it cannot run again for each rank. Save it to"
             " a file, or use `strategy='ddp_spawn_ext'`."
         )
     if kind in ("-c", "-m"):

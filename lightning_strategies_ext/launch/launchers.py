@@ -107,7 +107,7 @@ class WorkerLauncher(launching.Launcher):
             What the function returned in the first worker; of ``trainer.predict`` the predictions of all workers.
 
         Raises:
-            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised as it is.
+            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
             WorkerDiedError: If a worker died.
             ResultsError: If ``fit`` has run and what came of it could not be brought back; says where it is saved.
             TypeError: If something that the workers need cannot be pickled.
@@ -215,7 +215,7 @@ class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
             What it returned in the first worker, with tensors on the CPU.
 
         Raises:
-            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised as it is.
+            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
             WorkerDiedError: If a worker died.
             TypeError: If something that the workers need cannot be pickled.
         """

@@ -100,11 +100,11 @@ def tear_down(environment: ClusterEnvironment) -> None:
 
 
 def _start(launcher: Any) -> None:
-    """Starts the script once more for each further device; ``launcher.procs`` has the processes then."""
+    """Starts the script for each further device, and appends the processes to ``launcher.procs``."""
     environment = launcher.cluster_environment
     if environment.local_rank() != 0:
         raise RuntimeError(
-            f"Local rank {environment.local_rank()} would start the other ranks of this host, which only local rank 0"
+            f"Local rank {environment.local_rank()} would start the other ranks of its host, which only local rank 0"
             f" does. `creates_processes_externally` of {type(environment).__name__} must be True in the other ranks."
         )
     local_ranks = range(1, launcher.num_processes)

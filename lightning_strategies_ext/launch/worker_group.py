@@ -161,7 +161,7 @@ class Workers:
             joins_group: Whether workers join the process group first.
 
         Raises:
-            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised as it is.
+            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
             WorkerDiedError: If a worker died.
         """
         self.check_can_start()

@@ -298,13 +298,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             self._has_set_aside = process_group.set_aside()
         else:
             strategy_parts.surround_stages_on_one_device(process_group.set_aside, process_group.bring_back)
-        may_be_broken = process_group.has_others()
-        self._enter_world(disconnect, DefaultGroupProgress())
-        if may_be_broken and not self._is_group_intact():
-            process_group.stop()
-            self._enter_world(disconnect, DefaultGroupProgress())
+        leave = process_group.stop if process_group.has_others() else None
+        self._enter_world(self._join_group, leave, disconnect, DefaultGroupProgress())
 
-    @override
     def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None
         self._process_group_backend = process_group.start(

@@ -192,7 +192,7 @@ class DDPSpawnStrategy(DDPStrategy):
 
         Raises:
             ValueError: If ``parallel_devices`` are not known.
-            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised as it is.
+            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
             WorkerDiedError: If a worker died.
         """
         if not self.parallel_devices:

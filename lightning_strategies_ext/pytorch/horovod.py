@@ -243,13 +243,9 @@ class HorovodStrategy(ParallelStrategy):
         self._join()
 
     def _join(self) -> None:
-        may_be_broken = runtime.has_others()
-        self._enter_world(runtime.let_go, Progress())
-        if may_be_broken and not self._is_group_intact():
-            runtime.shut_down()
-            self._enter_world(runtime.let_go, Progress())
+        leave = runtime.shut_down if runtime.has_others() else None
+        self._enter_world(self._join_group, leave, runtime.let_go, Progress())
 
-    @override
     def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None
         launch = environment.launch_of(self.cluster_environment, self.num_processes)

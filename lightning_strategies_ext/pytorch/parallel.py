@@ -154,7 +154,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Lets all ranks use rank 0's order of a random sampler of the user's, see :class:`.SharedOrder`."""
+        """Replaces the order of a user's random sampler by that of rank 0, see :class:`.SharedOrder`."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
 
@@ -385,16 +385,28 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def _fail(self, exception: BaseException) -> None:
         self._world.fail(exception, self.global_rank, self.world_size)
 
-    def _join_group(self) -> Store | None:
-        """Joins the group of all ranks, unless this process has; returns their store, or None if there is one rank."""
-        raise NotImplementedError
+    def _enter_world(
+        self,
+        join: Callable[[], Store | None],
+        leave: Callable[[], None] | None,
+        wake: Callable[[Sequence[Peer]], None],
+        progress: Progress,
+    ) -> None:
+        """Joins the other ranks for a stage. Collective: all ranks call it.
 
-    def _enter_world(self, wake: Callable[[Sequence[Peer]], None], progress: Progress) -> None:
-        """Joins the other ranks, for a stage; called by all ranks together."""
-        store = self._join_group()
+        Args:
+            join: Joins the group of all ranks unless the process has; returns their store, or None for a single rank.
+            leave: Leaves the group of an earlier stage, which may be broken; None if there is none.
+            wake: See :class:`.Watch`.
+            progress: Progress of this rank.
+        """
+        store = join()
         self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
         if store is not None:
             self._end_together(wake, progress)
+        if leave is not None and not self._is_group_intact():
+            leave()
+            self._enter_world(join, None, wake, progress)
 
     def _is_group_intact(self) -> bool:
         """Whether ranks can use the group of an earlier stage; called by all ranks together, in a stage.

@@ -4,7 +4,7 @@ Tensors and arrays are joined along their first dimension and floating-point num
 numbers stay apart, one entry per replica, since nothing tells whether they are to be added. See ``gather``.
 
 What it does not promise: that a number which is not a mean over the samples (a sum, a maximum) becomes that of the
-whole batch, except where autograd knows what it is (``denominator_of``), padding, to move tensors inside objects that
+whole batch, except where autograd has recorded it (``denominator_of``), padding, to move tensors inside objects that
 are not collections, or to tell a list of values for the whole batch from a list with one entry per sample where both
 fit.
 """
@@ -32,11 +32,11 @@ NUMBERS = (int, np.integer, np.bool_, *FRACTIONS)  # bool is an int
 def gather(values: Sequence[Any], sizes: Sequence[int], device: torch.device, name: str) -> Any:
     """Returns one value for the whole batch. Tensors keep their autograd history.
 
-    Floating-point numbers, also as 0-dim tensors, become their mean over the samples, or what ``value_of_batch`` knows
-    better; whole numbers and bools a tensor with one entry per replica, except that equal bools stay a bool. Other
-    tensors and arrays are concatenated. Tuples, mappings and dataclasses are gathered part by part, and so are lists of
-    values for the whole of a replica's samples. Lists with one entry per sample are concatenated. Of other objects the
-    first is returned if all are equal, else a list of them.
+    Floating-point numbers, also as 0-dim tensors, become the result of ``value_of_batch``; whole numbers and bools a
+    tensor with one entry per replica, except that equal bools stay a bool. Other tensors and arrays are concatenated.
+    Tuples, mappings and dataclasses are gathered part by part, and so are lists of values for the whole of a replica's
+    samples. Lists with one entry per sample are concatenated. Of other objects the first is returned if all are equal,
+    else a list of them.
 
     Args:
         values: What each replica returned.

@@ -225,16 +225,13 @@ class BackwardPasses:
 
 def _prepare(model: DistributedDataParallel) -> None:
     """Prepares the reducer as DDP's forward does, for a backward pass that has begun."""
-    for name, is_on in (
-        ("find_unused_parameters", model.find_unused_parameters),
-        ("static_graph", model.static_graph),
-    ):
-        if is_on:
-            raise RuntimeError(
-                f"`{name}=True`: two forward passes were followed by two backward passes, and DDP can exchange the"
-                f" gradients of one of them only. Leave out `{name}`, run each backward pass before the next forward"
-                " pass, or run one backward pass of the sum of the losses."
-            )
+    if model.find_unused_parameters or model.static_graph:
+        name = "find_unused_parameters" if model.find_unused_parameters else "static_graph"
+        raise RuntimeError(
+            f"`{name}=True`: two forward passes were followed by two backward passes, and DDP can exchange the"
+            f" gradients of one of them only. Leave out `{name}`, run each backward pass before the next forward"
+            " pass, or run one backward pass of the sum of the losses."
+        )
     model.require_forward_param_sync = True
     model.reducer._rebuild_buckets()
     model.reducer.prepare_for_backward([])

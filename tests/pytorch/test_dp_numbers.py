@@ -357,7 +357,7 @@ def two_terms(model, x, y, i):
 
 
 class OfTokens(MLP):
-    """Logs its loss, and says of how many tokens it is the mean."""
+    """Logs its loss with the number of its tokens as `batch_size`."""
 
     def __init__(self, loss, is_automatic=True):
         super().__init__()

@@ -345,7 +345,7 @@ class WorkerPool:
     def _raised_by_all(self, failures: dict[int, Failure]) -> Exception | None:
         """Returns the exception that all ranks raised, of the same class and with the same message; rank 0's one.
 
-        Its cause is what is raised otherwise, which has the traceback.
+        Its cause is the :class:`.WorkerRaisedError` with the traceback.
         """
         exceptions = [failure.exception for _, failure in sorted(failures.items()) if not failure.is_consequence]
         first = exceptions[0] if len(exceptions) == len(self._workers) else None

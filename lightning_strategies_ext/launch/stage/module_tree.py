@@ -26,7 +26,7 @@ def tensors_of(module: Module) -> dict[str, Tensor]:
 
 
 def make_private(module: Module) -> None:
-    """Copies the parameters and buffers in shared memory to memory of this process, as Lightning's launchers do.
+    """Copies parameters and buffers in shared memory to private memory, as Lightning's launchers do.
 
     DDP keeps one copy per rank and synchronizes them; optimizers of several ranks must not update the same memory.
     """

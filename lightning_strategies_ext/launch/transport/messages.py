@@ -267,7 +267,7 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
     Attributes:
         dispatch_table: How objects of some types are written.
         sends_main: Whether what is defined in ``__main__`` goes along.
-        sends_descriptors: Whether the receiver is a process of this host, and gets file descriptors.
+        sends_descriptors: Whether the receiver runs on the same host and can receive file descriptors.
     """
 
     dispatch_table = _REDUCERS
