@@ -23,7 +23,8 @@ import tempfile
 import types
 
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-import multiprocessing.resource_sharer, psutil, torch.distributed, torch.multiprocessing, torch.utils.data
+import multiprocessing.resource_sharer, multiprocessing.sharedctypes, multiprocessing.synchronize
+import psutil, torch.distributed, torch.multiprocessing, torch.utils.data
 import lightning.pytorch
 import lightning.fabric.plugins.environments.mpi as mpi
 import sysconfig

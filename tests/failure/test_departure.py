@@ -164,7 +164,8 @@ def linger_for(
         result = departure.linger(), time.monotonic() - begin
         if does is not None:
             store.set("it has ended", "")
-            store.wait(["the other has read it"])  # from the store, which ends with the process of rank 0
+            if rank == 0:  # the store ends with this process
+                store.wait(["the other has read it"])
         watch.close()  # or this process would have failed, too
         return result
     store.wait(["one lingers"])
