@@ -150,16 +150,16 @@ def weighted_mean(
         sizes: How many samples each value stands for. If there are none at all, each value counts the same.
         device: Where the result is, if it is a tensor.
     """
-    total = sum(sizes)
-    weights = [size / total for size in sizes] if total else [1 / len(sizes)] * len(sizes)
+    counts = sizes if any(sizes) else [1] * len(sizes)
+    total = sum(counts)
     # A mean over no samples is left out, not given the weight 0: it is NaN, which times 0 is NaN.
-    terms = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    terms = [(value, count) for value, count in zip(values, counts, strict=True) if count]
     first = terms[0][0]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     if not tensors:
         if all(value == first for value, _ in terms):
             return as_python(first) * 1.0  # type: ignore[no-any-return]
-        return sum(as_python(value) * weight for value, weight in terms)  # type: ignore[no-any-return]
+        return sum(as_python(value) * count for value, count in terms) / total  # type: ignore[no-any-return]
     if all(value is values[0] for value in values):
         return tensors[0].to(device)
 
@@ -169,9 +169,9 @@ def weighted_mean(
     if not dtype.is_floating_point and not dtype.is_complex:
         dtype = torch.get_default_dtype()
     wide = torch.promote_types(dtype, torch.float32)  # 16 bits would lose some in each addition
-    summed = torch.as_tensor(first, device=device, dtype=wide) * terms[0][1]
-    for value, weight in terms[1:]:
-        summed = summed.add(torch.as_tensor(value, device=device, dtype=wide), alpha=weight)
+    summed = torch.as_tensor(first, device=device, dtype=wide) * (terms[0][1] / total)
+    for value, count in terms[1:]:
+        summed = summed.add(torch.as_tensor(value, device=device, dtype=wide), alpha=count / total)
     return summed.to(dtype)
 
 
