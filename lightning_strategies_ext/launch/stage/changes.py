@@ -2,7 +2,8 @@
 
 What the user holds in the main process keeps its identity: a list, a tensor, an object of a class of the user's is
 updated in place, wherever it hangs, as if the stage had run there. What is new comes as it is. An object of a class
-that pickles itself in its own way (``__reduce__``) is replaced by what it has become.
+that pickles itself in its own way is restored by that way: in place, except that an object with ``__reduce__`` that is
+no part of the Trainer or the LightningModule is replaced by what it has become.
 """
 
 import copyreg
@@ -17,16 +18,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
+from lightning_strategies_ext.launch.stage.attributes import (
+    WHOLE,
+    OwnState,
+    all_attributes,
+    attributes_of,
+    delete,
+    in_slots,
+    left_out_of,
+    pickles_own_state,
+    put,
+    slots_of,
+)
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
-from lightning_strategies_ext.launch.transport.parametrized import class_before, own_state
+from lightning_strategies_ext.launch.transport.parametrized import own_state
 from lightning_strategies_ext.launch.transport.segments import Received
 from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
 
 _NOT_OBJECTS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
-_OF_THE_TREE = ("_parameters", "_buffers", "_modules", "training")
 
 
 @dataclass
@@ -154,25 +166,9 @@ def _is_updatable(obj: Any) -> bool:
         return True
     if isinstance(obj, _NOT_OBJECTS) or kind in copyreg.dispatch_table or is_of_multiprocessing(obj):
         return False
-    if not hasattr(obj, "__dict__") and not _slots_of(kind):  # a number, a string, a tuple
+    if not hasattr(obj, "__dict__") and not slots_of(kind):  # a number, a string, a tuple
         return False
     return kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-
-
-def pickles_own_state(obj: Any) -> bool:
-    """Whether an object's class says itself what pickle takes of it."""
-    # Every object has the method from Python 3.11 on.
-    return getattr(class_before(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
-
-
-def _slots_of(kind: type) -> list[str]:
-    names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as pickle does
-    return names
-
-
-def in_slots(obj: Any) -> dict[str, Any]:
-    """What an object has in ``__slots__``."""
-    return {name: getattr(obj, name) for name in _slots_of(type(obj)) if hasattr(obj, name)}
 
 
 def _state_of(obj: Any) -> tuple[Any, Any]:
@@ -191,7 +187,8 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
     elif isinstance(obj, tuple):  # it stays what it is, and what is in it may have changed
         contents = tuple(obj)
     if pickles_own_state(obj):
-        return contents, own_state(obj)
+        state = own_state(obj)
+        return contents, OwnState(state, left_out_of(obj, state))
     attributes, slots = dict(getattr(obj, "__dict__", {})), in_slots(obj)
     return contents, (attributes or None, slots) if slots else attributes
 
@@ -209,8 +206,10 @@ def _update(obj: Any, contents: Any, attributes: Any) -> None:
     elif isinstance(obj, deque):
         obj.clear()
         obj.extend(contents)
-    if hasattr(type(obj), "__setstate__") and attributes:
-        obj.__setstate__(attributes)
+    if isinstance(attributes, OwnState):
+        attributes.restore(obj)
+    elif hasattr(type(obj), "__setstate__") and attributes:
+        OwnState(attributes, []).restore(obj)
     elif isinstance(attributes, dict):
         _set_attributes(obj, attributes, {})
     elif isinstance(attributes, tuple):
@@ -218,15 +217,9 @@ def _update(obj: Any, contents: Any, attributes: Any) -> None:
 
 
 def _set_attributes(obj: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> None:
-    if not pickles_own_state(obj):  # otherwise what it leaves out is this process's
-        for name in getattr(obj, "__dict__", {}).keys() - attributes.keys():
-            del vars(obj)[name]
-        for name in in_slots(obj).keys() - slots.keys():
-            object.__delattr__(obj, name)
-    if attributes:
-        vars(obj).update(attributes)
-    for name, value in slots.items():
-        object.__setattr__(obj, name, value)
+    for name in all_attributes(obj).keys() - {*attributes, *slots}:
+        delete(obj, name)
+    put(obj, {**attributes, **slots})
 
 
 def _write(target: Tensor, value: Tensor) -> None:
@@ -260,7 +253,7 @@ class Fingerprints:
 
     def vanished(self, holder: Any) -> Iterator[str]:
         """The names of the attributes that are not there any more."""
-        yield from self._before[id(holder)][1].keys() - vars(holder).keys()
+        yield from self._before[id(holder)][1].keys() - {WHOLE, *all_attributes(holder)}
 
     def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
         for name, value in attributes_of(holder).items():
@@ -279,18 +272,6 @@ class Fingerprints:
 
     def _is_unchanged(self, buffer: Any) -> bool:
         return self._received is None or self._received.is_unchanged_memory(*buffer)
-
-
-def attributes_of(holder: Any) -> dict[str, Any]:
-    """An object's attributes, without those that it empties for pickling, and without what makes a module a tree."""
-    state: dict[str, Any] = vars(holder)
-    if isinstance(holder, Module):
-        state = {name: value for name, value in state.items() if name not in _OF_THE_TREE}
-    if pickles_own_state(holder):
-        own = own_state(holder)
-        if isinstance(own, dict):  # what it empties is this process's, and the main process has its own
-            return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
-    return state
 
 
 def _digest(data: Any) -> bytes:

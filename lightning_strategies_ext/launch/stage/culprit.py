@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_strategies_ext.launch.stage.changes import attributes_of, in_slots
+from lightning_strategies_ext.launch.stage.attributes import in_slots, named_attributes_of
 from lightning_strategies_ext.launch.transport.messages import Dump, Shared
 from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
 
@@ -73,5 +73,5 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
         attributes: dict[str, Any] = in_slots(obj)
         if hasattr(obj, "__dict__"):
             with suppress(Exception):  # what the object's class says of itself may be what fails
-                attributes.update(attributes_of(obj))
+                attributes.update(named_attributes_of(obj))
         yield from ((f".{name}", value) for name, value in attributes.items())

@@ -22,14 +22,14 @@ from torch.autograd import profiler as autograd_profiler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_stages
-from lightning_strategies_ext.launch.stage.changes import (
-    Fingerprints,
-    Teller,
-    Told,
+from lightning_strategies_ext.launch.stage.attributes import (
+    WHOLE,
     attributes_of,
-    is_in_shared_memory,
-    place_of,
+    delete_attribute,
+    names_of,
+    set_attribute,
 )
+from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, Told, is_in_shared_memory, place_of
 from lightning_strategies_ext.launch.stage.module_tree import ModuleTree, put_parts
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
@@ -101,6 +101,7 @@ class Before:
         self._holders = [*module.modules(), *datamodules.values()]
         self._classes = [_class_of(holder) for holder in self._holders]
         self._fingerprints = Fingerprints(self._holders, shared, received)
+        self._names = [(obj, names_of(obj)) for obj in (*trainer.callbacks, *trainer.loggers)]
         self.shared = shared.with_message(sent)
         tensors = (*module.parameters(), *module.buffers(), *sent.values())
         self._sent = [obj for obj in tensors if isinstance(obj, (Tensor, np.ndarray))]  # their ids are theirs alone
@@ -119,9 +120,12 @@ class Before:
                 yield holder, name
 
     def vanished_attributes(self) -> Iterator[tuple[Any, str]]:
-        """Those that are not there any more."""
+        """Those that are not there any more, and those of callbacks and loggers."""
         for holder in self._holders:
             for name in self._fingerprints.vanished(holder):
+                yield holder, name
+        for holder, names in self._names:
+            for name in names - names_of(holder):
                 yield holder, name
 
     def changed_classes(self) -> Iterator[Any]:
@@ -211,9 +215,9 @@ class TrainerSnapshot:
             shared.object_of(number).__class__ = pickled.load()
         for number, name, told in self.attributes:
             if told is None:
-                vars(shared.object_of(number)).pop(name, None)
+                delete_attribute(shared.object_of(number), name)
             else:
-                _set(shared.object_of(number), name, _loaded(told, shared, name))
+                _restore(shared, number, name, told)
         if self.training is not None:
             tree, *of_fit = self.training.load(shared)
             for number, parts in tree:
@@ -255,7 +259,7 @@ def _attributes(trainer: Any, before: Before, teller: Teller) -> Iterator[tuple[
     holders = [trainer, metrics, *loops, trainer.profiler, *trainer.callbacks, *trainer.loggers]
     attributes = [(holder, name) for holder in holders for name in attributes_of(holder)]
     for holder, name in (*attributes, *before.changed_attributes()):
-        number, value = before.shared.number_of(holder), attributes_of(holder)[name]
+        number, value = before.shared.number_of(holder), attributes_of(holder).get(name)
         if number is None:  # a new callback, say: it comes with the list that holds it
             continue
         if isinstance(value, FunctionType) or trainer_logging.is_bound_to_stage(value):
@@ -282,32 +286,23 @@ def _told(teller: Teller, value: Any, what: str) -> Told | None:
         return None
 
 
-_MISSING = object()
-
-
-def _loaded(told: Told, shared: Shared, name: str) -> Any:
-    try:
-        return told.load(shared)
-    except Exception as error:
-        log.debug("%s stays as it is in the main process: %s", name, error)
-        return _MISSING
-
-
-def _set(holder: Any, name: str, value: Any) -> None:
+def _restore(shared: Shared, number: int, name: str, told: Told) -> None:
     """Sets an attribute. A list, dictionary or the like that the user may hold is filled in place."""
-    if value is _MISSING:
-        return
-    old = vars(holder).get(name)
-    if type(old) is type(value) and old is not value:
-        if isinstance(old, list):
+    holder = shared.object_of(number)
+    try:
+        value = told.load(shared)
+        old = None if name == WHOLE else getattr(holder, "__dict__", {}).get(name)
+        # One that the workers had is another attribute's now, or of no more use.
+        is_filled = type(old) is type(value) and old is not value and shared.number_of(old) is None
+        if is_filled and isinstance(old, list):
             old[:] = value
-            return
-        if isinstance(old, (dict, set)):
+        elif is_filled and isinstance(old, (dict, set)):
             old.clear()
             old.update(value)
-            return
-        if isinstance(old, deque) and old.maxlen == value.maxlen:
+        elif is_filled and isinstance(old, deque) and old.maxlen == value.maxlen:
             old.clear()
             old.extend(value)
-            return
-    vars(holder)[name] = value
+        else:
+            set_attribute(holder, name, value)
+    except Exception as error:
+        log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)

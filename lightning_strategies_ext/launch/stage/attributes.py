@@ -1,0 +1,243 @@
+"""The attributes of an object as they go to another process and are set there again, as pickle does, but in place."""
+
+import copyreg
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_strategies_ext.launch.transport import parametrized
+from lightning_strategies_ext.launch.transport.parametrized import class_before, own_state
+
+_OF_THE_TREE = ("_parameters", "_buffers", "_modules", "training")
+#: In place of an attribute's name: the whole state of an object that pickles itself in its own way.
+WHOLE = ""
+# Their classes leave attributes out when they are pickled, and do not change any.
+_PLAIN_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
+# What pickle calls to have an object that is empty yet; the first argument is its class.
+_MAKERS = tuple(getattr(copyreg, name) for name in ("__newobj__", "__newobj_ex__", "_reconstructor"))
+
+
+def pickles_own_state(obj: Any) -> bool:
+    """Whether an object's class says itself what pickle takes of it."""
+    # Every object has the method from Python 3.11 on.
+    return getattr(class_before(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names that a class has in ``__slots__``, as attributes."""
+    names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as pickle does
+    return names
+
+
+def in_slots(obj: Any) -> dict[str, Any]:
+    """What an object has in ``__slots__``."""
+    return {name: getattr(obj, name) for name in slots_of(type(obj)) if hasattr(obj, name)}
+
+
+@dataclass
+class OwnState:
+    """What an object's class says that pickle takes of it.
+
+    Attributes:
+        state: What is set as its state.
+        left_out: The attributes that this state does not have, or has as None.
+        make: What pickle calls to make the object, and its arguments; None makes an empty one.
+        items: The items of a list.
+        pairs: The items of a dictionary.
+        set_state: What sets the state in place of ``__setstate__``.
+    """
+
+    state: Any
+    left_out: list[str]
+    make: tuple[Any, tuple[Any, ...]] | None = None
+    items: list[Any] | None = None
+    pairs: list[tuple[Any, Any]] | None = None
+    set_state: Any = None
+
+    @classmethod
+    def of(cls, obj: Any) -> "OwnState | None":
+        """That of an object; None if pickle takes the object for a name.
+
+        Raises:
+            Exception: Whatever its class raises.
+        """
+        reduced = parametrized.reduced(obj)
+        if reduced is NotImplemented:
+            reduce = copyreg.dispatch_table.get(type(obj))
+            reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
+        if isinstance(reduced, str):
+            return None
+        function, args, state, items, pairs, set_state = (*reduced, None, None, None, None)[:6]
+        is_empty = function in _MAKERS and len(args) == 1
+        return cls(
+            state,
+            left_out_of(obj, state),
+            None if is_empty else (function, args),
+            None if items is None else list(items),
+            None if pairs is None else list(pairs),
+            set_state,
+        )
+
+    def restore(self, obj: Any, kept: Iterable[str] = ()) -> None:
+        """Makes an object so as pickle would make a new one, in place; what was left out it keeps, if it has it.
+
+        Args:
+            obj: The object.
+            kept: The names of attributes that it keeps as they are.
+
+        Raises:
+            Exception: Whatever its class raises; the object is as before then.
+        """
+        before = all_attributes(obj)
+        kept = set(kept)
+        try:
+            self._make(obj, kept)
+            if self.state is not None:
+                self._set_state(obj)
+            if self.items is not None:
+                obj[:] = self.items
+            if self.pairs is not None:
+                obj.clear()
+                obj.update(self.pairs)
+        except BaseException:
+            _clear(obj, set())
+            put(obj, before)
+            raise
+        after = all_attributes(obj)
+        kept.update(name for name in self.left_out if after.get(name) is None)
+        put(obj, {name: before[name] for name in kept & before.keys()})
+
+    def _make(self, obj: Any, kept: set[str]) -> None:
+        function, args = self.make or (None, ())
+        if function is None:
+            _clear(obj, kept)
+        elif function is type(obj):
+            _clear(obj, kept)
+            obj.__init__(*args)
+        else:
+            made = function(*args)
+            if type(made) is not type(obj):
+                raise TypeError(f"pickle would make a {type(made).__name__} of it")
+            if made is not obj:
+                _clear(obj, kept)
+                put(obj, {name: obj if part is made else part for name, part in all_attributes(made).items()})
+
+    def _set_state(self, obj: Any) -> None:
+        state = self.state
+        if self.set_state is not None:
+            self.set_state(obj, state)
+        elif hasattr(type(obj), "__setstate__"):
+            obj.__setstate__(state)
+        else:
+            parts = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+            if parts[0]:
+                vars(obj).update(parts[0])
+            for name, value in (parts[1] or {}).items():
+                setattr(obj, name, value)
+
+
+def left_out_of(obj: Any, state: Any) -> list[str]:
+    """The attributes that an object has and its pickled state does not have, or has as None."""
+    if isinstance(state, tuple) and all(part is None or isinstance(part, dict) for part in state):
+        state = dict(chain.from_iterable((part or {}).items() for part in state))
+    if not isinstance(state, dict):
+        return []
+    return [name for name, value in all_attributes(obj).items() if value is not None and state.get(name) is None]
+
+
+def all_attributes(obj: Any) -> dict[str, Any]:
+    """What an object has in its dictionary and in slots."""
+    return {**getattr(obj, "__dict__", {}), **in_slots(obj)}
+
+
+def _clear(obj: Any, kept: set[str]) -> None:
+    for name in all_attributes(obj).keys() - kept:
+        delete(obj, name)
+
+
+def delete(obj: Any, name: str) -> None:
+    """Deletes an attribute, in the object's dictionary or a slot."""
+    if name in getattr(obj, "__dict__", {}):
+        del vars(obj)[name]
+    else:
+        object.__delattr__(obj, name)
+
+
+def put(obj: Any, attributes: dict[str, Any]) -> None:
+    """Sets attributes as they are, past `__setattr__` and properties."""
+    slots = slots_of(type(obj))
+    for name, value in attributes.items():
+        if name in slots:
+            object.__setattr__(obj, name, value)
+        else:
+            vars(obj)[name] = value
+
+
+def attributes_of(holder: Any) -> dict[str, Any]:
+    """An object's attributes, without those that it empties for pickling, and without what makes a module a tree.
+
+    Of an object that pickles itself in its own way, its :class:`OwnState` alone, under :data:`WHOLE`.
+    """
+    with suppress(Exception):  # where workers are forked, they may have what pickle cannot take
+        if _is_of_its_own_way(holder):
+            own = OwnState.of(holder)
+            return {} if own is None else {WHOLE: own}
+    return named_attributes_of(holder)
+
+
+def named_attributes_of(holder: Any) -> dict[str, Any]:
+    """An object's attributes by name, as in :func:`attributes_of`."""
+    state = all_attributes(holder)
+    if isinstance(holder, Module):
+        state = {name: value for name, value in state.items() if name not in _OF_THE_TREE}
+    if pickles_own_state(holder):
+        own: Any = None
+        with suppress(Exception):
+            own = own_state(holder)
+        if isinstance(own, dict):  # what it empties is this process's, and the main process has its own
+            return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
+    return state
+
+
+def names_of(holder: Any) -> set[str]:
+    """The names of the attributes of an object, none for one that pickles itself in its own way."""
+    return set() if WHOLE in attributes_of(holder) else set(all_attributes(holder))
+
+
+def set_attribute(holder: Any, name: str, value: Any) -> None:
+    """Sets an attribute that :func:`attributes_of` gave.
+
+    Raises:
+        Exception: Whatever the class of an object raises that pickles itself; it is as before then.
+    """
+    if name == WHOLE:
+        value.restore(holder, _OF_THE_TREE if isinstance(holder, Module) else ())
+    else:
+        put(holder, {name: value})
+
+
+def delete_attribute(holder: Any, name: str) -> None:
+    """Deletes an attribute if it is there."""
+    if name in all_attributes(holder):
+        delete(holder, name)
+
+
+def _is_of_its_own_way(obj: Any) -> bool:
+    """Whether pickle does more for an object than to take some of its attributes and to set them."""
+    kind = class_before(obj)
+    if kind in copyreg.dispatch_table or isinstance(obj, (list, dict)):
+        return True
+    methods = (getattr(kind, name, None) for name in ("__reduce__", "__reduce_ex__", "__setstate__"))
+    libraries = {(getattr(method, "__module__", None) or "").partition(".")[0] for method in methods}
+    if not libraries <= {"", *_PLAIN_LIBRARIES}:
+        return True
+    if not pickles_own_state(obj):
+        return False
+    state, attributes = own_state(obj), all_attributes(obj)
+    if not isinstance(state, dict):
+        return True
+    return any(value is not None and value is not attributes.get(name) for name, value in state.items())
