@@ -25,6 +25,7 @@ from lightning_strategies_ext.launch.stage.job import CallJob, StageJob
 from lightning_strategies_ext.launch.strategy import WorkersStrategy
 from lightning_strategies_ext.launch.transport.messages import Pickled
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
+from lightning_strategies_ext.launch.transport.unreadable import is_unreadable_job
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,16 @@ class Workers:
             if not self._starter.forks:
                 raise
             job.note_inherited()
+        is_sent_to_forked = pickled is not None and self._starter.forks and job.allowance is None
+        outcome = self._run(job, pickled)
+        if is_sent_to_forked and is_unreadable_job(outcome.error):
+            self.close()
+            job.note_inherited()
+            outcome = self._run(job, None)
+        self._has_run, self._must_end = True, job.allowance is not None
+        return outcome
+
+    def _run(self, job: StageJob | CallJob, pickled: Pickled | None) -> Outcome:
         with _choosing:
             pool = self._usable_pool(job if pickled is None else None)
         packed = None if pickled is None else self._starter.pack(pickled, self._kept)
@@ -135,7 +146,6 @@ class Workers:
         finally:
             if packed is not None:
                 packed.close()
-        self._has_run, self._must_end = True, job.allowance is not None
         return outcome
 
     def end_unless_kept(self) -> None:

@@ -227,3 +227,84 @@ def test_a_profiler_goes_through_several_stages(strategy, tmp_path):
     trainer.test(model, loader(), verbose=False)
     assert {path.name.split("-")[0] for path in tmp_path.glob("*.txt")} == {"fit", "test"}
     assert "test_step" in profiler.summary()
+
+
+class NeedsArgument:
+    """Can be pickled, and not be rebuilt."""
+
+    def __new__(cls, value: int) -> "NeedsArgument":
+        return object.__new__(cls)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+REGISTRY = {}
+
+
+class InRegistry:
+    """Is found in what only the process has that made it."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        REGISTRY["only here"] = self
+
+    def __reduce__(self):
+        return find, ("only here",)
+
+
+def find(name: str) -> object:
+    return REGISTRY[name]
+
+
+class HoldsUnreadable(MLP):
+    def __init__(self, obj, steps=0) -> None:
+        super().__init__()
+        self.net[1].choices = {"first": 1, "a": obj}
+        self.steps = steps
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.net[1].choices["a"].value += 1
+        return super().training_step(batch, batch_idx)
+
+
+class CallbackHoldsUnreadable(pl.Callback):
+    def __init__(self) -> None:
+        self.thing = NeedsArgument(3)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("make_model", "callbacks", "said"),
+    [
+        (
+            lambda: HoldsUnreadable(NeedsArgument(0)),
+            [],
+            r"`net\.1\.choices\.a` of the LightningModule HoldsUnreadable cannot be rebuilt.*missing 1 required",
+        ),
+        (
+            lambda: HoldsUnreadable(InRegistry()),
+            [],
+            r"`net\.1\.choices\.a` of the LightningModule HoldsUnreadable cannot be rebuilt.*KeyError: 'only here'",
+        ),
+        (MLP, [CallbackHoldsUnreadable()], r"`thing` of the callback CallbackHoldsUnreadable cannot be rebuilt"),
+    ],
+)
+def test_what_a_worker_cannot_rebuild_is_named_by_its_path(make_model, callbacks, said):
+    with pytest.raises(TypeError, match=f"{said}.*'ddp_fork_ext'"):
+        spawn_trainer(callbacks=callbacks, max_epochs=1).fit(make_model(), loader())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["NeedsArgument", "InRegistry"])
+def test_forked_workers_inherit_what_cannot_be_rebuilt(kind):
+    unreadable = NeedsArgument(0) if kind == "NeedsArgument" else InRegistry()
+    trainer, model = spawn_trainer("ddp_fork_ext", max_epochs=1), HoldsUnreadable(unreadable)
+    trainer.fit(model, loader())
+    assert (model.steps, unreadable is model.net[1].choices["a"]) == (8, True)
+    assert unreadable.value == (8 if kind == "NeedsArgument" else 0)
+    trainer.test(model, loader(), verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader())
+    assert model.steps == 16

@@ -23,6 +23,7 @@ import torch
 
 from lightning_strategies_ext.launch.processes.conditions import RngState
 from lightning_strategies_ext.launch.protocol import Done, End, Failure, Notice, Order, Ping, Pull, Save, Start
+from lightning_strategies_ext.launch.transport import unreadable
 from lightning_strategies_ext.launch.transport.channel import Channel, Envelope, JobChannel
 from lightning_strategies_ext.launch.transport.messages import Pickled, main_is_elsewhere
 
@@ -240,13 +241,20 @@ def _run(order: Order, envelope: Envelope, inherited: Job | None, state: WorkerS
     state.joins = order.joins
     state.is_running = True
     try:
-        job: Job | None = inherited if order.is_inherited else envelope.open()
+        job: Job | None = inherited if order.is_inherited else _opened(envelope)
         assert job is not None
         return job.run(state, envelope)
     finally:
         envelope.found = {}  # it would keep the job's objects
         state.is_running = False
         state.on_interrupt = None
+
+
+def _opened(envelope: Envelope) -> Any:
+    try:
+        return envelope.open()
+    except Exception as error:
+        raise unreadable.explained(envelope.pickled, error) from error
 
 
 def _prepare(start: Start) -> None:
