@@ -30,9 +30,10 @@ from lightning_strategies_ext.launch.stage.attributes import (
     set_attribute,
 )
 from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, Told, is_in_shared_memory, place_of
+from lightning_strategies_ext.launch.stage.losses import Collections, warn_of_lost, warn_of_share
 from lightning_strategies_ext.launch.stage.module_tree import ModuleTree, put_parts
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
+from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, StaysError, dump
 from lightning_strategies_ext.launch.transport.parametrized import names_of_computed
 from lightning_strategies_ext.launch.transport.segments import Received
 
@@ -87,6 +88,7 @@ class Before:
 
     Attributes:
         tree: The module's tree.
+        collections: What the user's callbacks hold, if the stage is ``predict``.
         shared: What the main process has, with what it sent.
         received: Where that came in.
         places: Where its tensors and arrays are, by id.
@@ -102,6 +104,7 @@ class Before:
         self._classes = [_class_of(holder) for holder in self._holders]
         self._fingerprints = Fingerprints(self._holders, shared, received)
         self._names = [(obj, names_of(obj)) for obj in (*trainer.callbacks, *trainer.loggers)]
+        self.collections = Collections(trainer)
         self.shared = shared.with_message(sent)
         tensors = (*module.parameters(), *module.buffers(), *sent.values())
         self._sent = [obj for obj in tensors if isinstance(obj, (Tensor, np.ndarray))]  # their ids are theirs alone
@@ -150,6 +153,8 @@ class TrainerSnapshot:
         precision: State of the precision plugin.
         queue: What ``add_to_queue`` put.
         value: What the stage returned.
+        lost: (number of a shared object, attribute, why it does not come back).
+        shares: (number of a shared object, attribute) of what a callback has collected of this rank's share of samples.
     """
 
     classes: list[tuple[int, Pickled]]
@@ -161,6 +166,8 @@ class TrainerSnapshot:
     precision: Told | None
     queue: list[Told] = field(default_factory=list)
     value: Told | None = None
+    lost: list[tuple[int, str, str]] = field(default_factory=list)
+    shares: list[tuple[int, str]] = field(default_factory=list)
 
     # --- in a worker ---
 
@@ -189,9 +196,10 @@ class TrainerSnapshot:
             training = _told(teller, (tree,), "What is new in the LightningModule")
         queue = ResultQueue()
         fill_queue(trainer, queue)
+        lost: list[tuple[int, str, str]] = []
         return cls(
             classes=list(_classes(before)),
-            attributes=list(_attributes(trainer, before, teller)),
+            attributes=list(_attributes(trainer, before, teller, lost)),
             training=training,
             modes={name: child.training for name, child in module.named_modules()},
             trainable={name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -199,6 +207,8 @@ class TrainerSnapshot:
             precision=_told(teller, trainer.precision_plugin.state_dict(), "The precision plugin's state"),
             queue=[teller.tell(item) for item in queue],
             value=teller.tell(value),
+            lost=lost,
+            shares=[(_number(shared, obj), name) for obj, name in before.collections.collected(trainer)],
         )
 
     # --- in the main process ---
@@ -217,7 +227,7 @@ class TrainerSnapshot:
             if told is None:
                 delete_attribute(shared.object_of(number), name)
             else:
-                _restore(shared, number, name, told)
+                self._restore(shared, number, name, told)
         if self.training is not None:
             tree, *of_fit = self.training.load(shared)
             for number, parts in tree:
@@ -235,10 +245,36 @@ class TrainerSnapshot:
             trainer.precision_plugin.load_state_dict(self.precision.load(shared))
         if self.loaders is not None:
             strategy.states_of_loaders = self.loaders.load(shared)
+        for number, name, reason in self.lost:
+            warn_of_lost(trainer, shared.object_of(number), name, reason)
+        for number, name in self.shares:
+            warn_of_share(trainer, shared.object_of(number), name)
         strategy.connect(module)
         module.trainer = trainer
         read_queue(trainer, ResultQueue(item.load(shared) for item in self.queue))
         return None if self.value is None else self.value.load(shared)
+
+    def _restore(self, shared: Shared, number: int, name: str, told: Told) -> None:
+        """Sets an attribute. A list, dictionary or the like that the user may hold is filled in place."""
+        holder = shared.object_of(number)
+        try:
+            value = told.load(shared)
+            old = None if name == WHOLE else getattr(holder, "__dict__", {}).get(name)
+            # One that the workers had is another attribute's now, or of no more use.
+            is_filled = type(old) is type(value) and old is not value and shared.number_of(old) is None
+            if is_filled and isinstance(old, list):
+                old[:] = value
+            elif is_filled and isinstance(old, (dict, set)):
+                old.clear()
+                old.update(value)
+            elif is_filled and isinstance(old, deque) and old.maxlen == value.maxlen:
+                old.clear()
+                old.extend(value)
+            else:
+                set_attribute(holder, name, value)
+        except Exception as error:
+            log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
+            self.lost.append((number, name, str(error)))
 
 
 def _class_of(holder: Any) -> tuple[type, list[str]]:
@@ -253,7 +289,9 @@ def _classes(before: Before) -> Iterator[tuple[int, Pickled]]:
             log.warning("A %s stays what it was in the main process: %s", type(holder).__name__, error)
 
 
-def _attributes(trainer: Any, before: Before, teller: Teller) -> Iterator[tuple[int, str, Told | None]]:
+def _attributes(
+    trainer: Any, before: Before, teller: Teller, lost: list[tuple[int, str, str]]
+) -> Iterator[tuple[int, str, Told | None]]:
     metrics, _ = trainer_stages.connectors_of(trainer)
     loops = trainer_stages.loops_of(trainer)
     holders = [trainer, metrics, *loops, trainer.profiler, *trainer.callbacks, *trainer.loggers]
@@ -268,6 +306,8 @@ def _attributes(trainer: Any, before: Before, teller: Teller) -> Iterator[tuple[
             yield number, name, teller.tell(value)
         except Exception as error:
             log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
+            if not isinstance(error, StaysError):
+                lost.append((number, name, str(error)))
     for holder, name in before.vanished_attributes():
         yield _number(before.shared, holder), name, None
 
@@ -284,25 +324,3 @@ def _told(teller: Teller, value: Any, what: str) -> Told | None:
     except Exception as error:
         log.warning("%s does not come back from the workers, since it cannot be pickled: %s", what, error)
         return None
-
-
-def _restore(shared: Shared, number: int, name: str, told: Told) -> None:
-    """Sets an attribute. A list, dictionary or the like that the user may hold is filled in place."""
-    holder = shared.object_of(number)
-    try:
-        value = told.load(shared)
-        old = None if name == WHOLE else getattr(holder, "__dict__", {}).get(name)
-        # One that the workers had is another attribute's now, or of no more use.
-        is_filled = type(old) is type(value) and old is not value and shared.number_of(old) is None
-        if is_filled and isinstance(old, list):
-            old[:] = value
-        elif is_filled and isinstance(old, (dict, set)):
-            old.clear()
-            old.update(value)
-        elif is_filled and isinstance(old, deque) and old.maxlen == value.maxlen:
-            old.clear()
-            old.extend(value)
-        else:
-            set_attribute(holder, name, value)
-    except Exception as error:
-        log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)

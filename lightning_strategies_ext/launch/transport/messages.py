@@ -186,6 +186,10 @@ def _no_collections() -> Generator[None, None, None]:
             gc.enable()
 
 
+class StaysError(pickle.PicklingError):
+    """An object is of a type that must not travel, see :class:`Shared`."""
+
+
 class MessagePickler(pickle.Pickler):
     """What :func:`dump` writes with.
 
@@ -224,7 +228,7 @@ class MessagePickler(pickle.Pickler):
         if type(obj) is types.MethodType and _belongs_to_object(obj):
             return _method_from, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
-            raise pickle.PicklingError(f"{type(obj).__name__} stays in the process that made it")
+            raise StaysError(f"{type(obj).__name__} stays in the process that made it")
         return parametrized.reduced(obj)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:

@@ -1,0 +1,144 @@
+"""Warnings about what a stage has made of the user's attributes that the main process does not get."""
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from lightning_strategies_ext.launch.stage.attributes import all_attributes
+
+log = logging.getLogger(__name__)
+
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_strategies_ext")
+_DEPTH = 4
+_warned: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
+
+
+def is_of_user(holder: Any, name: str) -> bool:
+    """Whether an attribute is the user's, and not one of a library's class or one that Lightning gives a module."""
+    is_of_library = type(holder).__module__.partition(".")[0] in _LIBRARIES
+    if isinstance(holder, Module):
+        return name not in _names_of_libraries() and not (is_of_library and name.startswith("_"))
+    return not is_of_library
+
+
+@cache
+def _names_of_libraries() -> frozenset[str]:
+    return frozenset({*vars(Module()), *vars(pl.LightningModule())})
+
+
+def warn_of_lost(trainer: Any, holder: Any, name: str, reason: Any) -> None:
+    """Warns that an attribute stays as it is, once.
+
+    Args:
+        trainer: The Trainer.
+        holder: The object that has it, in the main process.
+        name: The attribute.
+        reason: Why.
+    """
+    text = "%s does not come back from the workers, and is what it was before the stage: %s"
+    _warn_once(trainer, holder, name, text, reason)
+
+
+def warn_of_share(trainer: Any, holder: Any, name: str) -> None:
+    """Warns that an attribute has what rank 0 has collected in ``predict``, once; arguments as above."""
+    text = (
+        "%s has what rank 0 collected in `predict`, which is the share of one of %d ranks. Use what"
+        " `predict(return_predictions=True)` returns, write each rank's part to a file, or gather the parts in the"
+        " callback (`trainer.strategy.all_gather`, `torch.distributed.all_gather_object`)."
+    )
+    _warn_once(trainer, holder, name, text, trainer.num_devices * trainer.num_nodes)
+
+
+def _warn_once(trainer: Any, holder: Any, name: str, text: str, *args: Any) -> None:
+    if not is_of_user(holder, name):
+        return
+    with suppress(TypeError):  # an object without a hash is named each time
+        warned = _warned.setdefault(holder, set())
+        if name + text in warned:
+            return
+        warned.add(name + text)
+    log.warning(text, _described(trainer, holder, name), *args)
+
+
+def _described(trainer: Any, holder: Any, name: str) -> str:
+    kind, prefix = "object", ""
+    module = trainer.lightning_module
+    if isinstance(holder, Module) and module is not None:
+        prefix = next((path + "." for path, part in module.named_modules() if part is holder and path), "")
+        kind, holder = "LightningModule", module
+    elif isinstance(holder, pl.LightningDataModule):
+        kind = "datamodule"
+    elif isinstance(holder, Logger):
+        kind = "logger"
+    elif isinstance(holder, pl.Callback):
+        kind = "callback"
+    whole = f"the {kind} {type(holder).__name__}"
+    if name:
+        return f"`{prefix}{name}` of {whole}"
+    return f"`{prefix[:-1]}` of {whole}" if prefix else whole[0].upper() + whole[1:]
+
+
+class Collections:
+    """What the user's callbacks and LightningModule hold before ``predict``, to find what they collect in it.
+
+    Args:
+        trainer: The Trainer, before the stage.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        is_predicting = trainer.state.fn == TrainerFn.PREDICTING
+        holders = [*trainer.callbacks, trainer.lightning_module] if is_predicting else []
+        self._before = [(holder, dict(_extents(holder))) for holder in holders]
+
+    def collected(self, trainer: Any) -> Iterator[tuple[Any, str]]:
+        """The attributes that have grown, where each rank had a share of the samples and no predictions are returned.
+
+        Args:
+            trainer: The Trainer, after the stage.
+        """
+        if not self._before or trainer.world_size == 1 or trainer.predict_loop.return_predictions:
+            return
+        if _has_everything(trainer):
+            return
+        for holder, before in self._before:
+            for name, extent in _extents(holder):
+                if extent > before.get(name, 0):
+                    yield holder, name
+
+
+def _has_everything(trainer: Any) -> bool:
+    loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
+    samplers = [getattr(getattr(loader, "batch_sampler", None), "sampler", None) for loader in loaders]
+    return all(isinstance(sampler, (SequentialSampler, RandomSampler)) for sampler in samplers)
+
+
+def _extents(holder: Any) -> Iterator[tuple[str, int]]:
+    for name, value in all_attributes(holder).items():
+        if is_of_user(holder, name):
+            yield name, _extent(value, _DEPTH)
+
+
+def _extent(value: Any, depth: int) -> int:
+    """How many elements containers, tensors and arrays have, with those inside of them."""
+    if isinstance(value, Tensor):
+        return value.numel()
+    if isinstance(value, np.ndarray):
+        return value.size
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple, set, deque)):
+        return 0
+    return len(value) + (sum(_extent(item, depth - 1) for item in value) if depth else 0)

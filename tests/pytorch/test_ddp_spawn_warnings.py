@@ -1,0 +1,99 @@
+"""What does not come back from a stage of ``ddp_spawn_ext`` is named in one warning per attribute."""
+
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.support.ddp_spawn_trainers import spawn_trainer
+from tests.support.models import MLP, loader
+
+pytestmark = pytest.mark.processes
+
+
+class Averages(pl.Callback):
+    """Makes what cannot be pickled when the stage starts."""
+
+    def __init__(self) -> None:
+        self.average = None
+        self.steps = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.average = [weakref.ref(parameter) for parameter in pl_module.parameters()]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+
+
+class HasLockFromSetup(MLP):
+    def setup(self, stage):
+        self.net[1].guard = self.guard = threading.Lock()
+
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage):
+        self.dataset = loader().dataset
+        self.guard = threading.Lock()
+
+    def train_dataloader(self):
+        return loader()
+
+    def test_dataloader(self):
+        return loader()
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
+def test_each_attribute_that_cannot_come_back_is_named_once(strategy, caplog):
+    callback, model, data = Averages(), HasLockFromSetup(), Data()
+    trainer = spawn_trainer(strategy, max_epochs=1, limit_train_batches=2, callbacks=[callback])
+    trainer.fit(model, datamodule=data)
+    trainer.test(model, datamodule=data, verbose=False)
+    assert (callback.average, callback.steps) == (None, 2)
+    said = [record.getMessage() for record in caplog.records if "does not come back" in record.getMessage()]
+    parts = Counter(message.partition(" does not come back")[0] for message in said)
+    assert parts == {
+        "`average` of the callback Averages": 1,
+        "`guard` of the LightningModule HasLockFromSetup": 1,
+        "`net.1.guard` of the LightningModule HasLockFromSetup": 1,
+        "`guard` of the datamodule Data": 1,
+    }
+    assert any("weakref" in message for message in said)
+
+
+class Collects(pl.Callback):
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.result = None
+        self.batches = 0
+
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.rows.append(outputs)
+        self.batches += 1
+
+    def on_predict_epoch_end(self, *args: Any) -> None:
+        self.result = torch.cat(self.rows)
+
+
+class Counts(pl.Callback):
+    def __init__(self) -> None:
+        self.total = torch.zeros(2)
+        self.last = {"batch": -1}
+
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.total += 1
+        self.last["batch"] = batch_idx
+
+
+def test_what_a_callback_collects_in_predict_is_said_to_be_the_share_of_rank_0(caplog):
+    trainer, model = spawn_trainer(devices=2, callbacks=[collects := Collects(), Counts()]), MLP()
+    trainer.predict(model, loader(num_samples=16), return_predictions=False)
+    trainer.predict(model, loader(num_samples=16), return_predictions=False)
+    assert 0 < len(collects.result) <= 16
+    said = [record.getMessage() for record in caplog.records if "rank 0" in record.getMessage()]
+    assert len(said) == 2
+    assert "`rows` of the callback Collects" in said[0]
+    assert "`result` of the callback Collects" in said[1]
