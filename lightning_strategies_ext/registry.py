@@ -173,6 +173,13 @@ class Registered:
         return object.__repr__(self)
 
 
+def name_with(strategy_class: type, **init_params: Any) -> str | None:
+    """The name in the table of a class with the given arguments of its constructor; None if there is none."""
+    path = _path_for_lightning(strategy_class)
+    rows = (row for row in STRATEGIES if path in row.classes.values() and row.init_params == init_params)
+    return next((row.name for row in rows), None)
+
+
 def _path_for_lightning(strategy_class: type) -> str:
     """``"module:Class"`` of a class, or of that for the other name of Lightning."""
     module = strategy_class.__module__

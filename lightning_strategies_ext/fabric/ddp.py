@@ -35,7 +35,11 @@ from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Float16, compression_of
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync, check_ddp_kwargs
+from lightning_strategies_ext.torch_distributed.gradient_sync import (
+    GradientSync,
+    check_ddp_kwargs,
+    explain_unused_parameters,
+)
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.torch_distributed.wrapping import (
     BackwardPasses,
@@ -179,6 +183,12 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         TrainableParameters(model, train_others)
         BackwardPasses(model)
         return model
+
+    @override
+    def explained(self, exception: BaseException) -> BaseException:
+        """The exception that the user should see; one of DDP's about unused parameters begins with what to do."""
+        explain_unused_parameters(exception, self, "a step")
+        return super().explained(exception)
 
     def _get_root_device(self) -> torch.device:
         return self.root_device

@@ -1,4 +1,4 @@
-"""Which exceptions are a collective's, as far as one can see: engines have no class of their own for them."""
+"""Which exceptions are a collective's, as far as one can see: engines have no class of their own; and advice on one."""
 
 import re
 
@@ -6,6 +6,7 @@ from torch.distributed import DistBackendError
 
 #: What they say where they are not DistBackendErrors: those of gloo and Horovod, and those that came through C++.
 _OF_COLLECTIVES = re.compile("gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)")
+_ADVICE = "_lightning_strategies_ext_advice"
 _LOST = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
 
 
@@ -22,3 +23,20 @@ def is_of_collective(exception: BaseException) -> bool:
 def has_lost_a_peer(exception: BaseException) -> bool:
     """Whether a collective's exception says that another rank is gone, so that there may be a reason to hear of."""
     return _LOST.search(str(exception)) is not None
+
+
+def advise(exception: BaseException, advice: str) -> None:
+    """Puts a line of advice before the message of an exception; the failure report begins with it. Once per exception.
+
+    Args:
+        exception: An exception with a message.
+        advice: What the user can do, in one line.
+    """
+    if advice_of(exception) == "":
+        exception.args = (f"{advice}\n{exception.args[0]}", *exception.args[1:])
+        vars(exception)[_ADVICE] = advice
+
+
+def advice_of(exception: BaseException) -> str:
+    """The line of advice on an exception; empty if there is none."""
+    return str(vars(exception).get(_ADVICE, ""))

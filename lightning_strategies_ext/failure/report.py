@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_strategies_ext.failure.activity import described, frames_of
+from lightning_strategies_ext.failure.errors import advice_of
 from lightning_strategies_ext.failure.signs import Failure
 
 #: Where the files go, below the directory that the Trainer or the user works in.
@@ -27,16 +28,18 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 def failure_of(exception: BaseException, rank: int, where: str) -> Failure:
     """Describes an exception of this rank's."""
     lines = traceback.format_exception_only(exception)
+    advice = advice_of(exception)
     return Failure(
         ranks=(rank,),
         host=socket.gethostname(),
         time=time.time(),
         where=where,
-        headline="".join(lines).strip(),
+        headline="".join(lines).replace(f"{advice}\n", "", 1).strip() if advice else "".join(lines).strip(),
         frames=tuple(described(frames_of(exception))[-_MAX_FRAMES:]),
         details="".join(traceback.format_exception(exception))[-_MAX_DETAILS:],
         by=rank,
         is_said=True,
+        advice=advice,
     )
 
 
@@ -49,17 +52,17 @@ def failure_from_trace(trace: str, rank: int, where: str) -> Failure:
 
 def cause(failure: Failure) -> str:
     """Why ranks end, in a line."""
-    return f"{failure.named_ranks} {failure.verb}: {failure.headline.splitlines()[0]}"
+    return f"{failure.named_ranks} {failure.verb}: {failure.advice or failure.headline.splitlines()[0]}"
 
 
 def summary(failure: Failure) -> str:
-    """What failed first, in a few lines."""
+    """What failed first, in a few lines; what to do about it is the first, where that is known."""
     first = " first" if failure.verb == "failed" else ""
     seen = "in" if failure.is_said else "last seen in"
     where = f", {seen} {failure.where}" if failure.where else ""
     lines = [f"{failure.named_ranks} on {failure.host} {failure.verb}{first}{where}:"]
     lines += [f"  {frame}" for frame in failure.frames]
-    return "\n".join([*lines, failure.headline])
+    return "\n".join([*([failure.advice] if failure.advice else []), *lines, failure.headline])
 
 
 def message(failure: Failure) -> str:

@@ -49,6 +49,7 @@ class Failure:
         job: Process id of the first rank, which tells jobs of one directory apart; 0 where ranks have not met.
         is_said: Whether the rank says it of itself, by an exception or the end of its script; else a watch has seen it,
             its own perhaps.
+        advice: What the user can do about it, in a line, where that is known.
     """
 
     ranks: tuple[int, ...]
@@ -62,6 +63,7 @@ class Failure:
     verb: str = "failed"
     job: int = 0
     is_said: bool = False
+    advice: str = ""
 
     @property
     def named_ranks(self) -> str:

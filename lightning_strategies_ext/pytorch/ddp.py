@@ -468,10 +468,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     # --- exception, teardown ---
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Says what to do about unused parameters if that is what happened, and ends the other ranks."""
-        explain_unused_parameters(exception)
-        super().on_exception(exception)
+    def explained(self, exception: BaseException) -> BaseException:
+        """The exception that the user should see; one of DDP's about unused parameters begins with what to do."""
+        explain_unused_parameters(exception, self, "`training_step`")
+        return super().explained(exception)
 
     @override
     def teardown(self) -> None:

@@ -5,7 +5,6 @@ the DDP strategy (Trainer and Fabric) use them.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_strategies_ext.failure.errors import advise
+from lightning_strategies_ext.registry import name_with
 from lightning_strategies_ext.torch_distributed.bucket_search import AUTO
 from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange, begin
 from lightning_strategies_ext.torch_distributed.compression.models import check_is_plain
@@ -277,16 +278,32 @@ def advise_static_graph(model: DistributedDataParallel, strategy_name: str) -> N
         )
 
 
-def explain_unused_parameters(exception: BaseException) -> None:
-    """Says in an exception what to do about unused parameters, if it is of DDP's about them."""
-    if not exception.args or not isinstance(exception.args[0], str):
+def explain_unused_parameters(exception: BaseException, strategy: Any, step: str) -> None:
+    """Puts advice on unused parameters before the message of an exception, if it is DDP's about them.
+
+    The caller does so before the failure is announced: other ranks and the report show the message as it is then.
+
+    Args:
+        exception: The exception that this rank ends with.
+        strategy: The strategy of the Trainer or Fabric, whose name the advice mentions.
+        step: What computes the loss.
+    """
+    message = exception.args[0] if exception.args else None
+    if not isinstance(message, str) or not message.startswith("Expected to have finished reduction in the prior"):
         return
-    if re.search("Expected to have finished reduction in the prior iteration", exception.args[0]):
+    if "`find_unused_parameters=True` is enabled" in message:  # torch says then what to do
+        return
+    name = name_with(type(strategy), start_method=strategy._start_method, find_unused_parameters=True)
+    remedy = f"`{type(strategy).__name__}(find_unused_parameters=True)`"
+    remedy = remedy if name is None else f"`strategy='{name}'` or {remedy}"
+    if "static_graph" in message:
         advice = (
-            "Some parameters did not take part in the loss that training_step returned. If that is intended, say so:"
-            " `strategy='ddp_ext_find_unused_parameters_true'` or `DDPStrategy(find_unused_parameters=True)`.\n"
+            "The parameters that take part in the loss are not those of the first step. Leave `static_graph=True` out,"
+            f" and use {remedy}."
         )
-        exception.args = (advice + exception.args[0], *exception.args[1:])
+    else:
+        advice = f"Some parameters take no part in the loss of {step}. If this is intended, use {remedy}."
+    advise(exception, advice)
 
 
 def _renamed(hook: Callable[..., Any]) -> Callable[..., Any]:
