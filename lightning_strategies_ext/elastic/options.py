@@ -41,7 +41,7 @@ def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:
     if averages_models is not None:
         raise ValueError(
             f"`{averages_models}` with `elastic=True`: ranks go back to one state, and"
-            " post-local SGD lets them differ. Leave one of them out."
+            " models that are averaged differ in between. Leave one of them out."
         )
 
 

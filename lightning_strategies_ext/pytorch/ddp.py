@@ -254,8 +254,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
         Raises:
             ValueError: If no parameter of the module needs a gradient, or if batch normalisation is to be synchronised
-                between CPUs.
+                between CPUs, or if there is a callback that needs one process.
         """
+        self._check_callbacks(trainer)
         module = self.lightning_module
         if trainer is None or module is None or trainer.state.fn != TrainerFn.FITTING:
             return

@@ -24,6 +24,8 @@ from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.registry import UnavailableHereError
+from lightning_strategies_ext.torch_distributed.compression.options import compression_of
+from lightning_strategies_ext.torch_distributed.gradient_sync import averages_models
 
 
 class DDPElasticStrategy(Elastic, DDPStrategy):
@@ -67,8 +69,10 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
                 " it out, or use `DDPSpawnStrategy(elastic=True)`, whose workers `fit` starts."
             )
         kwargs.setdefault("uneven_inputs", "join")
+        # Before the constructor, which would advise another `uneven_inputs`, with which this could not be either.
+        averaged = averages_models(kwargs.get("model_averaging_period"), compression_of(kwargs.get("compression")))
+        check_can_change(kwargs["uneven_inputs"], averaged)
         super().__init__(*args, **kwargs)
-        check_can_change(self._uneven_inputs, self._gradient_sync.averages_models)
         self._fit: ElasticFit | None = None
         self._membership: RestartedMembership | None = None
         self._job = self._find_job()

@@ -37,7 +37,9 @@ from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed.compression.options import compression_of
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.torch_distributed.gradient_sync import averages_models
 from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss, survive_others
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.world import World
@@ -98,8 +100,10 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             leaves_by=(SIGTERMException, JoinError),
         )
         kwargs.setdefault("uneven_inputs", "join")
+        # Before the constructor, which would advise another `uneven_inputs`, with which this could not be either.
+        averaged = averages_models(kwargs.get("model_averaging_period"), compression_of(kwargs.get("compression")))
+        check_can_change(kwargs["uneven_inputs"], averaged)
         super().__init__(*args, **kwargs)
-        check_can_change(self._uneven_inputs, self._gradient_sync.averages_models)
         if self._start_method == "fork":
             raise ValueError(
                 "`start_method='fork'` with `elastic=True`: a worker is started anew in the middle of training, when"

@@ -213,8 +213,10 @@ class HorovodStrategy(ParallelStrategy):
         """Refuses, before processes start, a ``fit`` that cannot work.
 
         Raises:
-            ValueError: If layers are to be synchronised other than batch normalisation, or this between CPUs.
+            ValueError: If layers are to be synchronised other than batch normalisation, or this between CPUs, or if
+                there is a callback that needs one process.
         """
+        self._check_callbacks(trainer)
         layer_sync = strategy_parts.layer_sync(self)
         if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
             raise ValueError(

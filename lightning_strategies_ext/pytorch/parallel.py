@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy as LightningParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -300,6 +301,17 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         return self._answering.reduce_boolean_decision(decision, all)
 
     # --- exception, teardown ---
+
+    @staticmethod
+    def _check_callbacks(trainer: "pl.Trainer | None") -> None:
+        """Refuses, before processes start, a callback that Lightning refuses in each of several processes."""
+        callbacks = getattr(trainer, "callbacks", [])
+        if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+            raise ValueError(
+                "`BatchSizeFinder` (`Tuner.scale_batch_size`) tries batch sizes in one process, and this strategy has"
+                " several. Find the size with `Trainer(devices=1)`, or for all devices with `strategy='dp_ext'`, and"
+                " train with the size that was found and without the callback."
+            )
 
     def request_interrupt(self) -> None:
         """Lets all ranks stop before the same step, as after Ctrl-C; for the signal handler of a worker process.

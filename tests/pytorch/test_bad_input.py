@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from lightning_strategies_ext import ShmOptions
+from lightning_strategies_ext import DDPSpawnStrategy, ShmOptions
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.torch_distributed import process_group
@@ -234,6 +235,49 @@ def test_a_process_group_of_another_shape_is_refused() -> None:
     assert "rank 0 of 1" in message
     assert "rank 0 of 2" in message
     assert "Ask for as many devices and nodes as before" in message
+
+
+@pytest.mark.parametrize("averaging", [{"compression": "localsgd"}, {"compression": "diloco"}])
+@pytest.mark.parametrize("others", [{}, {"uneven_inputs": "stop"}, {"start_method": "spawn"}])
+def test_elastic_ranks_that_average_models_are_refused_with_no_advice_that_is_refused_as_well(
+    averaging: dict[str, Any], others: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=r"with `elastic=True`: .* Leave one of them out") as caught:
+        DDPSpawnStrategy(elastic=True, **averaging, **others)
+    assert "`compression=" in str(caught.value)
+    assert "uneven_inputs" not in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_spawn_ext"])
+def test_a_batch_size_finder_is_refused_with_the_ways_to_find_a_size(strategy: str) -> None:
+    with pytest.raises(ValueError, match=r"`BatchSizeFinder` .*`Trainer\(devices=1\)`.*`strategy='dp_ext'`"):
+        make_trainer(strategy, callbacks=[BatchSizeFinder()]).fit(MLP(), loader())
+
+
+class Silent(MLP):
+    """Logs nothing: torch 2.13 cannot compile a step that does, on one device either."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+class CompiledInHook(Silent):
+    def configure_model(self):
+        if not hasattr(self.net, "_orig_mod"):
+            self.net = torch.compile(self.net, backend="eager")
+
+
+@pytest.mark.processes
+def test_a_compiled_module_is_refused_with_two_ways_out_which_train() -> None:
+    with pytest.raises(TypeError, match=r"was made by `torch.compile`") as caught:
+        make_trainer("ddp_spawn_ext").fit(torch.compile(Silent(), backend="eager"), loader())
+    assert "Compile in `configure_model`" in str(caught.value)
+    assert "`strategy='ddp_fork_ext'`" in str(caught.value)
+    compiled = torch.compile(Silent(), backend="eager")
+    for strategy, model in (("ddp_fork_ext", compiled), ("ddp_spawn_ext", CompiledInHook())):
+        trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=2)
+        trainer.fit(model, loader())
+        assert trainer.global_step == 2
 
 
 # --- devices and ranks ---

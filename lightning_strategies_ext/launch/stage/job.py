@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 #: How much of the module's tensors travels in one piece, in bytes: what bringing it back costs in memory.
 PIECE_BYTES = 32 << 20
+#: In the error of pickling a compiled function: the class of torch's settings, to which it refers (torch 2.5 to 2.13).
+_OF_TORCH_COMPILE = "ConfigModuleInstance"
 
 
 @dataclass
@@ -333,6 +335,12 @@ def pickled_or_explained(job: StageJob | CallJob, dump: Dump = dump, found: dict
         return dump(job, found=found)
     except Exception as error:
         what, reason = ("What the workers need", error) if isinstance(job, CallJob) else culprit(job, error, dump)
+        if _OF_TORCH_COMPILE in str(reason):
+            raise TypeError(
+                f"{what} was made by `torch.compile`, and what is compiled cannot be sent to the worker processes"
+                f" ({reason}). Compile in `configure_model`, which runs in the workers, or use"
+                " `strategy='ddp_fork_ext'`, whose workers get everything by being forked."
+            ) from error
         raise TypeError(
             f"{what} cannot be sent to the worker processes: {reason}. Keep open files, locks and the like out of"
             " attributes (`setup` runs in the workers, and can make them), or use `strategy='ddp_fork_ext'`, whose"
