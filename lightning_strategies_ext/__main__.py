@@ -68,21 +68,21 @@ def _print_facts(console: Console, facts: dict[str, str]) -> None:
 
 def _print_strategies(console: Console, has_variants: dict[Any, bool]) -> None:
     table = Table("strategy", "Trainer", "Fabric", "engine", "can run here")
-    reasons = []
+    reasons: dict[str, list[str]] = {}
     for finding, has_variant in has_variants.items():
         is_in = ["yes" if front_end in finding.front_ends else "no" for front_end in ("Trainer", "Fabric")]
         name = finding.name + ("*" if has_variant else "")
         table.add_row(name, *is_in, finding.engine, "yes" if finding.problem is None else "no, see below")
         if finding.problem is not None:
-            reasons.append(f"[bold]{finding.name}[/]: {escape(finding.problem)}")
+            reasons.setdefault(finding.problem, []).append(finding.name)
     console.print(table)
     console.print(
         "* also with _find_unused_parameters_true or _find_unused_parameters_false at the end; ddp_ext and"
         f" ddp_spawn_ext also with {', '.join(f'_{name}' for name in COMPRESSIONS)}, Fabric's of them with _bf16 and"
         " _fp16"
     )
-    for reason in reasons:
-        console.print(reason)
+    for reason, of in reasons.items():
+        console.print(f"[bold]{', '.join(of)}[/]: {escape(reason)}")
 
 
 if __name__ == "__main__":

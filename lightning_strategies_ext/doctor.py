@@ -7,16 +7,24 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lightning_strategies_ext import discovery, names
-from lightning_strategies_ext.registry import COMPRESSIONS, STRATEGIES, LazyStrategy, UnavailableHereError
+from lightning_strategies_ext.registry import (
+    COMPRESSIONS,
+    FABRIC,
+    PYTORCH,
+    STRATEGIES,
+    LazyStrategy,
+    UnavailableHereError,
+)
 
 _ABSENT = "not installed"
+_FRONT_ENDS = {PYTORCH: "Trainer", FABRIC: "Fabric"}
 _VARIANT = re.compile(f"_(find_unused_parameters_(true|false)|{'|'.join(COMPRESSIONS)})$")
 
 
@@ -52,29 +60,50 @@ def facts() -> dict[str, str]:
     }
     if discovery.find_malicious_releases():
         return versions
-    return {
-        **versions,
-        "torch": _torch(),
-        "Horovod": _horovod(),
-        "MPI": _mpi(),
-        "GPUs": _gpus(),
-        "CPU cores": str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()),
-        "/dev/shm": _shared_memory(),
-        "shm": _shm(),
-        "ranks here": _origin_of_ranks(),
+    looks: dict[str, Callable[[], str]] = {
+        "torch": _torch,
+        "Horovod": _horovod,
+        "MPI": _mpi,
+        "GPUs": _gpus,
+        "CPU cores": lambda: str(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()),
+        "/dev/shm": _shared_memory,
+        "shm": _shm,
+        "ranks here": _origin_of_ranks,
     }
+    return {**versions, **{name: _said_or_why_not(look, versions.get(name)) for name, look in looks.items()}}
+
+
+def _said_or_why_not(look: Callable[[], str], known: str | None) -> str:
+    """A fact, or why it cannot be told: what is broken is what the others are read for."""
+    try:
+        return look()
+    except Exception as error:
+        return f"{f'{known}; more' if known else 'it'} cannot be told ({type(error).__name__}: {error})"
 
 
 def examine() -> Iterator[Finding]:
     """Examines every name that this package, or another one through our entry points, has registered.
 
+    If Lightning cannot be imported, none of our strategies can run, and each finding says why.
+
     Raises:
-        ImportError: If Lightning is not installed, or a malicious release of it is.
+        ImportError: If a malicious release of Lightning is installed.
     """
     registered: dict[str, dict[str, Any]] = {}
     flavor = names.name_of(__name__)
-    pytorch_strategies: Any = flavor.import_module(f"{flavor.trainer}.strategies")
-    fabric_strategies: Any = flavor.import_module(f"{flavor.fabric}.strategies")
+    try:
+        pytorch_strategies: Any = flavor.import_module(f"{flavor.trainer}.strategies")
+        fabric_strategies: Any = flavor.import_module(f"{flavor.fabric}.strategies")
+    except Exception as error:
+        if discovery.find_malicious_releases():
+            raise
+        problem_of_all = f"`import {flavor.package}` fails ({type(error).__name__}: {error}). Reinstall it."
+        if isinstance(error, ModuleNotFoundError) and error.name in (flavor.package, flavor.fabric):
+            problem_of_all = str(error)
+        for row in STRATEGIES:
+            front_ends = tuple(_FRONT_ENDS[front_end] for front_end in row.classes)
+            yield Finding(row.name, front_ends, row.engine, problem_of_all, is_fault=True)
+        return
     registries = (("Trainer", pytorch_strategies.StrategyRegistry), ("Fabric", fabric_strategies.STRATEGY_REGISTRY))
     for front_end, registry in registries:
         for name, entry in registry.items():

@@ -437,6 +437,24 @@ def test_the_doctor_says_which_strategy_cannot_run_and_why(third_parties: Enviro
     )
 
 
+@pytest.mark.processes
+def test_the_doctor_reports_that_lightning_cannot_be_imported_and_all_other_facts(tmp_path: Path) -> None:
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / "lightning" / "__init__.py").write_text("raise RuntimeError('a dependency of it is broken')")
+    broken = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
+    result = run_script("-m", PACKAGE, "--json", env=broken)
+    assert result.returncode == 1
+    found = json.loads(result.stdout)
+    assert found["facts"]["torch"].startswith(torch.__version__)
+    assert "GiB free" in found["facts"]["/dev/shm"]
+    why = "`import lightning` fails (RuntimeError: a dependency of it is broken). Reinstall it."
+    assert {strategy["problem"] for strategy in found["strategies"]} == {why}
+    assert len(found["strategies"]) == len(STRATEGIES)
+    shown = run_script("-m", PACKAGE, env={**broken, "COLUMNS": "400"}).stdout
+    assert shown.count(why) == 1
+    assert "Traceback" not in shown
+
+
 def test_the_console_command_is_the_same_program() -> None:
     (command,) = entry_points(group="console_scripts", name="lightning-strategies-ext")
     assert command.load() is __main__.main

@@ -18,6 +18,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection, labels_of, parts_of, rebuilt
+from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 from lightning_strategies_ext.replication.splitting import is_array
 
 #: What :func:`denominator_of` returns for a sum.
@@ -182,6 +183,7 @@ def gather_none(values: Sequence[Any], name: str) -> None:
         raise ValueError(
             f"`{name}` cannot be gathered: replica {is_none.index(True)} returned None and replica "
             f"{is_none.index(False)} did not. Return a value from each, or None from all."
+            f" {IF_OF_A_LIBRARY}"
         )
 
 
@@ -302,6 +304,7 @@ def check_types(values: Sequence[Any], name: str) -> None:
             raise ValueError(
                 f"`{name}` cannot be gathered: replica {i} returned a value of type {kinds[i]} and replica 0 of type "
                 f"{kinds[0]}. Return the same type whatever the samples."
+                f" {IF_OF_A_LIBRARY}"
             )
 
 
@@ -312,6 +315,7 @@ def check_shapes(shapes: Sequence[tuple[int, ...]], name: str) -> None:
             raise ValueError(
                 f"`{name}` cannot be gathered: replica {i} returned the shape {shape} and replica 0 {shapes[0]}: they "
                 "differ in more than the first dimension. Pad to one length or return a list with one entry per sample."
+                f" {IF_OF_A_LIBRARY}"
             )
 
 
@@ -324,4 +328,5 @@ def check_labels(
             raise ValueError(
                 f"`{name}` cannot be gathered: replica {i} returned {what} {', '.join(others) or 'of nothing'} and "
                 f"replica 0 {', '.join(labels) or 'of nothing'}. Return the same ones whatever the samples."
+                f" {IF_OF_A_LIBRARY}"
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_strategies_ext.replication.context import ReplicaContext
 from lightning_strategies_ext.replication.gathering import denominator_of, value_of_batch, weighted_mean
+from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 
 
 def adapt(replica: Any, original: Any, context: ReplicaContext) -> None:
@@ -146,7 +147,7 @@ def reduced(
             f"`self.log({name!r}, ...)`: replicas log different whole numbers for their parts of the batch"
             f" ({', '.join(f'{tensor.item():g}' for tensor in tensors)}), and the mean of counts is not that of the"
             ' whole batch. Say how to put them together (`reduce_fx="sum"`, `"max"` or `"min"`), or log a mean'
-            " over samples as a float."
+            f" over samples as a float. {IF_OF_A_LIBRARY}"
         )
     return value_of_batch(tensors, denominators, weights, device)
 

@@ -33,6 +33,7 @@ from lightning_strategies_ext.replication.gathering import (
     value_of_batch,
     weighted_mean,
 )
+from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 from lightning_strategies_ext.replication.splitting import is_array
 
 #: The arguments of a call.
@@ -187,7 +188,10 @@ def _columns(payloads: Sequence[Arguments]) -> dict[int | str, list[Any]]:
     """What the replicas have given for each argument."""
     args, kwargs = payloads[0]
     if any(len(others) != len(args) or named.keys() != kwargs.keys() for others, named in payloads):
-        raise ValueError("Replicas have updated a metric with different arguments. Give the same whatever the samples.")
+        raise ValueError(
+            "Replicas have updated a metric with different arguments. Give the same whatever the samples."
+            f" {IF_OF_A_LIBRARY}"
+        )
     by_position: dict[int | str, list[Any]] = {i: [args[i] for args, _ in payloads] for i in range(len(args))}
     return {**by_position, **{name: [named[name] for _, named in payloads] for name in kwargs}}
 
@@ -249,4 +253,5 @@ def _refusal(metric: Any, why: str) -> ValueError:
         f"{type(metric).__name__} is given a number by each replica, for its part of the batch, and {why}: it would"
         " not be the same as with one device. Give it a tensor with a row per sample, or return the number from the"
         " step and update the metric in `on_train_batch_end` or the like, which sees the whole batch."
+        f" {IF_OF_A_LIBRARY}"
     )

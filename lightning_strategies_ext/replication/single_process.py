@@ -8,6 +8,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
+#: Ends a refusal of what a step does: its user may not be the one that can change it.
+IF_OF_A_LIBRARY = "If the step is that of a library, use `strategy='ddp_ext'`."
+
 
 def _mean(tensor: Tensor) -> Tensor:
     return (tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.float()).mean()

@@ -18,13 +18,14 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_strategies_ext.nested import contains, is_collection, labels_of, parts_of, rebuilt
+from lightning_strategies_ext.replication.single_process import IF_OF_A_LIBRARY
 
 #: The numbers of samples that a value may have, the likeliest first: none if it cannot be split, None if it has no say.
 Sizes: TypeAlias = tuple[int, ...] | None
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
-FIX = "Give the strategy a `scatter` function that splits it: `DataParallelStrategy(scatter=...)`."
+FIX = f"Give the strategy a `scatter` function that splits it: `DataParallelStrategy(scatter=...)`. {IF_OF_A_LIBRARY}"
 
 
 @dataclass(frozen=True)

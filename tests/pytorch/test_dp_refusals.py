@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_strategies_ext import DataParallelStrategy
 from tests.support.dp_training import each_way, train
@@ -63,6 +64,44 @@ def test_several_processes_are_refused_at_construction(make, monkeypatch):
 
 def with_step(step):
     return type("Model", (MLP,), {"training_step": step})
+
+
+class UpdatesByNumber(MLP):
+    """A metric made of two, as libraries log."""
+
+    def __init__(self):
+        super().__init__()
+        self.sum_of_two = MeanMetric() + MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.sum_of_two.update(float(batch[0].sum()))
+        return self.loss(batch)
+
+
+def log_different_counts(self, batch, batch_idx):
+    self.log("count", int(batch[0][0, 0] * 1000), reduce_fx="mean")
+    return self.loss(batch)
+
+
+def return_other_shapes(self, batch, batch_idx):
+    return {
+        "loss": self.loss(batch),
+        "rows": torch.ones(2, 1 if batch[0][0, 0] > batch[0].mean() else int(batch[1][0]) + 2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (UpdatesByNumber, "CompositionalMetric is given a number by each replica"),
+        (with_step(log_different_counts), "replicas log different whole numbers"),
+        (with_step(return_other_shapes), "cannot be gathered"),
+    ],
+)
+def test_what_a_librarys_step_does_is_refused_with_the_strategy_that_can(model, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make_trainer("dp_ext").fit(model(), loader())
+    assert "If the step is that of a library, use `strategy='ddp_ext'`." in str(caught.value)
 
 
 class Lazy(MLP):
