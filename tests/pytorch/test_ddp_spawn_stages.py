@@ -49,6 +49,35 @@ def test_the_bookkeeping_of_two_fits_is_that_of_one_process():
     assert progress[0] == progress[1]
 
 
+class CountsOptimizers(MLP):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+    def on_train_end(self):
+        self.last_lr = self.trainer.optimizers[0].param_groups[0]["lr"]
+
+    def count(self, batch, batch_idx):
+        self.log("optimizers", float(len(self.trainer.optimizers) + len(self.trainer.lr_scheduler_configs)))
+        self.log("last_lr", self.last_lr)
+
+    validation_step = test_step = count
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
+def test_later_stages_have_no_optimizers_and_the_main_process_keeps_those_of_the_fit(strategy: str):
+    trainer = spawn_trainer(strategy, max_epochs=1)
+    trainer.fit(model := seeded(CountsOptimizers), loader())
+    (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
+    momentum = optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    for stage in (trainer.validate, trainer.test):
+        assert stage(model, loader(), verbose=False) == [{"optimizers": 0.0, "last_lr": pytest.approx(0.05)}]
+        assert trainer.optimizers == [optimizer]
+        assert trainer.lr_scheduler_configs == [config]
+    assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], momentum)
+    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
+
+
 def test_fit_goes_on_from_a_checkpoint(tmp_path):
     whole = seeded(Stateful)
     spawn_trainer(max_epochs=3).fit(whole, loader())
