@@ -152,7 +152,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self._gradient_sync = GradientSync(
             ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, compression_of(compression)
         )
-        self._gradient_sync.check_goes_with(kwargs, has_to_join=uneven_inputs == "join")
+        self._check_exchange(uneven_inputs, kwargs)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -264,6 +264,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         module_hooks = ("configure_model", "setup", "configure_callbacks")
         if not any(is_overridden(hook, module) for hook in module_hooks) and not _has_callback_with_setup(trainer):
             check_has_trainable_parameters(module)
+
+    def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
+        """Refuses, in the constructor, arguments of the gradient exchange that cannot be together."""
+        self._gradient_sync.check_goes_with(ddp_kwargs, has_to_join=uneven_inputs == "join")
 
     def _check_batch_norm(self, module: Module) -> None:
         if isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm):

@@ -24,8 +24,6 @@ from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.registry import UnavailableHereError
-from lightning_strategies_ext.torch_distributed.compression.options import compression_of
-from lightning_strategies_ext.torch_distributed.gradient_sync import averages_models
 
 
 class DDPElasticStrategy(Elastic, DDPStrategy):
@@ -69,14 +67,17 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
                 " it out, or use `DDPSpawnStrategy(elastic=True)`, whose workers `fit` starts."
             )
         kwargs.setdefault("uneven_inputs", "join")
-        # Before the constructor, which would advise another `uneven_inputs`, with which this could not be either.
-        averaged = averages_models(kwargs.get("model_averaging_period"), compression_of(kwargs.get("compression")))
-        check_can_change(kwargs["uneven_inputs"], averaged)
         super().__init__(*args, **kwargs)
         self._fit: ElasticFit | None = None
         self._membership: RestartedMembership | None = None
         self._job = self._find_job()
         self._keeper: Keeper | None = None
+
+    @override
+    def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
+        # First: what follows would advise another `uneven_inputs`, with which this could not be either.
+        check_can_change(uneven_inputs, self._gradient_sync.averages_models)
+        super()._check_exchange(uneven_inputs, ddp_kwargs)
 
     def _find_job(self) -> Job:
         if sys.platform != "linux":

@@ -37,9 +37,7 @@ from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.torch_distributed import process_group
-from lightning_strategies_ext.torch_distributed.compression.options import compression_of
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.gradient_sync import averages_models
 from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss, survive_others
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 from lightning_strategies_ext.world import World
@@ -100,9 +98,6 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             leaves_by=(SIGTERMException, JoinError),
         )
         kwargs.setdefault("uneven_inputs", "join")
-        # Before the constructor, which would advise another `uneven_inputs`, with which this could not be either.
-        averaged = averages_models(kwargs.get("model_averaging_period"), compression_of(kwargs.get("compression")))
-        check_can_change(kwargs["uneven_inputs"], averaged)
         super().__init__(*args, **kwargs)
         if self._start_method == "fork":
             raise ValueError(
@@ -122,6 +117,12 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         """Who the workers are; in a worker, in ``fit``."""
         assert self._membership is not None
         return self._membership
+
+    @override
+    def _check_exchange(self, uneven_inputs: str, ddp_kwargs: dict[str, Any]) -> None:
+        # First: what follows would advise another `uneven_inputs`, with which this could not be either.
+        check_can_change(uneven_inputs, self._gradient_sync.averages_models)
+        super()._check_exchange(uneven_inputs, ddp_kwargs)
 
     @override
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:

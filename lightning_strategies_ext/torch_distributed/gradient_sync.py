@@ -91,7 +91,9 @@ class GradientSync:
     @property
     def averages_models(self) -> str | None:
         """The argument by which models are averaged, not gradients, with its value; None if there is none."""
-        return averages_models(self.averaging_period, self.compression)
+        if self.averaging_period is not None:
+            return f"model_averaging_period={self.averaging_period}"
+        return f"compression={self.compression!r}" if isinstance(self.compression, LocalSGD) else None
 
     def begin_compression(
         self, model: DistributedDataParallel, timeout: timedelta | None = None
@@ -192,13 +194,6 @@ class GradientSync:
                 f"`model_averaging_period={period}` needs `ddp_comm_state` to be a PostLocalSGDState, got"
                 f" {self.comm_state!r}; without it gradients are exchanged in every step and models never differ."
             )
-
-
-def averages_models(averaging_period: object, compression: Compression | None) -> str | None:
-    """The argument by which models are averaged, with its value; None if there is none. See :class:`GradientSync`."""
-    if averaging_period is not None:
-        return f"model_averaging_period={averaging_period}"
-    return f"compression={compression!r}" if isinstance(compression, LocalSGD) else None
 
 
 class ModelAveraging:
