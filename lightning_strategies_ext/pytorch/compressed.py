@@ -3,12 +3,16 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
+from lightning_strategies_ext._lightning import user_modules
 from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange
 from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Compression, Float16
 
@@ -40,7 +44,7 @@ class Compressed(_Base):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state. Ranks whose models differ have the same from here on; called by all together then."""
+        """The module's state. Ranks have the same model from here on, if theirs differed; called by all together."""
         self._bring_models_together()
         return super().lightning_module_state_dict()
 
@@ -81,7 +85,8 @@ class Compressed(_Base):
 
     def _bring_models_together(self) -> None:
         if self._compressed is not None and self._world.alone is None:
-            self._compressed.bring_models_together()
+            assert self.lightning_module is not None
+            self._compressed.bring_models_together(_averages_of(self.lightning_module))
 
     def _begin_compression(self, exchange: CompressedExchange | None) -> None:
         self._end_compression()
@@ -110,3 +115,13 @@ class Compressed(_Base):
                 " gradients by a factor that each rank may change. Use `precision='bf16-mixed'`, or the compression"
                 " 'bf16' or 'fp16'."
             )
+
+
+def _averages_of(module: "pl.LightningModule") -> list[nn.Module]:
+    """Averages of the model that callbacks keep, such as those of `EMAWeightAveraging`; each rank updates its own."""
+    trainer = user_modules.trainer_of(module)
+    callbacks: list[pl.Callback] = [] if trainer is None else trainer.callbacks
+    held = [value for callback in callbacks for value in vars(callback).values() if isinstance(value, nn.Module)]
+    return [
+        each for each in held if each is not module and (isinstance(each, AveragedModel) or type(each) is type(module))
+    ]

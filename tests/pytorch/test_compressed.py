@@ -9,9 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import Compression, DDPStrategy, DiLoCo, LocalSGD, PowerSGD, RankFailedError, TopK
@@ -29,6 +30,11 @@ from tests.support.models import (
     state_of,
 )
 from tests.support.ranks import outcomes_of_ranks, run_ranks
+
+try:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+except ImportError:  # before Lightning 2.6
+    EMAWeightAveraging = None
 
 NUM_STEPS = 16  # of two epochs
 BATCH_SIZE = 4
@@ -110,13 +116,14 @@ def test_casts_are_those_of_torch() -> None:
 # --- beside one process ---
 
 
-def train_apart(period: int, outer: Any, per_host: int) -> dict[str, Tensor]:
+def train_apart(period: int, outer: Any, per_host: int, decay: float | None = None) -> dict[str, Tensor]:
     """Two hosts' models in one process, each with its optimizer, and the steps from the common model between.
 
     Args:
         period: Steps from one mean of the models to the next.
         outer: Makes the optimizer of those steps; None if the mean is the common model.
         per_host: Ranks, which exchange gradients in each step.
+        decay: Of a moving average of each model, whose mean is returned.
     """
     size = 2 * per_host
     common = seeded(MLP)
@@ -124,6 +131,7 @@ def train_apart(period: int, outer: Any, per_host: int) -> dict[str, Tensor]:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     outer_optimizer = None if outer is None else outer(common.parameters())
     batches = [list(batches_of(rank, size)) for rank in range(size)]
+    averages = [] if decay is None else [AveragedModel(model, avg_fn=get_ema_avg_fn(decay)) for model in models]
     for step in range(NUM_STEPS):
         for host, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
@@ -142,6 +150,11 @@ def train_apart(period: int, outer: Any, per_host: int) -> dict[str, Tensor]:
                 outer_optimizer.step()
             for model in models:
                 model.load_state_dict(common.state_dict())
+        for average, model in zip(averages, models, strict=bool(averages)):
+            average.update_parameters(model)
+    if averages:
+        states = [state_of(average.module) for average in averages]
+        return {name: (states[0][name] + states[1][name]) * 0.5 for name in states[0]}
     return state_of(common)
 
 
@@ -162,10 +175,11 @@ def test_models_apart_are_those_of_one_process(compression: Compression, outer: 
             torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def train_mlp(compression: Compression, per_host: int) -> dict:
+def train_mlp(compression: Compression, per_host: int, decay: float | None = None) -> dict:
     levels.host_identity = lambda: f"host {int(os.environ['LOCAL_RANK']) // per_host}"
     size = {"devices": 2 * per_host, "max_epochs": 2 * per_host}
-    return train(seeded(MLP), compression, limit_val_batches=0, **size)
+    callbacks = [] if decay is None else [EMAWeightAveraging(decay=decay)]
+    return train(seeded(MLP), compression, limit_val_batches=0, callbacks=callbacks, **size)
 
 
 # --- checkpoints ---
@@ -244,6 +258,98 @@ def test_ranks_validate_one_model_and_end_with_one() -> None:
     for one, another in zip(first, second, strict=True):
         assert_same_bits(one, another)
     assert_same_bits(end, other_end)
+
+
+class KeepsAverage(Wide):
+    """Updates an average of its last layer itself, outside of any optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.net[-1]).requires_grad_(False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average.update_parameters(self.net[-1])
+
+
+class AveragesAtTheEnd(pl.Callback):
+    """Puts an average into the module after the last averaging of models, from tensors that only it knows."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.sums = self.sums or [torch.zeros_like(parameter) for parameter in module.parameters()]
+        for total, parameter in zip(self.sums, module.parameters(), strict=True):
+            total.add_(parameter.detach())
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        for parameter, total in zip(module.parameters(), self.sums, strict=True):
+            parameter.data.copy_(total / trainer.global_step)
+
+
+class SeesCheckpoints(pl.Callback):
+    def __init__(self) -> None:
+        self.saved: dict[str, Tensor] = {}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        of_callbacks = [each.get("average_model_state", {}) for each in checkpoint["callbacks"].values()]
+        for part, state in enumerate([checkpoint["state_dict"], *of_callbacks]):
+            for name, value in state.items():
+                self.saved[f"{trainer.global_step} {part} {name}"] = value.detach().clone()
+
+
+def train_with_averages(directory: Path) -> dict[str, dict]:
+    found = {}
+    for compression in (LocalSGD(period=3), DiLoCo(period=4, warmup_steps=2)):
+        for name, make in {
+            **({} if EMAWeightAveraging is None else {"ema": lambda: EMAWeightAveraging(decay=0.9)}),
+            "swa": lambda: StochasticWeightAveraging(0.05, 1, 1),
+            "own": AveragesAtTheEnd,
+        }.items():
+            model, callback, seen = seeded(KeepsAverage), make(), SeesCheckpoints()
+            saves = ModelCheckpoint(directory / f"{compression.name} {name}", save_last=True, save_top_k=0)
+            trainer = make_trainer(
+                DDPStrategy(compression=compression),
+                callbacks=[callback, seen, saves],
+                enable_checkpointing=True,
+                val_check_interval=5,
+                use_distributed_sampler=False,
+                max_epochs=3,
+            )
+            trainer.fit(model, batches_of(trainer.global_rank), loader(batch_size=BATCH_SIZE))
+            average = getattr(callback, "_average_model", None)
+            found[f"{compression.name} {name}"] = {
+                "module": state_of(model),
+                "average": {} if average is None else state_of(average),
+                "optimizer": dict(enumerate(trainer.optimizers[0].state_dict()["state"][0].values())),
+                "validated": {
+                    f"{i} {key}": each for i, seen in enumerate(model.validated) for key, each in seen.items()
+                },
+                "saved": seen.saved,
+            }
+    return found
+
+
+@pytest.mark.processes
+def test_ranks_end_with_one_average(tmp_path: Path) -> None:
+    first, second = run_ranks(train_with_averages, tmp_path)
+    different = [
+        f"{case}: {part} {key}"
+        for case, parts in first.items()
+        for part, tensors in parts.items()
+        for key, tensor in tensors.items()
+        if not torch.equal(tensor, second[case][part][key])
+    ]
+    assert different == []
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(EMAWeightAveraging is None, reason="this Lightning has no weight averaging callback (2.6 has)")
+def test_an_average_is_the_mean_of_those_of_the_ranks() -> None:
+    expected = train_apart(5, None, 1, decay=0.9)
+    for found in run_ranks(train_mlp, LocalSGD(period=5), 1, 0.9):
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def train_alone() -> tuple[dict, dict]:

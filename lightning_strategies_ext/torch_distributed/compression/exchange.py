@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -36,8 +37,8 @@ class CompressedExchange(Protocol):
     def follow(self) -> None:
         """Goes on when other parameters need gradients, and DDP was made anew; models do not differ then."""
 
-    def bring_models_together(self) -> None:
-        """Gives all ranks the same model, if theirs differ; called by all together."""
+    def bring_models_together(self, averages: Iterable[Module]) -> None:
+        """Gives all ranks the same model, if theirs differ, and the same averages of it; called by all together."""
 
     def state_dict(self) -> dict[str, Any]:
         """What stays from step to step, as a whole, with which all ranks go on; called by all together."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -163,7 +164,7 @@ class CompressedGradients:
         """Looks after gradients of parameters that have none so far; what is left of the others' stays."""
         self._parameters |= {name: each for name, each in self._model.module.named_parameters() if each.requires_grad}
 
-    def bring_models_together(self) -> None:
+    def bring_models_together(self, averages: Iterable[Module]) -> None:
         """They never differ."""
 
     def state_dict(self) -> dict[str, Any]:

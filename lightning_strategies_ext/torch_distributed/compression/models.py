@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -36,7 +38,6 @@ class LocalModels:
         self._num_steps: list[int] = []
         self._is_apart = False  # whether ranks take steps of their own
         self._num_apart: list[int] = []  # steps since then
-        self._may_differ = False
         self.num_bytes = 0
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
@@ -73,24 +74,27 @@ class LocalModels:
             self._part_if_due()
             return
         self._num_apart[index] += 1
-        self._may_differ = True
         if self._num_apart[index] % self._options.period == 0:
             parameters = list(_trained_by([optimizer]))
             self._average([*parameters, *self._buffers()])
             if self._outer is not None:
                 self._outer.step(parameters)
-            self._may_differ = len(self._optimizers) > 1
 
     def follow(self) -> None:
         """Brings together the parameters that need gradients now; those that no longer do were, before."""
         if self._is_apart:
             self._part()
 
-    def bring_models_together(self) -> None:
-        """Gives all ranks the mean of their models, in the middle of a period; called by all together."""
-        if self._may_differ:
-            self._average([*_trained_by(self._optimizers), *self._buffers()])
-            self._may_differ = False
+    def bring_models_together(self, averages: Iterable[Module]) -> None:
+        """Gives all ranks the mean of their models, and of their averages of models; called by all together.
+
+        It exchanges only tensors that differ. These may be any: a callback may have put an average into the module, or
+        the module may hold one that it updates itself.
+        """
+        tensors = {f"module.{name}": each for name, each in self._tensors_to_average(self._model.module).items()}
+        for number, average in enumerate(averages):
+            tensors |= {f"{number}.{name}": each for name, each in self._tensors_to_average(average).items()}
+        self._average(self._different_ones(tensors))
 
     def state_dict(self) -> dict[str, Any]:
         """What stays from step to step; called by all ranks together, who have the same then."""
@@ -128,6 +132,35 @@ class LocalModels:
             # Optimizers may be given the others later.
             of_module = [each for each in self._model.module.parameters() if each.requires_grad]
             self._outer.begin(dict.fromkeys([*_trained_by(self._optimizers), *of_module]))
+
+    def _tensors_to_average(self, module: Module) -> dict[str, Tensor]:
+        ignored, found = self._model.parameters_to_ignore, {}
+        for name, each in chain(module.named_parameters(), module.named_buffers()):
+            tensor = torch.view_as_real(each.detach()) if each.is_complex() else each.detach()
+            # Quantized weights do not change, and have no sum.
+            if name not in ignored and tensor.is_floating_point() and tensor.element_size() > 1:
+                found[name] = tensor
+        return found
+
+    def _different_ones(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Those of some tensors that all ranks have, and not with the same values."""
+        sums: list[float] = []
+        if tensors:
+            of_each = [
+                (each.sum(dtype=torch.float64), torch.linalg.vector_norm(each, dtype=torch.float64))
+                for each in tensors.values()
+            ]
+            sums = torch.stack([number.to(self._levels.device) for pair in of_each for number in pair]).tolist()
+        own = {
+            name: (tuple(each.shape), str(each.dtype), *sums[2 * index : 2 * index + 2])
+            for index, (name, each) in enumerate(tensors.items())
+        }
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, own)
+        of_all = [
+            name for name in told[0] if all(name in other and other[name][:2] == told[0][name][:2] for other in told)
+        ]
+        return [tensors[name] for name in of_all if any(other[name] != told[0][name] for other in told)]
 
     def _buffers(self) -> list[Tensor]:
         ignored = self._model.parameters_to_ignore
