@@ -112,8 +112,11 @@ def _as_before_validation(trainer: Any) -> Generator[None, None, None]:
 def is_accumulating(trainer: Any) -> bool:
     """Whether the batch before this one was not the last of its window of accumulation.
 
-    ``fit_loop.epoch_loop.batch_progress`` has no public name (2.5 to 2.6).
+    In the last epoch of ``StochasticWeightAveraging``, which trains nothing, no batch is. Neither
+    ``fit_loop.epoch_loop.batch_progress`` nor ``fit_loop._skip_backward`` has a public name (2.5 to 2.6).
     """
+    if trainer.fit_loop._skip_backward:
+        return True
     num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return bool(trainer.lightning_module.automatic_optimization and num_batches % trainer.accumulate_grad_batches)
 

@@ -1,27 +1,31 @@
 """What is private in how the Trainer runs a stage: its loops, its connectors, their checkpoints, its end."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
 
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 
 from lightning_strategies_ext._lightning._replacing import replace_method
 
 __all__ = [
     "TunerExitException",
+    "apply_settings",
     "before_fetch",
     "call_hooks",
     "connectors_of",
     "dump_checkpoint",
     "end_restart",
+    "found_by_trials",
     "leave_evaluation",
     "loops_of",
     "restore_checkpoint",
+    "settings_of",
+    "skip_trials",
     "start_training",
     "surround_fit",
     "tear_down",
@@ -54,34 +58,74 @@ def connectors_of(trainer: Any) -> tuple[Any, list[Any]]:
 
 
 def surround_fit(
-    trainer: Any, run: Callable[[Callable[[], None]], None], before_epoch: Callable[[], None]
+    trainer: Any,
+    run: Callable[[Callable[[], None]], None],
+    run_trial: Callable[[Callable[[], None]], None],
+    before_epoch: Callable[[], None],
 ) -> Callable[[], None]:
     """Lets ``run`` decide how often ``fit`` runs its loop.
 
-    ``FitLoop.run`` goes on from the progress that its loops have, and ``FitLoop.on_advance_start`` begins an epoch (2.5
+    ``FitLoop.run`` goes on from the progress that its loops have, ``FitLoop.on_advance_start`` begins an epoch, and
+    ``Trainer._run_stage`` runs the loop once. The learning rate and batch size finders run it as well, in a hook (2.5
     to 2.6).
 
     Args:
         trainer: The Trainer.
         run: Called with ``FitLoop.run``, in its place.
+        run_trial: Called with ``FitLoop.run``, in its place, where a callback runs it.
         before_epoch: Called before each epoch.
 
     Returns:
         A function that undoes it.
     """
     fit_loop = trainer.fit_loop
-    on_advance_start = fit_loop.on_advance_start
+    on_advance_start, run_stage, train = fit_loop.on_advance_start, trainer._run_stage, fit_loop.run
+    is_due = False
+
+    def run_stage_after() -> Any:
+        nonlocal is_due
+        is_due = True
+        return run_stage()
+
+    def run_loop() -> None:
+        nonlocal is_due
+        chosen, is_due = (run if is_due else run_trial), False
+        chosen(train)
 
     def on_advance_start_after() -> None:
         before_epoch()
         on_advance_start()
 
-    fit_loop.run = partial(run, fit_loop.run)
+    undo_stage = replace_method(trainer, "_run_stage", run_stage_after)
+    fit_loop.run = run_loop
     fit_loop.on_advance_start = on_advance_start_after
 
     def undo() -> None:
+        undo_stage()
         for name in ("run", "on_advance_start"):
             vars(fit_loop).pop(name, None)
+
+    return undo
+
+
+def skip_trials(callbacks: Iterable[Any]) -> Callable[[], None]:
+    """Lets the learning rate and batch size finders among some callbacks find nothing.
+
+    ``on_fit_start`` calls ``lr_find`` or ``scale_batch_size``, which save a checkpoint, train, and restore it (2.5 to
+    2.6).
+
+    Returns:
+        A function that undoes it.
+    """
+    undos: list[Callable[[], None]] = []
+    for callback in callbacks:
+        for kind, name in ((LearningRateFinder, "lr_find"), (BatchSizeFinder, "scale_batch_size")):
+            if isinstance(callback, kind):
+                undos.append(replace_method(callback, name, lambda trainer, module: None))
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
 
     return undo
 
@@ -138,8 +182,74 @@ def restore_checkpoint(trainer: Any, checkpoint: dict[str, Any]) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, BaseFinetuning):
             callback.on_fit_start(trainer, trainer.lightning_module)
+        if isinstance(callback, StochasticWeightAveraging):
+            _begin_averaging_again(trainer, callback)
     connector.restore_training_state()
     connector._loaded_checkpoint = {}
+
+
+def _begin_averaging_again(trainer: Any, callback: StochasticWeightAveraging) -> None:
+    """Makes the parts of `StochasticWeightAveraging` that are in no checkpoint those of the epoch that is restored.
+
+    The first epoch that is averaged creates the scheduler and the counter, in ``on_train_epoch_start`` (2.5 to 2.6). A
+    restored epoch that has begun does not call this hook.
+    """
+    callback.reset_momenta()
+    callback.momenta = {}
+    callback._initialized, callback._swa_scheduler, callback.n_averaged = False, None, None
+    connector = trainer._checkpoint_connector
+    connector.restore_loops()
+    if callback._scheduler_state is not None:
+        callback.on_train_epoch_start(trainer, trainer.lightning_module)
+
+
+def settings_of(trainer: Any) -> dict[str, Any]:
+    """What callbacks may change in the Trainer and its loops during ``fit``, and no checkpoint holds.
+
+    ``GradientAccumulationScheduler`` and ``StochasticWeightAveraging`` do (2.5 to 2.6).
+    """
+    fit_loop = trainer.fit_loop
+    return {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "max_epochs": fit_loop.max_epochs,
+        "min_epochs": fit_loop.min_epochs,
+        "max_steps": fit_loop.epoch_loop.max_steps,
+        "min_steps": fit_loop.epoch_loop.min_steps,
+        "limit_val_batches": trainer.limit_val_batches,
+        "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
+    }
+
+
+def apply_settings(trainer: Any, settings: dict[str, Any]) -> None:
+    """Makes settings those that :func:`settings_of` gave; backward passes are not skipped then (2.5 to 2.6)."""
+    fit_loop = trainer.fit_loop
+    owners = {
+        **dict.fromkeys(("max_epochs", "min_epochs"), fit_loop),
+        **dict.fromkeys(("max_steps", "min_steps"), fit_loop.epoch_loop),
+    }
+    for name, value in settings.items():
+        setattr(owners.get(name, trainer), name, value)
+    fit_loop._skip_backward = False
+
+
+def found_by_trials(trainer: Any) -> dict[str, Any]:
+    """Attributes of the module or datamodule that the learning rate and batch size finders set, with their values.
+
+    ``_attr_name`` and ``_batch_arg_name`` name them; an empty name stands for the first of two (2.5 to 2.6).
+    """
+    found: dict[str, Any] = {}
+    module = trainer.lightning_module
+    for callback in trainer.callbacks:
+        names: tuple[str, ...] = ()
+        if isinstance(callback, LearningRateFinder) and callback._update_attr:
+            names = (callback._attr_name,) if callback._attr_name else ("lr", "learning_rate")
+        elif isinstance(callback, BatchSizeFinder):
+            names = (callback._batch_arg_name,)
+        name = next((name for name in names if lightning_hasattr(module, name)), None)
+        if name is not None:
+            found[name] = lightning_getattr(module, name)
+    return found
 
 
 def start_training(trainer: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.parsing import lightning_setattr
 from torch import Tensor
 
 from lightning_strategies_ext._lightning import trainer_stages, user_modules
@@ -51,6 +52,8 @@ class Shared:
         omitted: Parameters and buffers by name that the checkpoint's ``state_dict`` omits, with a slot for each.
         slots: Those slots.
         totals: What the ranks have added up in this epoch, if that can be said.
+        settings: Those of the Trainer and its loops that callbacks may change.
+        found: Attributes of the module that finders have set, with their values.
     """
 
     batches: int
@@ -63,6 +66,8 @@ class Shared:
     omitted: Any
     slots: list[Slot]
     totals: Totals | None
+    settings: dict[str, Any]
+    found: dict[str, Any]
 
 
 class CommitTooLargeError(RuntimeError):
@@ -134,7 +139,10 @@ class Commit:
         self._own = self._copy_own(trainer)
         self._random = user_modules.random_states()
         sizes = trainer.world_size, first_world_size
-        shared = Shared(batches, trainer.global_step, *sizes, packed, modes, parameters, omitted, slots, totals)
+        of_callbacks = trainer_stages.settings_of(trainer), trainer_stages.found_by_trials(trainer)
+        shared = Shared(
+            batches, trainer.global_step, *sizes, packed, modes, parameters, omitted, slots, totals, *of_callbacks
+        )
         self._write(shared, found)
 
     def note(self, step: int) -> None:
@@ -226,6 +234,8 @@ class Commit:
             _, is_trained = self.shared.parameters.get(name, (None, parameter.requires_grad))
             parameter.requires_grad_(is_trained)
         module.zero_grad(set_to_none=True)
+        for name, value in self.shared.found.items():
+            lightning_setattr(module, name, value)
         trainer_stages.restore_checkpoint(trainer, self.checkpoint())
         omitted, tensors = _filled(self.shared.omitted, self._tensors), tensors_of(module)
         for name in omitted.keys() & tensors.keys():  # a rank may lack buffers that the forward pass creates

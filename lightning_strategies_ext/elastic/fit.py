@@ -159,11 +159,19 @@ class ElasticFit:
         self._has_begun = has_begun
         self._is_fresh = has_begun  # whether this process has neither begun the `fit` nor restored a commit
         self._undo_hooks: Callable[[], None] | None = None  # until `on_train_start` hooks have run after a restore
-        self._undo = trainer_stages.surround_fit(trainer, self._run, self._before_epoch)
+        self._undo = trainer_stages.surround_fit(trainer, self._run, self._run_trial, self._before_epoch)
+        self._allow_trials = trainer_stages.skip_trials(self._callbacks) if has_begun else None
+        self._settings = trainer_stages.settings_of(trainer)
+        self._schedulers: list[Any] = []
+        self._is_running = False
+        self._is_in_trial = False
+        self._has_entered = False  # a world before the first commit, for a trial
 
     def close(self) -> None:
         """Leaves the Trainer as it was."""
         self._undo()
+        if self._allow_trials is not None:
+            self._allow_trials()
         self._notices.close()
 
     def leave(self, with_error: BaseException | None = None) -> None:
@@ -204,8 +212,29 @@ class ElasticFit:
                 self._end()
             self._find_next_world()
 
+    def _run_trial(self, train: Callable[[], None]) -> None:
+        """Trains for a callback that looks for a learning rate or batch size: nothing of it is in a commit."""
+        if not self._has_begun and not self._has_entered:
+            self._strategy.take_part()
+            self._strategy.enter_world(self._trainer)
+            self._has_entered = True
+        before, self._is_in_trial = self._is_in_trial, True
+        try:
+            train()
+        finally:
+            self._is_in_trial = before
+
     def _enter(self) -> None:
         """Takes on the state that the ranks of this world agree on."""
+        if self._allow_trials is not None:
+            self._allow_trials()
+        if not self._is_running:  # what `on_fit_start` hooks have changed is not changed again
+            self._settings = trainer_stages.settings_of(self._trainer)
+            self._schedulers = [*self._trainer.lr_scheduler_configs]
+            self._is_running = True
+        if not self._has_begun and self._has_entered:
+            self._has_begun = True
+            return
         if self._has_begun:
             self._check_is_same_fit()
         self._strategy.take_part()
@@ -280,6 +309,9 @@ class ElasticFit:
         """Restores the commit; returns why a process that has not done so before could not."""
         trainer = self._trainer
         trainer_data.forget_data(trainer)
+        # Hooks that run next find what they found when training began, the `on_train_start` hooks included.
+        trainer_stages.apply_settings(trainer, self._settings)
+        trainer.lr_scheduler_configs[:] = self._schedulers
         self._num_shared_out, self._epoch_of_loaders = 0, None
         problem: Exception | None = None
         try:
@@ -292,10 +324,12 @@ class ElasticFit:
         return problem if difference is None else ValueError(difference)
 
     def after_train_start(self) -> None:
-        """Undoes what ``on_train_start`` hooks have changed in a module and optimizers that have been restored."""
+        """Undoes what ``on_train_start`` hooks have changed in a restored module, optimizers and settings."""
         if self._undo_hooks is not None:
             self._undo_hooks()
             self._undo_hooks = None
+            assert self._commit.shared is not None
+            trainer_stages.apply_settings(self._trainer, self._commit.shared.settings)
 
     def _before_epoch(self) -> None:
         # Loaders that began within an epoch have the length of what was left of it.
@@ -315,6 +349,8 @@ class ElasticFit:
             world: That this rank is in.
         """
         trainer = self._trainer
+        if self._is_in_trial:
+            return
         if self._is_first_step:
             trainer_stages.end_restart(trainer)
             self._commit.restore_random()

@@ -92,7 +92,7 @@ def test_training_data_that_are_forgotten_are_loaded_anew():
         trainer_data.forget_training_data(trainer)
         assert trainer.train_dataloader is None
 
-    undo = trainer_stages.surround_fit(trainer, lambda train: train(), before_epoch)
+    undo = trainer_stages.surround_fit(trainer, lambda train: train(), lambda train: train(), before_epoch)
     made = []
 
     class Model(MLP):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
 
@@ -142,7 +142,7 @@ def fit_with_one_restart(model: Disturbed, commit_at: int, *, goes_right_on: boo
             has_restarted.append(True)
             train()
 
-    undo = trainer_stages.surround_fit(trainer, run, lambda: num_epochs.append(trainer.current_epoch))
+    undo = trainer_stages.surround_fit(trainer, run, never, lambda: num_epochs.append(trainer.current_epoch))
     trainer_signals.intercept_sigterm(trainer, lambda: None, before_train_step)
     trainer.fit(model, loader(num_samples=32), loader(num_samples=8))
     undo()
@@ -182,6 +182,48 @@ def test_a_step_right_after_a_validation_is_the_next_thing_after_a_restart():
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 17  # why `end_restart` is there
 
 
+def never(train: Callable[[], None]) -> None:
+    raise AssertionError("no callback has run the loop")
+
+
+class Found(MLP):
+    lr = 0.05
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def test_a_finder_runs_the_loop_as_a_trial_unless_trials_are_skipped() -> None:
+    for is_skipped in (False, True):
+        finder = LearningRateFinder(num_training_steps=8, early_stop_threshold=None)
+        scheduler = GradientAccumulationScheduler({0: 1, 1: 3})
+        trainer = make_trainer("auto", devices=1, max_epochs=2, callbacks=[finder, scheduler])
+        model, runs = Found(), []
+
+        def run(train: Callable[[], None], runs: list[str] = runs) -> None:
+            runs.append("run")
+            train()
+
+        def run_trial(train: Callable[[], None], runs: list[str] = runs) -> None:
+            runs.append("trial")
+            train()
+
+        undo = trainer_stages.surround_fit(trainer, run, run_trial, lambda: None)
+        allow = trainer_stages.skip_trials(trainer.callbacks) if is_skipped else None
+        before = trainer_stages.settings_of(trainer)
+        trainer.fit(model, loader(num_samples=64))
+        assert runs == (["run"] if is_skipped else ["trial", "run"])
+        assert trainer_stages.found_by_trials(trainer) == {"lr": model.lr}
+        assert trainer_stages.settings_of(trainer)["accumulate_grad_batches"] == 3
+        trainer_stages.apply_settings(trainer, before)
+        assert trainer.accumulate_grad_batches == 1
+        undo()
+        assert "_run_stage" not in vars(trainer)
+        if allow is not None:
+            allow()
+            assert "lr_find" not in vars(finder)
+
+
 class NotesStarts(MLP):
     """Notes in ``on_train_start`` how many batches the training loader has."""
 
@@ -204,7 +246,7 @@ def test_training_is_started_before_the_loop_runs() -> None:
         assert model.starts == [4, 4]
         assert trainer.global_step == 4
 
-    undo = trainer_stages.surround_fit(trainer, run, lambda: None)
+    undo = trainer_stages.surround_fit(trainer, run, never, lambda: None)
     trainer.fit(model, loader(num_samples=16))
     undo()
 

@@ -24,7 +24,15 @@ SET_ON_OBJECTS = {
         f"{_EPOCH_LOOP}._broadcast_sigterm_tensor",
     ],
     "_lightning.trainer_signals.intercept_requeueing": [f"{_SIGNALS}._slurm_sigusr_handler_fn"],
-    "_lightning.trainer_stages.surround_fit": [f"{_FIT_LOOP}.run", f"{_FIT_LOOP}.on_advance_start"],
+    "_lightning.trainer_stages.surround_fit": [
+        f"{_FIT_LOOP}.run",
+        f"{_FIT_LOOP}.on_advance_start",
+        "lightning.pytorch.trainer.trainer:Trainer._run_stage",
+    ],
+    "_lightning.trainer_stages.skip_trials": [
+        "lightning.pytorch.callbacks.lr_finder:LearningRateFinder.lr_find",
+        "lightning.pytorch.callbacks.batch_size_finder:BatchSizeFinder.scale_batch_size",
+    ],
     "_lightning.trainer_stages.before_fetch": [f"{_EPOCH_LOOP}._on_before_fetch"],
     "_lightning.samplers._replace_order": [f"{_DISTRIBUTED}:DistributedSamplerWrapper.set_epoch"],
     "_lightning.strategy_parts.surround_stages_on_one_device": [

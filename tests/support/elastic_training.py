@@ -51,6 +51,7 @@ class Plan:
     strategy: dict[str, Any] = field(default_factory=dict)  # arguments
     trainer: dict[str, Any] = field(default_factory=dict)  # arguments
     policy: dict[str, dict[str, Any]] = field(default_factory=dict)  # callbacks of this package and their arguments
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # of Lightning and their arguments
     pause_s: float = 0.0  # by which each training step is longer,
     validation_pause_s: float = 0.0  # and each validation step,
     pauses_in: Sequence[int] | None = None  # in worlds of these sizes; if None, of the size at the start
@@ -90,6 +91,7 @@ class Net(pl.LightningModule):
         self.counted = SumMetric()
         self.directory, self.plan = directory, plan
         self.number: int | None = None
+        self.lr = 4e-3
         self.num_batches = 0
         self.automatic_optimization = not plan.is_manual
 
@@ -199,9 +201,15 @@ class Net(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.disturb("commit")
 
+    def on_fit_end(self) -> None:
+        if self.plan.callbacks:
+            sums = [float(parameter.double().sum()) for parameter in self.parameters()]
+            state = {"lr": self.lr, "max_epochs": self.trainer.max_epochs, "step": self.trainer.global_step}
+            self.write(final=sums, **state, accumulated=self.trainer.accumulate_grad_batches)
+
     def configure_optimizers(self) -> Any:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.Adam(trained, lr=4e-3)
+        optimizer = torch.optim.Adam(trained, lr=self.lr)
         decays_after = max(1, 3 * self.trainer.max_epochs // 4)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, decays_after, gamma=0.2)]
 
@@ -259,6 +267,7 @@ def main() -> None:
         pl.callbacks.ModelCheckpoint(directory / "checkpoints", monitor="right", mode="max", save_last=True)
     ]
     callbacks += [getattr(ext, name)(**arguments) for name, arguments in plan.policy.items()]
+    callbacks += [getattr(pl.callbacks, name)(**arguments) for name, arguments in plan.callbacks.items()]
     net = Net(directory, plan)
     if plan.unfreezes_at is not None:
         net.backbone = net.net[1:4]

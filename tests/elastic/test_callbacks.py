@@ -1,0 +1,53 @@
+"""Lightning's callbacks in elastic training: what they change in the Trainer is part of a commit."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.elastic_runs import Run, run_torchrun, run_workers
+from tests.support.elastic_training import Net, joins_later, kill, once
+
+pytestmark = pytest.mark.processes
+
+#: Steps: 45 in epoch 0, 15 in each of the others; the average begins in epoch 2.
+CALLBACKS: dict[str, dict[str, Any]] = {
+    "LearningRateFinder": {"num_training_steps": 30, "early_stop_threshold": None},
+    "GradientAccumulationScheduler": {"scheduling": {0: 1, 1: 3}},
+    "StochasticWeightAveraging": {"swa_lrs": 1e-3, "swa_epoch_start": 3, "annealing_epochs": 1},
+}
+STRATEGY = {"commit_every_n_steps": 6}
+
+
+def finals(run: Run) -> list[dict[str, Any]]:
+    """What the ranks that came to the end of `fit` have then, without what names them."""
+    assert run.code == 0, run.output
+    keys = "final", "lr", "max_epochs", "step", "accumulated"
+    return [{key: line[key] for key in keys} for line in run.having("final")]
+
+
+def kill_in_last_epoch(net: Net, at: str) -> None:
+    """Kills rank 0 in the epoch in which `StochasticWeightAveraging` trains nothing."""
+    if at == "train" and net.global_rank == 0 and net.current_epoch == 4 and net.first("kill in the last epoch"):
+        kill(net)
+
+
+def test_restarted_ranks_end_with_what_undisturbed_ranks_have():
+    undisturbed = finals(run_torchrun(2, strategy=STRATEGY, callbacks=CALLBACKS))
+    assert len(undisturbed) == 2
+    assert undisturbed[0] == undisturbed[1]
+    assert undisturbed[0]["lr"] != 4e-3
+    kills = once(kill, rank=0, step=50), kill_in_last_epoch
+    assert finals(run_torchrun(2, *kills, strategy=STRATEGY, callbacks=CALLBACKS)) == undisturbed
+
+
+def test_workers_that_join_end_with_what_the_others_have():
+    kills = once(kill, rank=1, step=50), once(kill, rank=1, step=80)
+    pauses: dict[str, Any] = {"pause_s": 0.05, "pauses_in": [1]}
+    run = run_workers(2, *kills, joins_later, strategy=STRATEGY, callbacks=CALLBACKS, **pauses)
+    ends = finals(run)
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+    assert ends[0]["lr"] != 4e-3
+    sizes = [size for size, _ in run.worlds]
+    assert sizes.count(1) == 2
+    assert sizes[-1] == 2
