@@ -173,7 +173,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         check_has_trainable_parameters(module)
         check_is_same(self.collectives, module, self.root_device, is_trained=True)
         self.collectives.broadcast_module(module)
-        exchange = GradientExchange(module, self._options, f"gradient.{len(self._exchanges)}")
+        exchange = GradientExchange(module, self._options, f"gradient.{len(self._exchanges)}", self._exchanges)
         self._exchanges.append(exchange)
         self._hold_back.exchanges[id(module)] = exchange
         return module
@@ -195,9 +195,9 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
 
     @override
     def backward(self, tensor: Tensor, module: Module | None = None, *args: Any, **kwargs: Any) -> None:
-        """Runs the backward pass, and waits until the gradients are those of all ranks."""
-        for exchange in self._exchanges:
-            exchange.is_in_backward = True
+        """Runs the backward pass; when it returns, the gradients are those of all ranks."""
+        if self._exchanges:
+            self._exchanges[0].begin(tensor)
         super().backward(tensor, module, *args, **kwargs)
         for exchange in self._exchanges:
             exchange.finish()

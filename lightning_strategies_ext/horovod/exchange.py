@@ -1,9 +1,9 @@
 """The exchange of gradients over Horovod, while the backward pass still runs.
 
-A gradient is on its way as soon as autograd has added it up, small ones with the others of their group. After
-the backward pass :meth:`GradientExchange.finish` waits for those that are left, so that clipping and the optimizer see
-the gradients of all ranks. While the exchange is held back, gradients add up locally, and the next backward pass that
-is not held back exchanges their sum: once per window of accumulation.
+A gradient is on its way as soon as autograd has added it up, small ones with the others of their group. Autograd calls
+the exchange at the end of each backward pass, which waits for the gradients that are left: when ``loss.backward()``
+returns, hooks, clipping and the optimizer see the gradients of all ranks. While the exchange is held back, gradients
+add up locally, and the next backward pass that is not held back exchanges their sum: once per window of accumulation.
 
 Adasum combines not gradients but what each rank's optimizer has made of its own (as Horovod's ``DistributedOptimizer``
 does): see :class:`DeltaExchange`.
@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.collectives.base import names_excluded_from_ddp
@@ -124,15 +126,24 @@ class GradientExchange:
         module: The module, on its device, with the same weights on all ranks.
         options: How.
         prefix: Distinguishes the names of its operations, the same on all ranks, from those of other exchanges.
+        together: All exchanges that take part in the same backward passes, in the same order on all ranks; the caller
+            adds this one. None for this one only.
     """
 
-    def __init__(self, module: Module, options: ExchangeOptions, prefix: str = "gradient") -> None:
+    def __init__(
+        self,
+        module: Module,
+        options: ExchangeOptions,
+        prefix: str = "gradient",
+        together: "list[GradientExchange] | None" = None,
+    ) -> None:
         import horovod.torch as hvd
 
         self._hvd = hvd
         self._options = options
         self._process_set = hvd.global_process_set if options.process_set is None else options.process_set
         self._prefix = prefix
+        self._shared_with = together
         # Under manual optimization, a backward pass that is not the strategy's is an error of the user.
         self._is_automatic: bool = getattr(module, "automatic_optimization", True)
         self._take_parameters(module)
@@ -141,6 +152,9 @@ class GradientExchange:
         self.is_held_back = False
         #: Whether a backward pass of the strategy runs. The gradients of others stay local, as under DDP.
         self.is_in_backward = False
+        self._hook_of_loss: RemovableHandle | None = None
+        self._is_queued = False  # whether autograd calls `_end_pass` when the pass ends
+        self._num_finished = 0  # passes that have exchanged, within one backward pass of the strategy
         #: Hears of each exchange.
         self.observer: ExchangeObserver | None = None
         self._begun_at_ns = self._num_bytes = 0
@@ -183,17 +197,62 @@ class GradientExchange:
                 parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in self._names
             }
 
+    def begin(self, loss: Tensor) -> None:
+        """Lets the backward pass that is to come exchange gradients, with all exchanges of ``together``.
+
+        Args:
+            loss: The tensor of which the strategy computes the gradients.
+        """
+        does_exchange = False
+        for exchange in self._together:
+            exchange.is_in_backward, exchange._num_finished, exchange._is_queued = True, 0, False
+            does_exchange = does_exchange or not exchange.is_held_back
+        if does_exchange and loss.requires_grad:
+            # In the pass of the loss itself, and not in one that a reentrant checkpoint starts within it.
+            self._hook_of_loss = loss.register_hook(self._queue)
+
     def finish(self) -> None:
-        """Waits until all gradients of the backward pass that has ended are those of all ranks.
+        """Ends what :meth:`begin` began: now at the latest, the gradients are those of all ranks.
 
         Raises:
             RuntimeError: If another rank has failed or shut Horovod down.
         """
-        kept, self._kept = self._kept, None
+        if self._hook_of_loss is not None:
+            self._hook_of_loss.remove()
+            self._hook_of_loss = None
         self.is_in_backward = False
         if self.is_held_back or not self._process_set.included():
-            self._has_own = self._has_own or kept is None
+            self._has_own = self._has_own or self._kept is None
+        elif not self._num_finished:
+            self._exchange_rest()  # the pass has not come to a parameter of this rank
+        self._kept = None
+
+    @property
+    def _together(self) -> "Sequence[GradientExchange]":
+        return (self,) if self._shared_with is None else self._shared_with
+
+    def _queue(self, _: Tensor | None = None) -> None:
+        """Lets autograd call :meth:`_end_pass` before the backward pass returns; called within the pass."""
+        if not self._is_queued:
+            for exchange in self._together:
+                exchange._is_queued = True
+            Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _end_pass(self) -> None:
+        exchanges = self._together
+        has_gradients = False  # a pass of `torch.autograd.grad` has none
+        for exchange in exchanges:
+            exchange._is_queued = False
+            has_gradients = has_gradients or bool(exchange._ready)
+        if has_gradients:
+            for exchange in exchanges:  # in one order: the ranks wait for each other in each
+                exchange._exchange_rest()
+
+    def _exchange_rest(self) -> None:
+        """Exchanges the gradients that are left, and waits for all."""
+        if self.is_held_back or not self._process_set.included():
             return
+        self._num_finished += 1
         self._has_own = False
         ready_at_ns = 0 if self.observer is None else time.time_ns()
         zeros: dict[Parameter, Tensor] = {}
@@ -201,8 +260,8 @@ class GradientExchange:
             if parameter.requires_grad and parameter not in self._ready:
                 if parameter.grad is None:
                     zeros[parameter] = parameter.grad = torch.zeros_like(parameter)
-                elif kept is not None:
-                    self._restore(parameter, kept.get(parameter))
+                elif self._kept is not None:
+                    self._restore(parameter, self._kept.get(parameter))
                 self._start(parameter)
         for handle in {id(pending.handle): pending.handle for pending in self._pending.values()}.values():
             wait_for(handle)
@@ -237,13 +296,25 @@ class GradientExchange:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, Parameter)
+        # Autograd calls this hook also where it has added up nothing: for a parameter that was frozen after the forward
+        # pass (`toggle_optimizer`), or whose gradient a function returns as None.
+        if parameter.grad is None or not parameter.requires_grad:
+            return
+        parameter = cast(Parameter, parameter)
         if not self.is_in_backward:
             self._keep_local(parameter)
             return
         if self._kept is not None:
             self._restore(parameter, self._kept.get(parameter))
         if not self.is_held_back and self._process_set.included():
+            if self._num_finished and self._options.op == "sum":
+                raise RuntimeError(
+                    f"`op='sum'`: a second backward pass in `backward` or `on_after_backward` computed"
+                    f" {self._names[parameter]}, whose gradient is a sum over ranks already and would be summed again."
+                    " Add up the losses for one backward pass, or use `op='average'`."
+                )
+            if not self._is_queued:  # the user's `backward` has another loss
+                self._together[0]._queue()
             self._start(parameter)
 
     def _keep_local(self, parameter: Parameter) -> None:
@@ -257,7 +328,8 @@ class GradientExchange:
 
     @staticmethod
     def _restore(parameter: Parameter, kept: Tensor | None) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return
         if kept is None:
             parameter.grad.zero_()
         elif kept.layout == parameter.grad.layout == torch.strided:
@@ -273,8 +345,7 @@ class GradientExchange:
                 " of another one."
             )
         self._ready.add(parameter)
-        gradient = parameter.grad
-        assert gradient is not None
+        gradient = cast(Tensor, parameter.grad)
         if gradient.is_sparse and not self._options.sparse_as_dense:
             op, divisor = self._op
             summed = self._hvd.sparse_allreduce_async(

@@ -117,7 +117,8 @@ class Session:
         self, begin_ns: int, ready_ns: int, end_ns: int, num_bytes: int, *, is_of_models: bool = False
     ) -> None:
         """See :class:`.observer.ExchangeObserver`."""
-        kind = OF_MODELS if is_of_models else AFTER_BACKWARD
+        is_in_backward = self._backward_again > self._backward_end
+        kind = OF_MODELS if is_of_models else IN_BACKWARD if is_in_backward else AFTER_BACKWARD
         self._exchanges.append((self._done - self._before, begin_ns, ready_ns, end_ns, kind))
         self._num_bytes += num_bytes
 

@@ -321,13 +321,13 @@ class HorovodStrategy(ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the exchange of gradients."""
         if self._world.exchange is not None:
-            self._world.exchange.is_in_backward = True
+            self._world.exchange.begin(closure_loss)
         if self._world.inputs is not None:
             self._world.inputs.before_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Waits until the gradients are those of all ranks, so that they can be clipped and used.
+        """Waits until the gradients are those of all ranks, where the backward pass itself has not done so.
 
         Raises:
             UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.

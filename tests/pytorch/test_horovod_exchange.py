@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_strategies_ext import HorovodStrategy
 from tests.pytorch.test_horovod import Accumulates
@@ -117,23 +118,132 @@ class BackwardByHand(MLP):
         self.optimizers().step()
 
 
+class EditsGradients(MLP):
+    """Edits gradients in `backward` and in `on_after_backward`; what comes out depends on whose gradients they see."""
+
+    def loss(self, batch):
+        hidden = checkpoint(self.net[:2], batch[0].requires_grad_(), use_reentrant=True)  # a pass within the pass
+        return functional.cross_entropy(self.net[2](hidden), batch[1])
+
+    def backward(self, loss):
+        torch.autograd.grad(loss, self.net[2].weight, retain_graph=True)
+        (2 * loss).backward()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + parameter.grad.abs())
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.1, 0.1)
+
+
+class EditsManually(EditsGradients):
+    """A rank has no gradient of one parameter, and computes those of a loss that the strategy does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.scale = torch.nn.Parameter(torch.ones(3))
+
+    def loss(self, batch):
+        return functional.cross_entropy(self.net(batch[0]) * (self.scale if self.global_rank else 1.0), batch[1])
+
+    def backward(self, loss):
+        super().backward(self.other_loss)
+
+    def training_step(self, batch, batch_idx):
+        self.other_loss = self.loss(batch)
+        self.manual_backward(self.other_loss * 1)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class Toggles(MLP):
+    """Toggles an optimizer after the forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()[batch_idx % 2]
+        loss = self.loss(batch)
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+        optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
+
+
+class NoGradient(torch.autograd.Function):
+    """Returns None as the gradient of the first argument."""
+
+    @staticmethod
+    def forward(ctx, parameter, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
+class GivesNone(MLP):
+    def __init__(self):
+        super().__init__()
+        self.unmoved = torch.nn.Parameter(torch.ones(3))
+
+    def loss(self, batch):
+        return functional.cross_entropy(NoGradient.apply(self.unmoved, self.net(batch[0])), batch[1])
+
+
+class Twice(MLP):
+    """Two backward passes of a half each in place of one."""
+
+    def backward(self, loss):
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+
+
+EACH: dict[str, tuple[Any, dict[str, Any]]] = {
+    "complex": (Spectral, {}),
+    "excluded": (Excludes, {}),
+    "local": (Probes, {}),
+    "edited": (EditsGradients, {}),
+    "edited while they add up": (EditsGradients, {"accumulate_grad_batches": 2}),
+    "edited under manual optimization": (EditsManually, {}),
+    "toggled after the forward pass": (Toggles, {}),
+}
+
+
 def train_each(strategy: str) -> dict[str, Any]:
-    weights = {
-        make_model.__name__: weights_after(strategy, make_model, max_epochs=1)
-        for make_model in (Spectral, Excludes, Probes)
-    }
+    weights = {}
+    for name, (make_model, kwargs) in EACH.items():
+        finds_unused = make_model is EditsManually and strategy == "ddp_ext"
+        full_name = f"{strategy}_find_unused_parameters_true" if finds_unused else strategy
+        weights[name] = weights_after(full_name, make_model, max_epochs=1, **kwargs)
     if strategy == "horovod_ext":
+        weights["without a gradient"] = weights_after(strategy, GivesNone, max_epochs=1)
+        weights["twice"] = weights_after(strategy, Twice, max_epochs=1)
+        with pytest.raises(RuntimeError, match=r"`op='sum'`: a second backward pass .* gradient\.net\.2\..*"):
+            make_trainer(HorovodStrategy(op="sum")).fit(Twice(), loader())
         with pytest.raises(RuntimeError, match=r"gradient\.net\.2\..* Call `self.manual_backward\(loss\)`"):
             make_trainer(strategy).fit(BackwardByHand(), loader())
     return weights
 
 
-def test_complex_excluded_and_local_gradients_are_exchanged_as_by_ddp():
+def test_complex_excluded_local_edited_and_toggled_gradients_are_exchanged_as_by_ddp():
     expected = run_ranks(train_each, "ddp_ext")
     for ours, theirs in zip(run_horovod("horovodrun", train_each, "horovod_ext"), expected, strict=True):
         for name in theirs:
             assert_close(ours[name], theirs[name])
-    biases = [rank["Excludes"]["net.2.bias"] for rank in expected]
+        assert ours["without a gradient"].pop("unmoved").tolist() == [1.0] * 3
+        for name in ("without a gradient", "twice"):
+            assert_close(ours[name], theirs["local"])
+    biases = [rank["excluded"]["net.2.bias"] for rank in expected]
     assert not torch.allclose(*biases)
 
 

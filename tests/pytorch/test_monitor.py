@@ -316,6 +316,8 @@ def test_over_horovod(tmp_path: Path) -> None:
             assert each.num_bytes == num_bytes
             assert each.communication_ms > 0
             assert each.hidden_ms > 0
+            parts = each.data_ms + each.forward_ms + each.backward_ms + each.exposed_ms + each.optimizer_ms
+            assert each.step_ms == pytest.approx(parts + each.other_ms)
     assert {event["pid"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {0, 1}
 
 
