@@ -79,7 +79,8 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, FabricDataParallel
     @override
     def root_device(self) -> torch.device:
         """Where the modules' own weights are."""
-        assert self.parallel_devices
+        if not self.parallel_devices:
+            raise RuntimeError("The devices are not known yet: pass the strategy to Fabric first.")
         return self.parallel_devices[0]
 
     @property

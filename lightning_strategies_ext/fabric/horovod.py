@@ -130,7 +130,8 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
     @override
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        assert self.parallel_devices
+        if not self.parallel_devices:
+            raise RuntimeError("The devices are not known yet: pass the strategy to Fabric first.")
         return environment.device_of_rank(self.parallel_devices, self.local_rank)
 
     @override

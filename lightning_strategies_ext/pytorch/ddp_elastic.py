@@ -106,7 +106,8 @@ class DDPElasticStrategy(Elastic, DDPStrategy):
     @override
     def membership(self) -> RestartedMembership:
         """Who the ranks are; in ``fit``."""
-        assert self._membership is not None
+        if self._membership is None:
+            raise RuntimeError("`membership` is known only to the ranks of `fit`, while it runs.")
         return self._membership
 
     @override

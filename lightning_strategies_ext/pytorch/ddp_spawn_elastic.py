@@ -115,7 +115,8 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     @override
     def membership(self) -> WorkerMembership:
         """Who the workers are; in a worker, in ``fit``."""
-        assert self._membership is not None
+        if self._membership is None:
+            raise RuntimeError("`membership` is known only to the ranks of `fit`, while it runs.")
         return self._membership
 
     @override

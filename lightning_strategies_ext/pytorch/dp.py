@@ -95,7 +95,8 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
     @override
     def root_device(self) -> torch.device:
         """Where the module's own weights are."""
-        assert self.parallel_devices
+        if not self.parallel_devices:
+            raise RuntimeError("The devices are not known yet: pass the strategy to a Trainer first.")
         return self.parallel_devices[0]
 
     @property
@@ -222,7 +223,8 @@ class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelS
             return self._run("predict_step", args, kwargs)
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert isinstance(self.model, ReplicatedModule)
+        if not isinstance(self.model, ReplicatedModule):
+            raise RuntimeError(f"`{method}` of the strategy runs on replicas, which exist only while a stage runs.")
         return self.model.run(method, *args, **kwargs)
 
     @contextmanager

@@ -153,8 +153,8 @@ class Elastic(_Base):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Gives a training loader this rank's share of what is left of the epoch."""
-        assert self.lightning_module is not None
-        if self._fit is not None and self.lightning_module.trainer.training:
+        module = self.lightning_module
+        if module is not None and self._fit is not None and module.trainer.training:
             self._fit.share_out(dataloader)
         return dataloader
 

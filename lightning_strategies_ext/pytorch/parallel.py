@@ -156,7 +156,8 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Replaces the order of a user's random sampler by that of rank 0, see :class:`.SharedOrder`."""
-        assert self.lightning_module is not None
+        if self.lightning_module is None:
+            return dataloader  # no stage runs
         trainer = self.lightning_module.trainer
 
         def share(sampler: Any) -> SharedOrder:

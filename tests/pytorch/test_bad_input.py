@@ -17,8 +17,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
-from lightning_strategies_ext import DDPSpawnStrategy, ShmOptions
+from lightning_strategies_ext import DataParallelStrategy, DDPSpawnStrategy, HorovodStrategy, ShmOptions
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
+from lightning_strategies_ext.fabric.dp import DataParallelStrategy as FabricDataParallelStrategy
+from lightning_strategies_ext.fabric.horovod import HorovodStrategy as FabricHorovodStrategy
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from tests.support.models import MLP, WithBatchNorm, loader, make_trainer
@@ -371,3 +373,29 @@ def test_model_averaging_with_an_optimizer_that_distributes_its_own_work_is_refu
     (message,) = run_ranks(fit_with_averaging_of_a_distributed_optimizer, world_size=1)
     assert "`model_averaging_period=4` cannot be combined with ZeroRedundancyOptimizer" in message
     assert "Use a plain optimizer" in message
+
+
+# --- what is asked before a Trainer, Fabric or a stage has it ---
+
+
+@pytest.mark.parametrize(
+    "make",
+    [DDPStrategy, DataParallelStrategy, HorovodStrategy, FabricDataParallelStrategy, FabricHorovodStrategy],
+    ids=lambda make: f"{make.__module__.split('.')[1]}.{make.__name__}",
+)
+def test_devices_that_are_not_known_yet_are_said_to_be(make):
+    with pytest.raises(RuntimeError, match=r"The devices are not known yet: pass the strategy to (a Trainer|Fabric)"):
+        _ = make().root_device
+
+
+@pytest.mark.parametrize("name", ["ddp_ext", "ddp_spawn_elastic_ext", "horovod_ext"])
+def test_outside_of_a_stage_a_loader_is_left_as_it_is(name):
+    data = loader()
+    assert make_trainer(name).strategy.process_dataloader(data) is data
+
+
+def test_outside_of_a_stage_there_are_no_members_and_no_replicas():
+    with pytest.raises(RuntimeError, match="`membership` is known only to the ranks of `fit`"):
+        _ = make_trainer("ddp_spawn_elastic_ext").strategy.membership
+    with pytest.raises(RuntimeError, match="`training_step` of the strategy runs on replicas"):
+        make_trainer("dp_ext").strategy.training_step(None, 0)
