@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_devices, check_not_interactive, check_plugins
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
+from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
@@ -55,6 +56,9 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         process_set: The ranks that exchange gradients; None for all.
         patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end, with an error that says where that one is. None lets them wait for ever.
+        broadcast_buffers: Whether buffers are those of rank 0 in every training step, as DDP makes them by default.
+            Otherwise each rank trains with its own, and gets those of rank 0 when a module is first called after
+            ``module.eval()``, and before a checkpoint. All ranks call it then.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
@@ -79,6 +83,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
         patience: float | timedelta | None = DEFAULT_PATIENCE,
+        broadcast_buffers: bool = False,
     ) -> None:
         if op == "adasum":
             raise ValueError(
@@ -92,6 +97,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             gradient_predivide_factor,
             process_set,
         )
+        check_flag("broadcast_buffers", broadcast_buffers)
         check_plugins(accelerator, None, checkpoint_io)
         check_devices(parallel_devices)
         if precision is not None and not isinstance(precision, Precision):
@@ -108,7 +114,9 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             patience=patience,
         )
         self._num_nodes = 1
+        self._broadcast_buffers = broadcast_buffers
         self._exchanges: list[GradientExchange] = []
+        self._buffers: list[_Buffers] = []
         self._hold_back = _HoldBack()
         self._backward_sync_control = self._hold_back
 
@@ -177,6 +185,10 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         exchange = GradientExchange(module, self._options, f"gradient.{len(self._exchanges)}", self._exchanges)
         self._exchanges.append(exchange)
         self._hold_back.exchanges[id(module)] = exchange
+        if any(True for _ in module.buffers()):
+            buffers = _Buffers(module, exchange, self.collectives, self._options.process_set, self._broadcast_buffers)
+            self._buffers.append(buffers)
+            module.register_forward_pre_hook(buffers)
         return module
 
     @override
@@ -188,6 +200,20 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         """
         check_exchanges_nothing(optimizer, type(self).__name__)
         return super().setup_optimizer(optimizer)
+
+    @override
+    def save_checkpoint(self, path: Any, state: Any, storage_options: Any | None = None, filter: Any = None) -> None:
+        """Writes a checkpoint on rank 0, with the buffers that all ranks have then.
+
+        Args:
+            path: Path of the file.
+            state: The objects to save.
+            storage_options: Options of the checkpoint plugin.
+            filter: See :meth:`lightning.fabric.Fabric.save`.
+        """
+        for buffers in self._buffers:
+            buffers.share()
+        super().save_checkpoint(path, state, storage_options, filter)
 
     @override
     def module_to_device(self, module: Module) -> None:
@@ -202,6 +228,60 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         super().backward(tensor, module, *args, **kwargs)
         for exchange in self._exchanges:
             exchange.finish()
+
+
+class _Buffers:
+    """Gives all ranks the buffers of rank 0, as a hook that runs before a module's forward pass.
+
+    Args:
+        module: The module.
+        exchange: Exchange of its gradients.
+        collectives: Collectives of all ranks.
+        process_set: Ranks that exchange gradients; None for all.
+        does_share_in_steps: Whether it does so before training steps, and not only before evaluations.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        exchange: GradientExchange,
+        collectives: Any,
+        process_set: Any,
+        does_share_in_steps: bool,
+    ) -> None:
+        self._module = module
+        self._exchange = exchange
+        self._collectives = collectives
+        self._process_set = process_set
+        self._does_share_in_steps = does_share_in_steps
+        self._are_stale = True  # whether ranks may have different ones
+        self._was_held_back = False
+
+    def __call__(self, module: Module, args: Any) -> None:
+        if not module.training:
+            self.share()
+            return
+        if self._does_share_in_steps and not self._was_held_back:  # as DDP
+            self._collectives.broadcast_buffers(module, self._process_set, is_known_to_match=True)
+        self._are_stale, self._was_held_back = True, self._exchange.is_held_back
+
+    def share(self) -> None:
+        """Does it, where a training step came before. Collective: all ranks call it."""
+        if self._are_stale:
+            self._collectives.broadcast_buffers(self._module, self._process_set)
+        self._are_stale = False
+
+    @override
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_copies, ()  # copies of the module, such as averages of it, are those of one rank
+
+
+def _hook_of_copies() -> Any:
+    return _leave
+
+
+def _leave(module: Module, args: Any) -> None:
+    """Leaves the buffers as they are."""
 
 
 class _HoldBack(strategy_parts.BackwardSyncControl):

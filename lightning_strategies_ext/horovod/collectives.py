@@ -5,6 +5,7 @@ differ between ranks once some of them have used a process set alone, and they n
 for a name is of no use. Ours are always the same: of each only one is under way at a time.
 """
 
+import zlib
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from lightning_strategies_ext.collectives.base import Collectives
+from lightning_strategies_ext.collectives.base import Collectives, names_excluded_from_ddp
 from lightning_strategies_ext.horovod.waiting import wait_for
 
 _OPS = {
@@ -125,7 +127,37 @@ class HorovodCollectives(Collectives):
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
         output.copy_(self.gather_rows(tensor, group)[0])
 
-    def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
+    def broadcast_buffers(
+        self, module: Module, process_set: Any = None, src: int | None = None, *, is_known_to_match: bool = False
+    ) -> None:
+        """Overwrites a module's buffers with those of one rank. Collective: all ranks of the process set call it.
+
+        Buffers that the module excludes from DDP are left alone.
+
+        Args:
+            module: The module.
+            process_set: Ranks that take part, default all.
+            src: Global rank, default the first of the process set.
+            is_known_to_match: Whether the ranks have buffers of the same names, shapes and dtypes. Otherwise they find
+                out, and leave buffers alone that not all of them have.
+        """
+        if self.rank(process_set) is None or self.world_size(process_set) == 1:
+            return
+        excluded = names_excluded_from_ddp(module)
+        named = [
+            (name, buffer.data) for name, buffer in module.named_buffers() if name not in excluded
+        ]  # past autograd
+        if not is_known_to_match:
+            keys = [zlib.crc32(f"{name} {tuple(buffer.shape)} {buffer.dtype}".encode()) for name, buffer in named]
+            gathered, sizes = self.gather_rows(torch.tensor(keys, dtype=torch.int64), process_set)
+            of_ranks = [part.tolist() for part in gathered.split(sizes)]
+            of_all = set(keys).intersection(*of_ranks)
+            own = dict(zip(keys, named, strict=True))
+            named = [own[key] for key in of_ranks[0] if key in of_all]
+        ranks = range(self.world_size()) if process_set is None else process_set.ranks
+        self._broadcast([buffer for _, buffer in named], min(ranks) if src is None else src, process_set)
+
+    def _broadcast(self, tensors: Iterable[Tensor], src: int, group: Any = None) -> None:
         handles, copies = [], []
         for index, tensor in enumerate(tensors):
             carried = tensor
@@ -133,7 +165,8 @@ class HorovodCollectives(Collectives):
                 carried = tensor.contiguous().view(-1).view(torch.uint8)
                 copies.append((tensor, carried))
             if carried.numel():
-                handles.append(hvd.broadcast_async_(carried, src, name=f"lightning_strategies_ext.broadcast.{index}"))
+                name = f"lightning_strategies_ext.broadcast.{index}"
+                handles.append(hvd.broadcast_async_(carried, src, name=name, process_set=_process_set(group)))
         for handle in handles:
             wait_for(handle)
         for tensor, carried in copies:

@@ -150,6 +150,8 @@ class GradientExchange:
         #: The ranks that have computed gradients that count; None for all.
         self.contributors: Sequence[int] | None = None
         self.is_held_back = False
+        #: Gives all ranks the buffers of one; None unless each step gives them those of rank 0.
+        self.broadcast_buffers: Callable[[int | None], None] | None = None
         #: Whether a backward pass of the strategy runs. The gradients of others stay local, as under DDP.
         self.is_in_backward = False
         self._hook_of_loss: RemovableHandle | None = None
@@ -282,7 +284,9 @@ class GradientExchange:
         self._hook_in()  # parameters that were frozen before
 
     def share_buffers(self) -> None:
-        """Does nothing: each rank has buffers of its own."""
+        """Gives all ranks the buffers of the first that contributes, where each step gives them those of rank 0."""
+        if self.broadcast_buffers is not None and self.contributors and self.contributors[0]:
+            self.broadcast_buffers(self.contributors[0])
 
     def close(self) -> None:
         """Lets go of the parameters."""

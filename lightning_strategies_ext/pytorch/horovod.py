@@ -76,6 +76,8 @@ class HorovodStrategy(ParallelStrategy):
         commit_every_n_steps: See there.
         patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end, with an error that says where that one is. None lets them wait for ever. Not for elastic ones.
+        broadcast_buffers: Whether buffers are those of rank 0 in every training step, as DDP makes them by default.
+            Otherwise each rank trains with its own, and gets those of rank 0 before each evaluation and checkpoint.
 
     Raises:
         RuntimeError: If Horovod is not installed, or not for this torch; the message names the command.
@@ -108,12 +110,14 @@ class HorovodStrategy(ParallelStrategy):
         elastic: bool = False,
         commit_every_n_steps: int | None = None,
         patience: float | timedelta | None = DEFAULT_PATIENCE,
+        broadcast_buffers: bool = False,
     ) -> None:
         self._options = ExchangeOptions(
             compression, op, num_groups, sparse_as_dense, gradient_predivide_factor, process_set
         )
         self._check_elastic(elastic, commit_every_n_steps)
         check_flag("scale_learning_rate", scale_learning_rate)
+        check_flag("broadcast_buffers", broadcast_buffers)
         check_way(uneven_inputs)
         if uneven_inputs == "join" and (op == "adasum" or process_set is not None):
             reason = "`op='adasum'`" if op == "adasum" else "a `process_set`"
@@ -137,6 +141,8 @@ class HorovodStrategy(ParallelStrategy):
         )
         self._scale_learning_rate = scale_learning_rate
         self._uneven_inputs = uneven_inputs
+        self._has_work_before_step = broadcast_buffers
+        self._are_buffers_stale = True
         self._deltas: DeltaExchange | None = None
         self._metrics: MetricSync | None = None
         self._batch_norm: SynchronizedBatchNorm | None = None
@@ -309,6 +315,40 @@ class HorovodStrategy(ParallelStrategy):
 
     # --- step ---
 
+    @override
+    def _before_training_step(self) -> None:
+        exchange = self._world.exchange
+        # As DDP, which skips it within a window of accumulation.
+        if self._are_buffers_stale:
+            self._share_buffers()
+        self._are_buffers_stale = exchange is None or not exchange.is_held_back
+
+    def _share_buffers(self, src: int | None = None, *, is_known_to_match: bool = True) -> None:
+        """Gives all ranks the buffers of one, default rank 0. Collective."""
+        collectives = self.collectives
+        if self._world.alone is None and self.lightning_module is not None:
+            collectives.broadcast_buffers(  # type: ignore[attr-defined]
+                self.lightning_module, self._options.process_set, src, is_known_to_match=is_known_to_match
+            )
+
+    @override
+    def on_validation_start(self) -> None:
+        """Gives all ranks the buffers of rank 0, so that they evaluate one model."""
+        super().on_validation_start()
+        self._share_buffers(is_known_to_match=False)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint on rank 0, and gives all ranks the buffers in it.
+
+        Args:
+            checkpoint: What ``Trainer.save_checkpoint`` has collected.
+            filepath: Path of the file.
+            storage_options: Options of the checkpoint plugin.
+        """
+        self._share_buffers(is_known_to_match=False)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -396,10 +436,12 @@ class HorovodStrategy(ParallelStrategy):
         world = self._world
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._are_buffers_stale = True
         if self._options.op == "adasum":
             self._deltas = DeltaExchange(self.lightning_module, self._options)
         else:
             world.exchange = GradientExchange(self.lightning_module, self._options)
+            world.exchange.broadcast_buffers = self._share_buffers if self._has_work_before_step else None
         self._keep_in_step(trainer, self._uneven_inputs, torch.device("cpu"))
 
     @override

@@ -207,9 +207,17 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         with super().block_backward_sync():
             yield
 
+    #: Whether :meth:`_before_training_step` is called.
+    _has_work_before_step = False
+
+    def _before_training_step(self) -> None:
+        """Called before each training step, where an engine has work there."""
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one training step."""
+        if self._has_work_before_step:
+            self._before_training_step()
         inputs = self._world.inputs
         if inputs is None or not inputs.is_needed:
             return super().training_step(*args, **kwargs)

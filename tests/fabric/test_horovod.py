@@ -1,5 +1,6 @@
 """A Fabric loop trains with ``horovod_ext`` as with ``ddp_ext``."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,14 +10,19 @@ from torch import nn
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
+from lightning_strategies_ext.fabric import HorovodStrategy
 from tests.support.horovod_ranks import run_horovod
-from tests.support.models import MLP, NUM_FEATURES, assert_close, loader, state_of
+from tests.support.models import MLP, NUM_FEATURES, WithBatchNorm, assert_close, loader, state_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 
 def train_under_fabric(strategy: str, directory: str) -> dict[str, Any]:
+    if strategy == "horovod_ext":
+        each_step = Fabric(strategy=HorovodStrategy(broadcast_buffers=True), devices=2, accelerator="cpu")
+        each_step.launch()
+        in_each_step = train_buffers(each_step, f"{directory}/each_step.ckpt")
     fabric = Fabric(strategy=strategy, devices=2, accelerator="cpu")
     fabric.launch()
     fabric.seed_everything(11, verbose=False)
@@ -36,9 +42,11 @@ def train_under_fabric(strategy: str, directory: str) -> dict[str, Any]:
     fabric.load(f"{directory}/model.ckpt", {"model": model})
     fabric.barrier()
     return {
+        **({"in each step": in_each_step} if strategy == "horovod_ext" else {}),
         "before": before,
         "after": state_of(module),
         "gan": train_gan(fabric),
+        "buffers": train_buffers(fabric, f"{directory}/buffers.ckpt"),
         "metric": mean_of_ranks(fabric),
         "sum": fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum").item(),
         "gathered": fabric.all_gather(torch.tensor(fabric.global_rank)).tolist(),
@@ -51,6 +59,31 @@ def mean_of_ranks(fabric: Fabric) -> float:
     metric = MeanMetric()
     metric.update(float(fabric.global_rank))
     return metric.compute().item()
+
+
+def train_buffers(fabric: Fabric, path: str) -> dict[str, Any]:
+    """Trains batch normalization; returns what an evaluation in between computes, and the buffers in a checkpoint."""
+    fabric.seed_everything(11, verbose=False)
+    module = WithBatchNorm()
+    model, optimizer = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), lr=0.1))
+    found, batches = {}, list(fabric.setup_dataloaders(loader()))
+    for index, (features, labels) in enumerate(batches):
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            fabric.backward(functional.cross_entropy(model(features), labels))
+        if index % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(features)
+            found |= {f"{index}.{name}": value.clone() for name, value in module.net.named_buffers()}
+            model.train()
+    model(features)
+    fabric.save(path, {"model": model})
+    if isinstance(fabric.strategy, HorovodStrategy) and fabric.global_rank == 0:
+        copy.deepcopy(module.net).eval()(features)  # a copy is one rank's own
+    found |= {f"saved.{name}": value for name, value in torch.load(path)["model"].items()}
+    return found
 
 
 def train_gan(fabric: Fabric) -> dict[str, Any]:
@@ -77,10 +110,14 @@ def test_a_fabric_loop_trains_as_with_ddp(launcher, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     expected = run_ranks(train_under_fabric, "ddp_ext", str(tmp_path / "a"))
+    buffers = [rank.pop("buffers") for rank in expected]
+    assert_close(buffers[1], buffers[0])
     for ours, theirs in zip(
         run_horovod(launcher, train_under_fabric, "horovod_ext", str(tmp_path / "b")), expected, strict=True
     ):
         assert_close(ours.pop("before"), theirs.pop("before"))
         assert_close(ours.pop("after"), theirs.pop("after"))
         assert_close(ours.pop("gan"), theirs.pop("gan"))
+        for found in (ours.pop("buffers"), ours.pop("in each step")):
+            assert_close(found, buffers[0])
         assert ours == theirs

@@ -1,5 +1,7 @@
 """Under ``horovod_ext`` checkpoints are those of ``ddp_ext``, and callbacks and prediction work."""
 
+import tempfile
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,8 +10,19 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
 
+from lightning_strategies_ext import HorovodStrategy
 from tests.support.horovod_ranks import run_horovod
-from tests.support.models import LOADS_EVERYTHING, MLP, assert_close, fit, loader, make_trainer, state_of, weights_after
+from tests.support.models import (
+    LOADS_EVERYTHING,
+    MLP,
+    WithBatchNorm,
+    assert_close,
+    fit,
+    loader,
+    make_trainer,
+    state_of,
+    weights_after,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -26,6 +39,76 @@ def resumed(strategy: str, directory: str) -> dict[str, torch.Tensor]:
     trainer = make_trainer(strategy, max_epochs=4)
     trainer.fit(model, loader(), ckpt_path=f"{directory}/half.ckpt", **LOADS_EVERYTHING)
     return state_of(model)
+
+
+class Buffers(WithBatchNorm):
+    """Returns what buffers were in each validation step, and adds what only this rank has to one of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self._ddp_params_and_buffers_to_ignore = ["own"]
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.bool))
+        self.register_buffer("total", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("own", torch.zeros(1))
+        self.found = []
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 0:
+            self.seen.fill_(True)
+        self.total += batch[0].double().sum()
+        self.own += self.global_rank
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.found.append({name: buffer.clone() for name, buffer in self.named_buffers()})
+
+
+class Cache(Buffers):
+    """Has a buffer whose size is another on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", None)
+
+    def training_step(self, batch, batch_idx):
+        self.cache = torch.zeros(self.global_rank + 1)
+        return super().training_step(batch, batch_idx)
+
+
+def buffers(strategy: Any, make_model: Any = Buffers, **kwargs: Any) -> list[dict[str, torch.Tensor]]:
+    """The buffers of a rank in each validation step of ``fit``, and after a checkpoint."""
+    pl.seed_everything(11, verbose=False)
+    model, trainer = make_model(), make_trainer(strategy, val_check_interval=4, **kwargs)
+    trainer.fit(model, loader(), loader(8))
+    with tempfile.TemporaryDirectory() as directory:
+        trainer.save_checkpoint(f"{directory}/a.ckpt")
+    return [*model.found, {name: buffer.clone() for name, buffer in model.named_buffers()}]
+
+
+def buffers_in_each_way(strategy: str) -> dict[str, Any]:
+    if strategy == "ddp_ext":
+        return {"in each step": buffers(strategy), "accumulating": buffers(strategy, accumulate_grad_batches=3)}
+    in_each_step = partial(HorovodStrategy, broadcast_buffers=True)
+    return {
+        "in each step": buffers(in_each_step()),
+        "accumulating": buffers(in_each_step(), accumulate_grad_batches=3),
+        "by default": buffers("horovod_ext"),
+        "cache": buffers("horovod_ext", Cache),
+    }
+
+
+def test_ranks_train_with_the_buffers_of_ddps_ranks_if_asked_to_and_evaluate_and_save_those_of_rank_0():
+    expected = run_ranks(buffers_in_each_way, "ddp_ext")
+    ours = run_horovod("horovodrun", buffers_in_each_way, "horovod_ext")
+    for way, theirs in expected[0].items():  # on other ranks, DDP leaves the last step's buffers as they are
+        for found, right in zip(ours[0][way], theirs, strict=True):
+            assert_close(found, right)
+    for way in ours[0]:
+        for zero, one in zip(ours[0][way], ours[1][way], strict=True):
+            assert zero.pop("own") == 0 < one.pop("own")
+            zero.pop("cache", None)
+            one.pop("cache", None)
+            assert_close(one, zero)
 
 
 def whole_and_callbacks(directory: str, other: str) -> dict[str, Any]:
