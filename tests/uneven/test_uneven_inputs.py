@@ -85,9 +85,9 @@ def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
         for rank, count in enumerate(counted)
     ]
     whole = torch.cat([batch for batches in firsts for batch in batches])
-    for rank, result in enumerate(rank[case] for rank in ranks):
-        # DDP gives all ranks the buffers of the first that has data.
-        assert result["num_seen"] == NUM_EPOCHS * BATCH_SIZE * (counted[rank] if engine == "horovod" else max(counted))
+    for result in (rank[case] for rank in ranks):
+        # DDP gives all ranks the buffers of the first that has data, Horovod those of rank 0, before each validation.
+        assert result["num_seen"] == NUM_EPOCHS * BATCH_SIZE * (counted[0] if engine == "horovod" else max(counted))
         assert result["logged"]["num_samples"] == len(whole)
         assert result["logged"]["largest"] == pytest.approx(whole.max().item())
         assert result["logged"]["feature_epoch"] == pytest.approx(whole[:, 0].mean().item(), abs=1e-5)
@@ -104,7 +104,7 @@ def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
 def test_shadow_steps_do_not_count_for_batch_normalisation(engine, ranks, kind):
     results = [rank["batch norm", kind]["weights"] for rank in ranks]
     tracked = [weights["1.num_batches_tracked"].item() / NUM_EPOCHS for weights in results]
-    assert tracked == ([3, 5] if engine == "horovod" else [5, 5])
+    assert tracked == ([3, 3] if engine == "horovod" else [5, 5])
     if engine != "horovod":
         assert torch.equal(results[0]["1.running_mean"], results[1]["1.running_mean"])
 
