@@ -211,9 +211,9 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             storage_options: Options of the checkpoint plugin.
             filter: See :meth:`lightning.fabric.Fabric.save`.
         """
+        super().save_checkpoint(path, state, storage_options, filter)
         for buffers in self._buffers:
             buffers.share()
-        super().save_checkpoint(path, state, storage_options, filter)
 
     @override
     def module_to_device(self, module: Module) -> None:

@@ -346,8 +346,8 @@ class HorovodStrategy(ParallelStrategy):
             filepath: Path of the file.
             storage_options: Options of the checkpoint plugin.
         """
-        self._share_buffers(is_known_to_match=False)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._share_buffers(is_known_to_match=False)  # last: a rank that saves alone, as it fails, has its file
 
     @contextmanager
     @override
