@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import Module
+from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -49,13 +49,15 @@ def wrap_in_ddp(
     """
     check_has_trainable_parameters(module)
     with _stream_for_ddp(device):
-        return DistributedDataParallel(
+        model = DistributedDataParallel(
             module=module,
             device_ids=_device_ids(device),
             output_device=None,
             gradient_as_bucket_view=gradient_as_bucket_view,
             **ddp_kwargs,
         )
+    _copy_sparse_gradients(model)
+    return model
 
 
 def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwargs: Any) -> None:
@@ -93,9 +95,30 @@ def wrap_again(model: DistributedDataParallel, device: torch.device, **ddp_kwarg
     with _stream_for_ddp(device):
         DistributedDataParallel.__init__(model, module, device_ids=_device_ids(device), **arguments)
     vars(model).update(kept)
+    _copy_sparse_gradients(model)
     with torch.no_grad():
         for buffer, before in zip(buffers, own, strict=True):
             buffer.copy_(before)
+
+
+def _copy_sparse_gradients(model: DistributedDataParallel) -> None:
+    """Gives the sparse gradients memory of their own before DDP averages them.
+
+    The values of an embedding's sparse gradient are the gradient of the embedding's output, in the same memory. DDP and
+    communication hooks divide them in place (torch 2.5 to 2.13), and layers before the embedding's output, whose
+    backward pass uses that memory later, would get gradients that are too small by the number of ranks.
+    """
+    ignored = model.parameters_to_ignore
+    for name, module in model.module.named_modules():
+        if not isinstance(module, (Embedding, EmbeddingBag)) or not module.sparse or not module.weight.requires_grad:
+            continue
+        if (f"{name}.weight" if name else "weight") not in ignored:
+            # The reducer owns this node, so that the hook exists as long as the reducer does.
+            get_gradient_edge(module.weight).node.register_prehook(_copied)
+
+
+def _copied(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(each.clone() if each is not None and each.is_sparse else each for each in gradients)
 
 
 class TrainableParameters:
