@@ -108,9 +108,9 @@ class DDPExchange:
             self._has_own = True
         elif self.is_held_back and kept is not None:
             for parameter, gradient in kept.items():
-                if gradient is None or parameter.grad is None:
+                if parameter.grad is None:
                     parameter.grad = gradient
-                else:
+                else:  # zeros where there was none: DDP requires a gradient of each parameter that it has seen used
                     _overwrite(parameter.grad, gradient)
         else:
             self._has_own = False

@@ -60,6 +60,27 @@ class Branches(Model):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
+class Heads(Model):
+    """Every third batch of a rank uses another head; windows have three batches, as do ranks' last ones together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch, self.trainer.global_rank, batch_idx)
+
+    def loss(self, batch: Any, rank: int, index: int) -> Tensor:
+        features, labels = batch
+        return functional.cross_entropy((self.head if (index + rank) % 3 == 0 else self.net)(features), labels)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+HEADS_LENGTHS = ((10, 6), (4, 9), (5, 9))
+
+
 def train_all() -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for kind in KINDS:
@@ -77,10 +98,18 @@ def train_all() -> dict[Any, Any]:
     for name in ("powersgd", "topk"):
         strategy = strategy_of("shm", "join", compression=name)
         results[name] = train(strategy, LENGTHS, "counted", Model)["weights"]
-    model = Branches()
+    branches = Branches()
     strategy = strategy_of("shm", "join", find_unused_parameters=True)
-    train(strategy, LENGTHS, "counted", lambda: model, EPOCH)
-    results["branches"] = model.branch_weights
+    train(strategy, LENGTHS, "counted", lambda: branches, EPOCH)
+    results["branches"] = branches.branch_weights
+    for lengths in HEADS_LENGTHS:
+        for arguments in ({}, {"gradient_as_bucket_view": False}):
+            strategy = strategy_of("shm", "join", find_unused_parameters=True, **arguments)
+            options = {"accumulate_grad_batches": 3, **EPOCH}
+            model = Heads()
+            train(strategy, lengths, "counted", lambda model=model: model, options)
+            weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+            results["heads", lengths, not arguments] = weights
     mixed = {"precision": "bf16-mixed", "gradient_clip_val": 0.5}
     results["bf16-mixed"] = train(strategy_of("shm", "join"), LENGTHS, "counted", Model, mixed)["weights"]
     return results
@@ -131,6 +160,25 @@ def test_what_only_ranks_without_data_use_is_left_alone(ranks):
         optimizer.step()
     for rank in ranks:
         torch.testing.assert_close(rank["branches"], model.branch.weight.detach())
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+@pytest.mark.parametrize("lengths", HEADS_LENGTHS)
+def test_what_a_rank_without_data_uses_in_a_window_counts_for_nothing(ranks, lengths, is_view):
+    model = Heads()
+    optimizer = model.configure_optimizers()
+    for first in range(0, max(lengths), 3):
+        optimizer.zero_grad()
+        indices = range(first, min(first + 3, max(lengths)))
+        num_present = sum(length > first for length in lengths)
+        for index in indices:
+            for rank, length in enumerate(lengths):
+                if index < length:
+                    (model.loss(batch_of(rank, index), rank, index) / num_present / 3).backward()
+        optimizer.step()
+    for rank in ranks:
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(rank["heads", lengths, is_view][name], value.detach())
 
 
 @pytest.mark.parametrize("kind", KINDS)
