@@ -110,7 +110,7 @@ def test_shadow_steps_do_not_count_for_batch_normalisation(engine, ranks, kind):
 
 @pytest.mark.processes
 def test_an_epoch_in_which_ranks_are_even_again(engine, ranks):
-    for rank, result in enumerate(ranks):
+    for result in ranks:
         assert result["later even"]["num_seen"] == (5 + 4) * BATCH_SIZE
         assert_equal(result["later even"]["weights"], reference("join", (5, 3), "counted", later=(4, 4)))
 
