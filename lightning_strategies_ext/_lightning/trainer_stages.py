@@ -119,9 +119,10 @@ def skip_trials(callbacks: Iterable[Any]) -> Callable[[], None]:
     """
     undos: list[Callable[[], None]] = []
     for callback in callbacks:
-        for kind, name in ((LearningRateFinder, "lr_find"), (BatchSizeFinder, "scale_batch_size")):
-            if isinstance(callback, kind):
-                undos.append(replace_method(callback, name, lambda trainer, module: None))
+        if isinstance(callback, LearningRateFinder):
+            undos.append(replace_method(callback, "lr_find", lambda trainer, module: None))
+        elif isinstance(callback, BatchSizeFinder):
+            undos.append(replace_method(callback, "scale_batch_size", lambda trainer, module: None))
 
     def undo() -> None:
         while undos:
