@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl as DDPBackwardSyncControl
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 __all__ = [
     "BackwardSyncControl",
+    "DDPBackwardSyncControl",
     "checkpoint_io_of",
     "layer_sync",
     "set_checkpoint_io",

@@ -1,6 +1,7 @@
 """DDPStrategy for Fabric: ``Fabric(strategy="ddp_ext")`` and variants, on the services the Trainer's face uses."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import NoneType
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import (
     DEFAULT_PATIENCE,
     DEFAULT_TIMEOUT,
@@ -44,6 +46,7 @@ from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProg
 from lightning_strategies_ext.torch_distributed.wrapping import (
     BackwardPasses,
     TrainableParameters,
+    records_graph,
     wrap_again,
     wrap_in_ddp,
 )
@@ -134,6 +137,8 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         )
         self._ddp_kwargs = kwargs
         self._process_group_options = process_group_options
+        if kwargs.get("static_graph"):
+            self._backward_sync_control = _BackwardSyncControl()
         self.collectives = TorchCollectives(self._get_root_device)
 
     @override
@@ -192,3 +197,15 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
 
     def _get_root_device(self) -> torch.device:
         return self.root_device
+
+
+class _BackwardSyncControl(strategy_parts.DDPBackwardSyncControl):
+    """Keeps backward passes from exchanging gradients, but for one in which DDP records a static graph.
+
+    The sum of gradients is the same: a mean over ranks is not changed by another one.
+    """
+
+    @override
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        must_exchange = isinstance(module, DistributedDataParallel) and records_graph(module)
+        return super().no_backward_sync(module, enabled and not must_exchange)

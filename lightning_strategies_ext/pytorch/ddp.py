@@ -8,8 +8,8 @@ or more over ``shm``, which adds up in another order than gloo.
 """
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +74,11 @@ from lightning_strategies_ext.torch_distributed.gradient_sync import (
     explain_unused_parameters,
 )
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
-from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters, wrap_in_ddp
+from lightning_strategies_ext.torch_distributed.wrapping import (
+    check_has_trainable_parameters,
+    records_graph,
+    wrap_in_ddp,
+)
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 
 _OURS = __name__.partition(".")[0]
@@ -401,6 +405,22 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     # --- step ---
 
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
+
+        The first backward pass after it exchanges the sum. Does nothing but for a model that is wrapped in DDP. With
+        ``static_graph=True``, the first backward pass of ``fit`` exchanges its gradients here, too, since DDP records
+        the graph in it. The sum is the same: a mean over ranks is not changed by another one.
+        """
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and model.static_graph and records_graph(model):
+            yield
+            return
+        with super().block_backward_sync():
+            yield
+
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Under manual optimization, tells DDP that a backward pass begins; automatic optimization needs no telling.
@@ -423,7 +443,6 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
         Raises:
             UnevenInputsError: As :meth:`pre_backward`.
-            RuntimeError: If this pass has exchanged no gradients, with ``static_graph=True``.
         """
         if isinstance(self.model, DistributedDataParallel) and self.model.static_graph:
             self._exchange_first_pass(self.model)
@@ -435,16 +454,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
 
     def _exchange_first_pass(self, model: DistributedDataParallel) -> None:
         # In the first pass, DDP records the graph and exchanges all gradients at the end of it. The output of DDP's
-        # forward triggers that exchange, but a manual backward pass starts within forward. The flag is DDP's (torch 2.5
-        # to 2.13); it is reset when DDP is created or initialized again.
-        if model._static_graph_delay_allreduce_enqueued or self._is_automatic_optimization:
+        # forward triggers that exchange, but a manual backward pass starts within forward.
+        if self._is_automatic_optimization or not records_graph(model):
             return
-        if not model.require_backward_grad_sync:
-            raise RuntimeError(
-                "`static_graph=True`: the first backward pass of `fit` did not exchange gradients, because it ran in"
-                " `block_backward_sync()`. DDP requires the exchange in the pass in which it records the graph. Run the"
-                " first backward pass outside of `block_backward_sync()`, or leave out `static_graph`."
-            )
         model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
         model._static_graph_delay_allreduce_enqueued = True
 

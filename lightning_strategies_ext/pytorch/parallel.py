@@ -7,8 +7,8 @@ torch.distributed, and nothing else here knows which.
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -196,16 +196,6 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         self._observer = observer
 
     # --- steps ---
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Keeps the backward passes inside it from exchanging gradients; they add up locally instead.
-
-        The first backward pass after it exchanges the sum. Does nothing but for a model that is wrapped in DDP.
-        """
-        with super().block_backward_sync():
-            yield
 
     #: Whether :meth:`_before_training_step` is called.
     _has_work_before_step = False

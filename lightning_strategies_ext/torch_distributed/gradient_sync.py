@@ -289,7 +289,8 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
         step: What computes the loss.
     """
     message = exception.args[0] if exception.args else None
-    if not isinstance(message, str) or not message.startswith("Expected to have finished reduction in the prior"):
+    beginnings = ("Expected to have finished reduction in the prior", "Your training graph has changed")
+    if not isinstance(message, str) or not message.startswith(beginnings):
         return
     if "`find_unused_parameters=True` is enabled" in message:  # torch says then what to do
         return
@@ -298,8 +299,9 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
     remedy = remedy if name is None else f"`strategy='{name}'` or {remedy}"
     if "static_graph" in message:
         advice = (
-            "The parameters that take part in the loss are not those of the first step. Leave `static_graph=True` out,"
-            f" and use {remedy}."
+            "The parameters that take part in the loss are not those of the first backward pass, as with several"
+            " optimizers under manual optimization that have a backward pass each. Leave `static_graph=True` out, and"
+            f" use {remedy}."
         )
     else:
         advice = f"Some parameters take no part in the loss of {step}. If this is intended, use {remedy}."

@@ -121,6 +121,14 @@ def _copied(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(each.clone() if each is not None and each.is_sparse else each for each in gradients)
 
 
+def records_graph(model: DistributedDataParallel) -> bool:
+    """Whether DDP records a static graph in the next backward pass, which must exchange gradients then.
+
+    The flag is a private name of DDP's (torch 2.5 to 2.13). It is reset when DDP is created or initialized again.
+    """
+    return model.static_graph and not model._static_graph_delay_allreduce_enqueued
+
+
 class TrainableParameters:
     """Looks before each forward pass with gradients whether other parameters need gradients than DDP knows of.
 

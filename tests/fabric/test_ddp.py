@@ -190,6 +190,7 @@ def gradients_of_all_orders() -> dict[str, tuple[str, list[float]]]:
     found["penalty"] = gradients_of_passes("fgb")
     for name in ("find_unused_parameters", "static_graph"):
         found[name] = gradients_of_passes("ffbb", **{name: True})
+    found["static graph, first blocked"] = gradients_of_passes("FBfb", static_graph=True)
     found["penalty, unused"] = gradients_of_passes("fgb", find_unused_parameters=True)
     found["alone"] = gradients_alone(penalty=False)
     found["alone, penalty"] = gradients_alone(penalty=True)
@@ -214,7 +215,7 @@ def gradients_alone(*, penalty: bool) -> tuple[str, list[float]]:
 def test_every_backward_pass_is_exchanged_whatever_the_order_of_the_passes():
     """DDP prepares for one backward pass in each forward pass, and exchanges nothing in a second one."""
     for found in run_ranks(gradients_of_all_orders):
-        for order in ("fbfb", "ffbb", "fflb", "Ffbb", "ffBb"):
+        for order in ("fbfb", "ffbb", "fflb", "Ffbb", "ffBb", "static graph, first blocked"):
             assert found[order] == ("", pytest.approx(found["alone"][1], abs=1e-6)), order
         for order in ("penalty", "penalty, unused"):
             assert found[order] == ("", pytest.approx(found["alone, penalty"][1], abs=1e-6)), order

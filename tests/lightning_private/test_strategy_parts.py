@@ -8,6 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DataParallelStrategy as FabricDataParallelStrategy
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
@@ -53,6 +54,13 @@ def test_fabric_asks_a_control_of_this_class_to_leave_out_the_exchange_of_gradie
     model = fabric.setup(MLP())
     with fabric.no_backward_sync(model), fabric.no_backward_sync(model, enabled=False):
         assert asked == [True, False]
+
+
+def test_fabrics_ddp_leaves_out_the_exchange_by_a_control_of_this_class() -> None:
+    control = FabricDDPStrategy()._backward_sync_control
+    assert type(control) is strategy_parts.DDPBackwardSyncControl
+    with pytest.raises(TypeError, match="wrapped in `DistributedDataParallel`"):
+        control.no_backward_sync(MLP(), enabled=True)
 
 
 def test_a_layer_sync_that_is_set_is_the_one_that_the_strategy_has() -> None:

@@ -1,9 +1,10 @@
-"""``static_graph=True`` with manual optimization: every backward pass exchanges gradients, the first one included.
+"""``static_graph=True`` with manual optimization or accumulation: every step has the gradients of all ranks.
 
 In the first pass DDP only records the graph. Weights are compared bitwise with those of Lightning's ``ddp`` without a
 static graph, and with those of one process.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy
 from lightning_strategies_ext.torch_distributed import bucket_search
-from tests.pytorch.test_unfreezing import Manual, Needs
+from tests.pytorch.test_unfreezing import Manual, Needs, Net
 from tests.support.models import assert_same_bits, make_trainer, state_of
 from tests.support.ranks import leave_process_group, outcomes_of_ranks, run_ranks
 
@@ -57,9 +58,30 @@ class OnePassBlocked(Manual):
 
 
 class FirstPassBlocked(Manual):
+    """Steps after two passes, of which the first exchanges nothing."""
+
     def training_step(self, batch, batch_idx):
-        with self.trainer.strategy.block_backward_sync():
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        with self.trainer.strategy.block_backward_sync() if self.trainer.world_size > 1 else nullcontext():
             self.manual_backward(self.loss(batch))
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class OnePassEach(Manual):
+    """Two optimizers, each with a backward pass through its own part."""
+
+    def training_step(self, batch, batch_idx):
+        optimizers = self.optimizers()
+        losses = [lambda: self.backbone(batch[0]).pow(2).mean(), lambda: self.loss(batch)]
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.backbone.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
 CASES = (Manual, TwoOptimizers, TwoPasses, OnePassBlocked)
@@ -74,12 +96,25 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(strategy: Any, kind: type[Manual], devices: int = 2, num_fits: int = 1, callback: Callback | None = None):
+def train(
+    strategy: Any,
+    kind: type[Net],
+    devices: int = 2,
+    num_fits: int = 1,
+    callback: Callback | None = None,
+    accumulate_grad_batches: int = 1,
+):
     """The weights after one or several calls of ``fit`` on one Trainer."""
     pl.seed_everything(11, verbose=False)
     model = kind()
     callbacks = [] if callback is None else [callback]
-    trainer = make_trainer(strategy, devices, callbacks=callbacks, use_distributed_sampler=False)
+    trainer = make_trainer(
+        strategy,
+        devices,
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate_grad_batches,
+    )
     for number in range(num_fits):
         trainer.fit_loop.max_epochs = number + 1
         trainer.fit(model)
@@ -131,10 +166,35 @@ def test_spawned_workers_do_so_in_each_fit():
         torch.testing.assert_close(weights[name], value)
 
 
-def train_blocked() -> None:
-    train(DDPStrategy(static_graph=True), FirstPassBlocked)
+#: Trainings whose first backward pass exchanges nothing without a static graph.
+ACCUMULATING: dict[str, dict[str, Any]] = {
+    "manual": {"kind": FirstPassBlocked},
+    "automatic": {"kind": Net, "accumulate_grad_batches": 2},
+    "second fit": {"kind": Net, "accumulate_grad_batches": 3, "num_fits": 2},
+}
 
 
-def test_a_first_pass_without_an_exchange_is_refused():
-    for outcome in outcomes_of_ranks(train_blocked):
-        assert "leave out `static_graph`" in outcome.error
+def train_accumulating() -> dict[str, Any]:
+    found = {name: train(DDPStrategy(static_graph=True), **options) for name, options in ACCUMULATING.items()}
+    joined = DDPStrategy(static_graph=True, uneven_inputs="join")
+    return {**found, "joined": train(joined, Net, accumulate_grad_batches=2)}
+
+
+def test_gradients_that_accumulate_from_the_first_pass_on_are_those_of_one_process():
+    first, second = run_ranks(train_accumulating)
+    alone = {name: train("auto", devices=1, **options) for name, options in ACCUMULATING.items()}
+    alone["joined"] = alone["automatic"]
+    for name, weights in alone.items():
+        assert_same_bits(first[name], second[name])
+        for key, value in weights.items():
+            torch.testing.assert_close(first[name][key], value, msg=name)
+
+
+def train_in_parts() -> None:
+    train(DDPStrategy(static_graph=True), OnePassEach)
+
+
+def test_two_optimizers_with_a_pass_each_are_refused():
+    for outcome in outcomes_of_ranks(train_in_parts):
+        assert "several optimizers under manual optimization that have a backward pass each" in outcome.error
+        assert "Leave `static_graph=True` out" in outcome.error
