@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loops.loop import _Loop
 
 # How the learning rate and batch size finders leave a trial (2.5 to 2.6): all ranks raise it, and go on after it.
@@ -66,8 +66,7 @@ def surround_fit(
     """Lets ``run`` decide how often ``fit`` runs its loop.
 
     ``FitLoop.run`` goes on from the progress that its loops have, ``FitLoop.on_advance_start`` begins an epoch, and
-    ``Trainer._run_stage`` runs the loop once. The learning rate and batch size finders run it as well, in a hook (2.5
-    to 2.6).
+    ``Trainer._run_stage`` runs the loop once. The learning rate finder runs it as well, in a hook (2.5 to 2.6).
 
     Args:
         trainer: The Trainer.
@@ -109,10 +108,9 @@ def surround_fit(
 
 
 def skip_trials(callbacks: Iterable[Any]) -> Callable[[], None]:
-    """Lets the learning rate and batch size finders among some callbacks find nothing.
+    """Lets the learning rate finders among some callbacks find nothing.
 
-    ``on_fit_start`` calls ``lr_find`` or ``scale_batch_size``, which save a checkpoint, train, and restore it (2.5 to
-    2.6).
+    ``on_fit_start`` calls ``lr_find``, which saves a checkpoint, trains, and restores it (2.5 to 2.6).
 
     Returns:
         A function that undoes it.
@@ -121,8 +119,6 @@ def skip_trials(callbacks: Iterable[Any]) -> Callable[[], None]:
     for callback in callbacks:
         if isinstance(callback, LearningRateFinder):
             undos.append(replace_method(callback, "lr_find", lambda trainer, module: None))
-        elif isinstance(callback, BatchSizeFinder):
-            undos.append(replace_method(callback, "scale_batch_size", lambda trainer, module: None))
 
     def undo() -> None:
         while undos:
@@ -235,21 +231,18 @@ def apply_settings(trainer: Any, settings: dict[str, Any]) -> None:
 
 
 def found_by_trials(trainer: Any) -> dict[str, Any]:
-    """Attributes of the module or datamodule that the learning rate and batch size finders set, with their values.
+    """Attributes of the module that the learning rate finders set, with their values.
 
-    ``_attr_name`` and ``_batch_arg_name`` name them; an empty name stands for the first of two (2.5 to 2.6).
+    ``_attr_name`` names them; an empty name stands for the first of two (2.5 to 2.6).
     """
     found: dict[str, Any] = {}
     module = trainer.lightning_module
     for callback in trainer.callbacks:
-        names: tuple[str, ...] = ()
         if isinstance(callback, LearningRateFinder) and callback._update_attr:
             names = (callback._attr_name,) if callback._attr_name else ("lr", "learning_rate")
-        elif isinstance(callback, BatchSizeFinder):
-            names = (callback._batch_arg_name,)
-        name = next((name for name in names if lightning_hasattr(module, name)), None)
-        if name is not None:
-            found[name] = lightning_getattr(module, name)
+            name = next((name for name in names if lightning_hasattr(module, name)), None)
+            if name is not None:
+                found[name] = lightning_getattr(module, name)
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import Precision
@@ -306,10 +307,10 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """Refuses, before processes start, a callback that Lightning refuses in each of several processes."""
         callbacks = getattr(trainer, "callbacks", [])
         if any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
-            raise ValueError(
+            raise MisconfigurationException(  # as Lightning raises
                 "`BatchSizeFinder` (`Tuner.scale_batch_size`) tries batch sizes in one process, and this strategy has"
-                " several. Find the size with `Trainer(devices=1)`, or for all devices with `strategy='dp_ext'`, and"
-                " train with the size that was found and without the callback."
+                " several. Find the size with `Trainer(strategy='auto', devices=1)`, or for all devices with"
+                " `strategy='dp_ext'`, and train with the size that was found and without the callback."
             )
 
     def request_interrupt(self) -> None:

@@ -31,7 +31,6 @@ SET_ON_OBJECTS = {
     ],
     "_lightning.trainer_stages.skip_trials": [
         "lightning.pytorch.callbacks.lr_finder:LearningRateFinder.lr_find",
-        "lightning.pytorch.callbacks.batch_size_finder:BatchSizeFinder.scale_batch_size",
     ],
     "_lightning.trainer_stages.before_fetch": [f"{_EPOCH_LOOP}._on_before_fetch"],
     "_lightning.samplers._replace_order": [f"{_DISTRIBUTED}:DistributedSamplerWrapper.set_epoch"],

@@ -252,7 +252,8 @@ def test_elastic_ranks_that_average_models_are_refused_with_no_advice_that_is_re
 
 @pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_spawn_ext"])
 def test_a_batch_size_finder_is_refused_with_the_ways_to_find_a_size(strategy: str) -> None:
-    with pytest.raises(ValueError, match=r"`BatchSizeFinder` .*`Trainer\(devices=1\)`.*`strategy='dp_ext'`"):
+    ways = r"`BatchSizeFinder` .*`Trainer\(strategy='auto', devices=1\)`.*`strategy='dp_ext'`"
+    with pytest.raises(MisconfigurationException, match=ways):
         make_trainer(strategy, callbacks=[BatchSizeFinder()]).fit(MLP(), loader())
 
 
