@@ -70,15 +70,15 @@ def facts() -> dict[str, str]:
         "shm": _shm,
         "ranks here": _origin_of_ranks,
     }
-    return {**versions, **{name: _said_or_why_not(look, versions.get(name)) for name, look in looks.items()}}
+    return {**versions, **{name: _fact_or_reason(look, versions.get(name)) for name, look in looks.items()}}
 
 
-def _said_or_why_not(look: Callable[[], str], known: str | None) -> str:
-    """A fact, or why it cannot be told: what is broken is what the others are read for."""
+def _fact_or_reason(look: Callable[[], str], known: str | None) -> str:
+    """A fact, or why it is unknown: if one part is broken, the other facts help to find the reason."""
     try:
         return look()
     except Exception as error:
-        return f"{f'{known}; more' if known else 'it'} cannot be told ({type(error).__name__}: {error})"
+        return f"{f'{known}; more is ' if known else ''}unknown ({type(error).__name__}: {error})"
 
 
 def examine() -> Iterator[Finding]:

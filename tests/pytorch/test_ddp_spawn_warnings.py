@@ -34,6 +34,56 @@ class HasLockFromSetup(MLP):
         self.net[1].guard = self.guard = threading.Lock()
 
 
+class Changing(pl.Callback):
+    """Pickles its list as a copy once it has one."""
+
+    def __init__(self, history: Any = None) -> None:
+        self.history = history
+        self.steps = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self.history is not None:
+            state["history"] = list(self.history)
+        return state
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.history = [] if self.history is None else self.history
+        self.history.append(1)
+        self.steps += 1
+
+
+class HasLoader(pl.Callback):
+    """Holds what stays in the worker, beside what comes back."""
+
+    def __init__(self) -> None:
+        self.loader = None
+        self.both: dict[str, Any] = {"steps": 0}
+        self.steps = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.loader = self.both["loader"] = trainer.train_dataloader
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps += 1
+        self.both["steps"] += 1
+
+
+def test_an_attribute_that_stays_in_the_worker_does_not_keep_the_others_there(caplog):
+    history: list[int] = []
+    callbacks = [new := Changing(), changing := Changing(history), has_loader := HasLoader()]
+    spawn_trainer(max_epochs=1, limit_train_batches=2, callbacks=callbacks).fit(MLP(), loader())
+    assert (new.history, new.steps, changing.steps) == ([1, 1], 2, 2)
+    assert changing.history is history
+    assert history == [1, 1]
+    assert (has_loader.steps, has_loader.loader, has_loader.both) == (2, None, {"steps": 0})
+    (said,) = [record.getMessage() for record in caplog.records if "does not come back" in record.getMessage()]
+    assert said.startswith("`both` of the callback HasLoader")
+
+
 class Data(pl.LightningDataModule):
     def setup(self, stage):
         self.dataset = loader().dataset
@@ -85,6 +135,7 @@ class Counts(pl.Callback):
 
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.total += 1
+        self.mask = torch.ones(4, 4)
         self.last["batch"] = batch_idx
 
 

@@ -253,6 +253,8 @@ def _run(order: Order, envelope: Envelope, inherited: Job | None, state: WorkerS
 def _opened(envelope: Envelope) -> Any:
     try:
         return envelope.open()
+    except (MemoryError, OSError):
+        raise
     except Exception as error:
         raise unreadable.explained(envelope.pickled, error) from error
 

@@ -93,6 +93,7 @@ class OwnState:
             Exception: Whatever its class raises; the object is as before then.
         """
         before = all_attributes(obj)
+        elements = obj.copy() if isinstance(obj, (list, dict)) else None
         kept = set(kept)
         try:
             self._make(obj, kept)
@@ -106,6 +107,11 @@ class OwnState:
         except BaseException:
             _clear(obj, set())
             put(obj, before)
+            if isinstance(obj, list):
+                obj[:] = elements or ()
+            elif isinstance(obj, dict):
+                obj.clear()
+                obj.update(elements or {})
             raise
         after = all_attributes(obj)
         kept.update(name for name in self.left_out if after.get(name) is None)
@@ -201,11 +207,6 @@ def named_attributes_of(holder: Any) -> dict[str, Any]:
         if isinstance(own, dict):  # what it empties is this process's, and the main process has its own
             return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
     return state
-
-
-def names_of(holder: Any) -> set[str]:
-    """The names of the attributes of an object, none for one that pickles itself in its own way."""
-    return set() if WHOLE in attributes_of(holder) else set(all_attributes(holder))
 
 
 def set_attribute(holder: Any, name: str, value: Any) -> None:

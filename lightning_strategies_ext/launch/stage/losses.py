@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_strategies_ext")
 _DEPTH = 4
+_MANY = 1000
 _warned: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -114,8 +115,10 @@ class Collections:
         if _has_everything(trainer):
             return
         for holder, before in self._before:
-            for name, extent in _extents(holder):
-                if extent > before.get(name, 0):
+            for name, (kind, extent) in _extents(holder):
+                kind_before, extent_before = before.get(name, (None, 0))
+                # A tensor that was not there before may be anything; a list is what a callback collects in.
+                if extent > extent_before and (kind is kind_before or not issubclass(kind, (Tensor, np.ndarray))):
                     yield holder, name
 
 
@@ -125,20 +128,20 @@ def _has_everything(trainer: Any) -> bool:
     return all(isinstance(sampler, (SequentialSampler, RandomSampler)) for sampler in samplers)
 
 
-def _extents(holder: Any) -> Iterator[tuple[str, int]]:
+def _extents(holder: Any) -> Iterator[tuple[str, tuple[type, int]]]:
     for name, value in all_attributes(holder).items():
         if is_of_user(holder, name):
-            yield name, _extent(value, _DEPTH)
+            with suppress(Exception):  # a parameter of a lazy layer has no length yet
+                yield name, (type(value), _extent(value, _DEPTH))
 
 
 def _extent(value: Any, depth: int) -> int:
-    """How many elements containers, tensors and arrays have, with those inside of them."""
-    if isinstance(value, Tensor):
-        return value.numel()
-    if isinstance(value, np.ndarray):
-        return value.size
+    """How many elements containers have, with those inside of them, and how many rows tensors and arrays."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return len(value) if value.ndim else 0
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, (list, tuple, set, deque)):
         return 0
-    return len(value) + (sum(_extent(item, depth - 1) for item in value) if depth else 0)
+    # The elements of a long one are not looked at: it may be large data of the user's.
+    return len(value) + (sum(_extent(item, depth - 1) for item in value) if depth and len(value) <= _MANY else 0)

@@ -24,16 +24,18 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_stages
 from lightning_strategies_ext.launch.stage.attributes import (
     WHOLE,
+    all_attributes,
     attributes_of,
     delete_attribute,
-    names_of,
+    named_attributes_of,
+    put,
     set_attribute,
 )
 from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, Told, is_in_shared_memory, place_of
 from lightning_strategies_ext.launch.stage.losses import Collections, warn_of_lost, warn_of_share
 from lightning_strategies_ext.launch.stage.module_tree import ModuleTree, put_parts
 from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, StaysError, dump
+from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
 from lightning_strategies_ext.launch.transport.parametrized import names_of_computed
 from lightning_strategies_ext.launch.transport.segments import Received
 
@@ -103,7 +105,7 @@ class Before:
         self._holders = [*module.modules(), *datamodules.values()]
         self._classes = [_class_of(holder) for holder in self._holders]
         self._fingerprints = Fingerprints(self._holders, shared, received)
-        self._names = [(obj, names_of(obj)) for obj in (*trainer.callbacks, *trainer.loggers)]
+        self._names = [(obj, set(all_attributes(obj))) for obj in (*trainer.callbacks, *trainer.loggers)]
         self.collections = Collections(trainer)
         self.shared = shared.with_message(sent)
         tensors = (*module.parameters(), *module.buffers(), *sent.values())
@@ -128,8 +130,9 @@ class Before:
             for name in self._fingerprints.vanished(holder):
                 yield holder, name
         for holder, names in self._names:
-            for name in names - names_of(holder):
-                yield holder, name
+            if WHOLE not in attributes_of(holder):
+                for name in names - all_attributes(holder).keys():
+                    yield holder, name
 
     def changed_classes(self) -> Iterator[Any]:
         """Those that are of another class now: a lazy layer is once it has seen a batch, a parametrized one is."""
@@ -259,22 +262,35 @@ class TrainerSnapshot:
         holder = shared.object_of(number)
         try:
             value = told.load(shared)
-            old = None if name == WHOLE else getattr(holder, "__dict__", {}).get(name)
-            # One that the workers had is another attribute's now, or of no more use.
-            is_filled = type(old) is type(value) and old is not value and shared.number_of(old) is None
-            if is_filled and isinstance(old, list):
-                old[:] = value
-            elif is_filled and isinstance(old, (dict, set)):
-                old.clear()
-                old.update(value)
-            elif is_filled and isinstance(old, deque) and old.maxlen == value.maxlen:
-                old.clear()
-                old.extend(value)
-            else:
+            before = all_attributes(holder)
+            if name == WHOLE:
+                set_attribute(holder, name, value)
+                for each, new in all_attributes(holder).items():
+                    if _is_filled(shared, before.get(each), new):
+                        put(holder, {each: before[each]})
+            elif not _is_filled(shared, before.get(name), value):
                 set_attribute(holder, name, value)
         except Exception as error:
             log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
             self.lost.append((number, name, str(error)))
+
+
+def _is_filled(shared: Shared, old: Any, new: Any) -> bool:
+    """Whether a list or the like that the user may hold gets the elements of the one that was to replace it."""
+    # One that the workers had is another attribute's now, or of no more use.
+    if type(old) is not type(new) or old is new or shared.number_of(old) is not None:
+        return False
+    if isinstance(old, list):
+        old[:] = new
+    elif isinstance(old, (dict, set)):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, deque) and old.maxlen == new.maxlen:
+        old.clear()
+        old.extend(new)
+    else:
+        return False
+    return True
 
 
 def _class_of(holder: Any) -> tuple[type, list[str]]:
@@ -298,18 +314,38 @@ def _attributes(
     attributes = [(holder, name) for holder in holders for name in attributes_of(holder)]
     for holder, name in (*attributes, *before.changed_attributes()):
         number, value = before.shared.number_of(holder), attributes_of(holder).get(name)
-        if number is None:  # a new callback, say: it comes with the list that holds it
-            continue
-        if isinstance(value, FunctionType) or trainer_logging.is_bound_to_stage(value):
-            continue
-        try:
-            yield number, name, teller.tell(value)
-        except Exception as error:
-            log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
-            if not isinstance(error, StaysError):
-                lost.append((number, name, str(error)))
+        if number is not None:  # a new callback comes with the list that holds it
+            yield from _attribute(holder, number, name, value, before.shared, teller, lost)
     for holder, name in before.vanished_attributes():
         yield _number(before.shared, holder), name, None
+
+
+def _attribute(
+    holder: Any, number: int, name: str, value: Any, shared: Shared, teller: Teller, lost: list[tuple[int, str, str]]
+) -> Iterator[tuple[int, str, Told]]:
+    if isinstance(value, FunctionType) or trainer_logging.is_bound_to_stage(value):
+        return
+    try:
+        yield number, name, teller.tell(value)
+    except Exception as error:
+        if name == WHOLE:  # one attribute that stays here does not keep the others here
+            here = all_attributes(holder)
+            for each, part in named_attributes_of(holder).items():
+                if part is here.get(each):
+                    yield from _attribute(holder, number, each, part, shared, teller, lost)
+                else:
+                    lost.append((number, each, f"its class pickles it in another form, and fails: {error}"))
+            return
+        log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
+        if not _stays(value, shared.never):
+            lost.append((number, name, str(error)))
+
+
+def _stays(value: Any, never: tuple[type, ...]) -> bool:
+    """Whether a value is a dataset, a loader or the like, or a list of such, which stay in the worker."""
+    return isinstance(value, never) or (
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, never) for each in value)
+    )
 
 
 def _number(shared: Shared, obj: Any) -> int:
