@@ -47,6 +47,7 @@ def cluster() -> Iterator[str]:
         "RAY_AUTH_MODE": "disabled",  # Ray Client says a token only where RAY_AUTH_MODE was set before Ray was imported
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
         "PYTHONPATH": str(REPOSITORY),
     }
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:

@@ -91,6 +91,7 @@ def ray_on_two_hosts(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
         "RAY_TMPDIR": "/tmp",
         "PYTHONPATH": str(REPOSITORY),
         **settings,

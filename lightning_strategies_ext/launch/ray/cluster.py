@@ -228,6 +228,8 @@ def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | 
         parent = tempfile.gettempdir()
         directory = tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) + 14 <= _MOST_CHARACTERS else "/tmp")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's default is 15: beside any other busy process, workers would train at a small fraction of their speed.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     log.info("Ray is started on this machine, with %d CPUs and %d GPUs", here["CPU"], here["GPU"])
     try:
         with _sigterm_as_it_was(), _only_this_machine():
