@@ -1,7 +1,7 @@
 """What is private in Lightning's strategies."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl as DDPBackwardSyncControl
@@ -14,10 +14,13 @@ __all__ = [
     "DDPBackwardSyncControl",
     "checkpoint_io_of",
     "layer_sync",
+    "refuse_compiled_module",
     "set_checkpoint_io",
     "set_layer_sync",
     "surround_stages_on_one_device",
 ]
+
+T = TypeVar("T")
 
 
 def layer_sync(strategy: Any) -> Any:
@@ -77,3 +80,34 @@ def checkpoint_io_of(strategy: Any, default: Callable[[], Any]) -> Any:
 def set_checkpoint_io(strategy: Any, checkpoint_io: Any) -> None:
     """Sets how a strategy writes checkpoints; see :func:`checkpoint_io_of`."""
     strategy._checkpoint_io = checkpoint_io
+
+
+def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
+    """Decorates a strategy that refuses a LightningModule made by ``torch.compile``, with what the user can do.
+
+    The Trainer refuses it as well: after it has set the strategy's attribute for the module and before it calls any
+    method of the strategy, in a message that names two strategies of its own. The attribute and the mark on a compiled
+    LightningModule are private (2.5 to 2.6).
+
+    Args:
+        ways_out: Ends the message.
+    """
+
+    def decorate(strategy_class: type[T]) -> type[T]:
+        strategy_class._lightning_module = _CompiledModuleRefusal(ways_out)  # type: ignore[attr-defined]
+        return strategy_class
+
+    return decorate
+
+
+class _CompiledModuleRefusal:
+    """Has no ``__get__``, so that reads find the module in the strategy's dictionary, at no cost."""
+
+    def __init__(self, ways_out: str) -> None:
+        self._ways_out = ways_out
+
+    def __set__(self, strategy: Any, module: Any) -> None:
+        if getattr(module, "_compiler_ctx", None) is not None:
+            name = type(strategy).__name__
+            raise RuntimeError(f"`{name}` does not train a LightningModule that `torch.compile` made. {self._ways_out}")
+        vars(strategy)["_lightning_module"] = module

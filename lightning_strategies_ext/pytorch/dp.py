@@ -39,6 +39,9 @@ from lightning_strategies_ext.torch_distributed import process_group
 T = TypeVar("T")
 
 
+@strategy_parts.refuse_compiled_module(
+    "Pass the module that is not compiled, or use `strategy='ddp_ext'`, which trains compiled modules."
+)
 class DataParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrategy):
     """Single-process data parallelism.
 

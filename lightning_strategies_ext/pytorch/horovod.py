@@ -53,6 +53,9 @@ from lightning_strategies_ext.torch_distributed.wrapping import check_has_traina
 from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 
 
+@strategy_parts.refuse_compiled_module(
+    "Compile its submodules in `configure_model`, or use `strategy='ddp_ext'`, which trains compiled modules."
+)
 class HorovodStrategy(ParallelStrategy):
     """Multi-process data parallelism over Horovod.
 

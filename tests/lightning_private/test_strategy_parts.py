@@ -98,3 +98,13 @@ def test_stages_on_one_device_are_surrounded_and_the_end_is_called_where_the_beg
         "setup",
         "teardown",
     ]
+
+
+def test_the_trainer_sets_the_module_before_it_refuses_a_compiled_one() -> None:
+    trainer = make_trainer("dp_ext", devices=2, limit_train_batches=1, max_epochs=1)
+    with pytest.raises(RuntimeError, match=r"made.*Pass the module that is not compiled"):
+        trainer.fit(torch.compile(MLP(), backend="eager"), loader())
+    model = MLP()
+    trainer.fit(model, loader())
+    assert trainer.lightning_module is model
+    assert vars(trainer.strategy)["_lightning_module"] is model

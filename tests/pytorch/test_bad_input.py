@@ -283,6 +283,19 @@ def test_a_compiled_module_is_refused_with_two_ways_out_which_train() -> None:
         assert trainer.global_step == 2
 
 
+@pytest.mark.processes  # HorovodStrategy imports Horovod
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+@pytest.mark.parametrize(
+    ("strategy", "way_out"),
+    [(DataParallelStrategy, "Pass the module that is not compiled"), (HorovodStrategy, "Compile its submodules")],
+)
+def test_a_compiled_module_is_refused_by_the_strategy_with_a_way_out(strategy, way_out, stage) -> None:
+    trainer = make_trainer(strategy(), devices=2)
+    with pytest.raises(RuntimeError, match=rf"`{strategy.__name__}` .*torch.compile.*{way_out}.*`strategy='ddp_ext'`"):
+        getattr(trainer, stage)(torch.compile(Silent(), backend="eager"), loader())
+    assert trainer.global_step == 0
+
+
 # --- devices and ranks ---
 
 
