@@ -1,5 +1,11 @@
 """Command line: ``python -m lightning_strategies_ext [doctor | install-horovod]``."""
 
+import sys
+
+# ``python -m`` searches the working directory first, where other users may have written a ``json.py`` or ``pip.py``.
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False) and not __file__.startswith(sys.path[0]):
+    del sys.path[0]
+
 import argparse
 import json
 from dataclasses import asdict

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from lightning_strategies_ext.interpreters import python_module
+
 #: What torchrun says to its ranks about the job.
 RUN_ID = "TORCHELASTIC_RUN_ID"
 #: How long a keeper may take to start, in seconds.
@@ -136,12 +138,9 @@ class Keeper:
 
 def _start(job: Job) -> "subprocess.Popen[bytes]":
     # In a session of its own: the agent kills those of the ranks. And with no open files of theirs.
-    command = [sys.executable, "-m", __name__, job.run_id, str(job.agent), repr(job.agent_start)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = python_module(__name__, job.run_id, str(job.agent), repr(job.agent_start))
     nothing = subprocess.DEVNULL
-    return subprocess.Popen(
-        command, stdin=nothing, stdout=nothing, stderr=nothing, env=environment, cwd="/", start_new_session=True
-    )
+    return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
 
 
 def _user_of(connection: socket.socket) -> int:

@@ -3,7 +3,6 @@
 import argparse
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from lightning_strategies_ext.horovod_build.proof import ProofError, launchers, 
 from lightning_strategies_ext.horovod_build.requirements import Toolchain, find_toolchain
 from lightning_strategies_ext.horovod_build.source import HOROVOD_VERSION, SourceError, fetch_source
 from lightning_strategies_ext.horovod_build.wheel import BuildError, build_wheel
+from lightning_strategies_ext.interpreters import python_module
 
 SUCCESS, FAILED, MISSING = 0, 1, 2
 _DEPENDENCIES = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
@@ -121,7 +121,7 @@ def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Cons
 
 def _install(wheel: Path) -> None:
     """Installs a wheel over whatever Horovod is there; its dependencies first, which do not include torch."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = python_module("pip", "install", "--quiet", "--disable-pip-version-check")
     for arguments in ([*_DEPENDENCIES], ["--no-deps", "--no-index", "--force-reinstall", str(wheel)]):
         done = subprocess.run([*pip, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode != 0:

@@ -3,9 +3,10 @@
 import hashlib
 import os
 import subprocess
-import sys
 import tarfile
 from pathlib import Path, PurePosixPath
+
+from lightning_strategies_ext.interpreters import python_module
 
 HOROVOD_VERSION = "0.28.1"
 ARCHIVE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -30,7 +31,7 @@ def fetch_source(directory: Path) -> Path:
     requirements = directory / "requirements.txt"
     # With a hash, pip looks at the archive before it runs the archive's setup.py for the metadata.
     requirements.write_text(f"horovod=={HOROVOD_VERSION} --hash=sha256:{ARCHIVE_SHA256}\n")
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
+    command = python_module("pip", "download", "--disable-pip-version-check", "--no-deps", "--require-hashes")
     command += ["--no-binary", "horovod", "--no-build-isolation", "--dest", str(directory), "-r", str(requirements)]
     environment = {**os.environ, "TMPDIR": str(directory)}  # an interrupted pip leaves its temporary files
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections import deque
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from lightning_strategies_ext.horovod_build.requirements import Toolchain, cuda_directory, nccl_directory
+from lightning_strategies_ext.interpreters import python_module
 
 _TAIL_LINES = 40
 #: What follows fills more lines than we show: setuptools says where it called CMake, and pip repeats its own command.
@@ -54,7 +54,7 @@ def build_wheel(source: Path, directory: Path, log: Path, toolchain: Toolchain, 
         BuildError: If the build fails.
     """
     wheels = directory / "wheels"
-    command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--disable-pip-version-check", "--no-deps"]
+    command = python_module("pip", "wheel", "--verbose", "--disable-pip-version-check", "--no-deps")
     command += ["--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(wheels), str(source)]
     exit_code, tail = _run(command, build_environment(toolchain, directory), log, console)
     built = sorted(wheels.glob("horovod-*.whl"))

@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 import psutil
 
 from lightning_strategies_ext import names
+from lightning_strategies_ext.interpreters import python_module
 
 #: The module of ours with all that workers run, which the server imports before it forks, for the Lightning in use.
 _PRELOADED = "lightning_strategies_ext.pytorch.ddp_spawn"
@@ -39,12 +40,10 @@ class ForkServer:
         self._socket = ours
         with theirs:
             preloaded = names.in_use().path(_PRELOADED)
-            command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), preloaded]
+            command = python_module(__name__, str(theirs.fileno()), str(os.getpid()), preloaded)
             self._pid = os.getpid()
             # In a session of its own, so that Ctrl-C in a terminal reaches the main process alone, which tells workers.
-            self.process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment(), start_new_session=True
-            )
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def fork(self, worker: socket.socket) -> int:
         """Forks a worker that serves the other end of ``worker``'s pair, and returns its process id.
@@ -113,11 +112,6 @@ def close() -> None:
         if _server is not None:
             _server.close()
             _server = None
-
-
-def environment() -> dict[str, str]:
-    """Environment variables for a new Python; this process may have found the package through ``sys.path`` alone."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:

@@ -69,7 +69,6 @@ class WorkerProcess:
         process = subprocess.Popen(
             command(theirs, os.getpid()),
             pass_fds=[theirs.fileno()],
-            env=fork_server.environment(),
             start_new_session=True,
         )
         return process.pid, process.poll

@@ -10,7 +10,6 @@ import multiprocessing.spawn
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from lightning_strategies_ext.interpreters import python
 from lightning_strategies_ext.launch.processes.conditions import RngState
 from lightning_strategies_ext.launch.protocol import Done, End, Failure, Notice, Order, Ping, Pull, Save, Start
 from lightning_strategies_ext.launch.transport import unreadable
@@ -320,4 +320,4 @@ def command(connected: socket.socket, main_pid: int) -> list[str]:
     # Collecting garbage while modules are imported takes a sixth of the time and finds none.
     program = "import gc, socket; gc.disable(); from lightning_strategies_ext.launch.processes import worker"
     program += f"; worker.serve(socket.socket(fileno={connected.fileno()}), {main_pid})"
-    return [sys.executable, "-c", program]
+    return python(program)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from lightning_strategies_ext.interpreters import module_path
 from lightning_strategies_ext.launch.ray.demand import Demand
 from lightning_strategies_ext.registry import UnavailableHereError
 
@@ -133,7 +134,11 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
             try:
                 with _sigterm_as_it_was():
                     ray.init(
-                        address=address, runtime_env=runtime_env, log_to_driver=False, logging_level=logging.WARNING
+                        address=address,
+                        runtime_env=runtime_env,
+                        log_to_driver=False,
+                        logging_level=logging.WARNING,
+                        job_config=None if is_of_client(address) else _job_config(),
                     )
             except (ConnectionError, TimeoutError) as error:
                 raise RuntimeError(unreachable(address, error)) from error
@@ -241,6 +246,7 @@ def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | 
                 log_to_driver=False,
                 logging_level=logging.WARNING,
                 runtime_env=runtime_env,
+                job_config=_job_config(),
                 _temp_dir=directory,
             )
     except BaseException:
@@ -248,6 +254,24 @@ def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | 
             shutil.rmtree(directory, ignore_errors=True)
         raise
     return directory
+
+
+def _job_config() -> Any:
+    """A job whose workers do not search the working directory for modules, unless this process does.
+
+    Ray puts it before all others in each worker (read in 2.60, where it adds it to a private list of the job), and
+    other users may write to it. There is no argument for that.
+    """
+    from ray.job_config import JobConfig
+
+    class WithoutWorkingDirectory(JobConfig):  # type: ignore[misc]
+        def _serialize(self) -> Any:
+            searched = set(module_path())
+            workers: list[str] = self._py_driver_sys_path
+            workers[:] = [path for path in workers if path in searched]
+            return super()._serialize()
+
+    return WithoutWorkingDirectory()
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+"""Processes of this package import modules from where the main process does, not from the working directory."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_strategies_ext.horovod_build import source
+from lightning_strategies_ext.interpreters import module_path, python, python_module
+from tests.support.ranks import REPOSITORY, run_script
+from tests.support.ray_clusters import needs_ray
+
+#: What Python, our processes, pip and Ray import early; the parents import none of them from the working directory.
+PLANTED = (
+    *("json", "multiprocessing", "pip", "socket", "struct", "logging", "pickle", "runpy", "sitecustomize", "psutil"),
+    *("numpy", "torch", "lightning", "torchmetrics", "lightning_strategies_ext", "cloudpickle", "typing_extensions"),
+)
+SCRIPT = """
+import sys
+from lightning.pytorch import Trainer
+from tests.support.models import MLP, loader
+from lightning_strategies_ext import DDPSpawnStrategy
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        strategy = DDPSpawnStrategy(start_method="forkserver") if name == "forkserver" else name
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=2, max_epochs=1, **quiet)
+        context = "spawn" if name == "ddp_spawn_ext" else "fork"
+        trainer.fit(MLP(), loader(num_workers=1, multiprocessing_context=context))
+"""
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A directory with modules that leave a trace where they are imported."""
+    directory = tmp_path / "working"
+    directory.mkdir()
+    for name in PLANTED:
+        text = f"open({str(tmp_path / 'imported')!r}, 'a').write({name + ' '!r})\nraise ImportError('planted')\n"
+        (directory / f"{name}.py").write_text(text)
+    return directory
+
+
+def assert_none_was_imported(planted: Path) -> None:
+    trace = planted.parent / "imported"
+    assert not trace.exists(), trace.read_text()
+
+
+LAUNCHED = [
+    ["ddp_spawn_ext", "forkserver", "ddp_spawn_elastic_ext"],
+    ["ddp_ext"],
+    ["horovod_ext"],
+    pytest.param(["ddp_ray_ext"], marks=needs_ray),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Python 3.10 has no -P: interpreters of multiprocessing search it"
+)
+@pytest.mark.parametrize("names", LAUNCHED, ids=lambda names: names[0])
+def test_ranks_import_nothing_from_the_working_directory(planted: Path, names: list[str]) -> None:
+    script = planted.parent / "train.py"
+    script.write_text(SCRIPT)
+    run = run_script(str(script), *names, cwd=planted, env={"PYTHONPATH": str(REPOSITORY)})
+    assert_none_was_imported(planted)
+    assert run.returncode == 0, run.output
+
+
+@pytest.mark.processes
+def test_the_keeper_of_elastic_training_imports_nothing_from_the_working_directory(planted: Path) -> None:
+    script = planted.parent / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = "import sys; sys.path.remove(''); from torch.distributed.run import main; main()"
+    command = ["-c", torchrun, "--standalone", "--nproc-per-node=2", str(script), "ddp_elastic_ext"]
+    run = run_script(*command, cwd=planted, env={"PYTHONPATH": str(REPOSITORY)})
+    assert_none_was_imported(planted)
+    assert run.returncode == 0, run.output
+
+
+@pytest.mark.processes
+def test_pip_is_that_of_this_python(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(planted)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(source.SourceError, match="could not download the source of horovod"):
+        source.fetch_source(planted.parent)
+    assert_none_was_imported(planted)
+
+
+@pytest.mark.processes
+def test_the_command_of_this_package_imports_nothing_from_the_working_directory(planted: Path) -> None:
+    for name in PLANTED:
+        if name not in ("json", "multiprocessing", "pip"):  # `python -m` imports others before it runs our code
+            (planted / f"{name}.py").unlink()
+    assert "works" in run_script("-m", "lightning_strategies_ext", cwd=planted).stdout
+    assert_none_was_imported(planted)
+
+
+def test_relative_directories_are_those_below_where_the_process_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.getcwd()
+    monkeypatch.setattr(sys, "path", ["", "src", "/usr/lib"])
+    monkeypatch.chdir("/")
+    assert module_path() == [here, os.path.join(here, "src"), "/usr/lib"]
+    assert f"; sys.path[:] = {module_path()!r}; pass" in python("pass")[-1]
+    assert python_module("pip", "list")[-1] == "list"
