@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import struct
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,6 +14,9 @@ from typing import Protocol
 import psutil
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+#: As what the kernel shows every user that has no id in the user namespace of this process.
+_UNMAPPED_USER = 65534
 
 
 class KeyValueStore(Protocol):
@@ -103,6 +107,32 @@ def meet_peers(store: KeyValueStore, rank: int, world_size: int) -> dict[int, Pe
     """
     store.set(str(rank), json.dumps(asdict(Peer.this_process(rank))))
     return {other: Peer(**json.loads(store.get(str(other)))) for other in range(world_size)}
+
+
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a connected Unix socket belongs to the user of this process.
+
+    On Linux the kernel gives the user of the process that connected, or that called ``listen``. Elsewhere the answer is
+    False.
+    """
+    return user_of(connection) == os.geteuid() and not _may_be_unmapped(os.geteuid())
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end of a connected Unix socket; -1 where the kernel does not give it."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return -1
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+def _may_be_unmapped(user: int) -> bool:
+    if user != _UNMAPPED_USER:
+        return False
+    with suppress(OSError):
+        # In the first user namespace, which maps all ids, it is an ordinary user.
+        return Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]
+    return True
 
 
 def is_loopback(address: str) -> bool:

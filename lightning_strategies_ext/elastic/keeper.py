@@ -12,7 +12,6 @@ import json
 import os
 import selectors
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 import psutil
 
 from lightning_strategies_ext.interpreters import python_module
+from lightning_strategies_ext.peers import is_of_this_user
 
 #: What torchrun says to its ranks about the job.
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -30,7 +30,6 @@ START_S = 60.0
 _POLL_S = 0.02
 _MESSAGE_BYTES = 1 << 16
 _MOST_FILES = 250  # Linux sends 253 at most
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class KeeperLostError(RuntimeError):
@@ -129,7 +128,7 @@ class Keeper:
                     process = _start(job)
                 time.sleep(_POLL_S)
                 continue
-            if _user_of(connection) == os.getuid():
+            if is_of_this_user(connection):
                 return connection
             connection.close()
             raise KeeperLostError(f"Another user's process has taken the address {job.address!r}.")
@@ -141,11 +140,6 @@ def _start(job: Job) -> "subprocess.Popen[bytes]":
     command = python_module(__name__, job.run_id, str(job.agent), repr(job.agent_start))
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
-
-
-def _user_of(connection: socket.socket) -> int:
-    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(said)[1])
 
 
 def _serve(job: Job) -> None:
@@ -169,7 +163,7 @@ def _serve(job: Job) -> None:
                 return
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                if _user_of(connection) == os.getuid():
+                if is_of_this_user(connection):
                     selector.register(connection, selectors.EVENT_READ)
                 else:
                     connection.close()

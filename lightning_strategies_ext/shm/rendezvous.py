@@ -1,9 +1,9 @@
 """The rendezvous: how the ranks of one host find each other, and come to hold each other's sockets and segments.
 
-Each rank listens on a Unix socket without a name in any file system, whose address it tells the others through the
-group's store, and calls those whose rank is lower. Any user of the host can find such a socket. So the kernel is asked
-who calls, who calls must know a token that only the store has told, and all that come are heard together: a stranger
-that says nothing delays nobody.
+Each rank listens on a Unix socket without a name in any file system, publishes its address in the group's store, and
+connects to those whose rank is lower. Any user of the host can find such a socket, or take its address when it is
+closed. So each end asks the kernel whether the other is a process of the same user, and the rank that connects must
+know a token from the store. A process that connects and sends nothing delays no rank.
 """
 
 import json
@@ -19,13 +19,11 @@ from typing import Any, Final
 
 from torch.distributed import Store
 
-from lightning_strategies_ext.peers import host_identity
+from lightning_strategies_ext.peers import host_identity, is_of_this_user, user_of
 from lightning_strategies_ext.shm.links import LinkedRank, Links, PeerLostError, polled
 
 _TOKEN_NUM_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"<I{_TOKEN_NUM_BYTES}s")
-#: What the kernel says of who has connected: process, user, group.
-_CREDENTIALS: Final = struct.Struct("3i")
 #: A listener takes no more calls while strangers have filled its queue; after so long, in seconds, it is called again.
 _CALL_AGAIN_S: Final = 0.01
 
@@ -58,12 +56,14 @@ class Rendezvous:
             deadline: On the monotonic clock, in seconds.
 
         Returns:
-            What each rank has said, in rank order: ``host``, ``address``, ``token``, ``pid`` and its words.
+            What each rank has said, in rank order: ``host``, ``address``, ``token``, ``pid``, ``user`` and its words.
 
         Raises:
+            PermissionError: If ranks of one host belong to different users.
             TimeoutError: If a rank says nothing; names the ranks.
         """
-        own = {"host": host_identity(), "address": self._address, "token": self._token.hex(), "pid": os.getpid()}
+        own: dict[str, Any] = {"host": host_identity(), "address": self._address, "token": self._token.hex()}
+        own |= {"pid": os.getpid(), "user": os.geteuid()}
         keys = [f"rank/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], json.dumps({**own, **words}))
         try:
@@ -73,7 +73,9 @@ class Rendezvous:
             if not missing:
                 raise
             raise _not_made(missing) from error
-        return [json.loads(self._store.get(key)) for key in keys]
+        announced = [json.loads(self._store.get(key)) for key in keys]
+        _check_is_one_user(self._rank, announced)
+        return announced
 
     def connect(
         self, peers: Sequence[tuple[LinkedRank, dict[str, Any]]], own_fd: int, deadline: float
@@ -132,7 +134,6 @@ class _Calls:
         self._to_call = {peer: said for peer, said in peers if peer.rank < rank}
         self._expected = {peer.rank: peer for peer, _ in peers if peer.rank > rank}
         self._all = [peer for peer, _ in peers]
-        self._pids = {peer.pid for peer in self._all}
         self._called: dict[int, LinkedRank] = {}
         self._callers: dict[int, socket.socket] = {}
         self._poller = select.poll()
@@ -173,6 +174,11 @@ class _Calls:
         link.setblocking(False)
         try:
             link.connect("\0" + said["address"])
+            if not is_of_this_user(link):
+                user = user_of(link)
+                link.close()
+                what = f"has ended, and a process of user {user} has taken the address of its socket"
+                raise PeerLostError(f"the process group is not made: {peer} {what}", peer)
             socket.send_fds(link, [_HELLO.pack(self._rank, bytes.fromhex(said["token"]))], [self._own_fd])
         except BlockingIOError:
             link.close()
@@ -203,18 +209,12 @@ class _Calls:
                 link, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            if not self._may_be_a_peer(link):
+            if not is_of_this_user(link):
                 link.close()
                 continue
             link.setblocking(False)
             self._callers[link.fileno()] = link
             self._poller.register(link, select.POLLIN)
-
-    def _may_be_a_peer(self, link: socket.socket) -> bool:
-        """Whether the kernel says that it is a process of this user, or of root, or one that a rank has named."""
-        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        pid, user, _ = _CREDENTIALS.unpack(credentials)
-        return user in (os.geteuid(), 0) or pid in self._pids
 
     def _hear(self, fd: int) -> None:
         """Lets in who knows the token."""
@@ -237,6 +237,18 @@ class _Calls:
             socket.send_fds(link, [b"welcome"], [self._own_fd])
         except ConnectionError:
             raise PeerLostError(f"the process group is not made: {peer} has left", peer) from None
+
+
+def _check_is_one_user(rank: int, announced: Sequence[dict[str, Any]]) -> None:
+    """Refuses ranks of this host that belong to different users."""
+    own = announced[rank]
+    for other, words in enumerate(announced):
+        if words.get("host") == own["host"] and words["user"] != own["user"]:
+            raise PermissionError(
+                f"`shm`: rank {rank} of the group runs as user {own['user']} and rank {other} as user {words['user']}."
+                " Ranks of different users share no memory. Start all ranks as one user, or use"
+                " `process_group_backend='gloo'`."
+            )
 
 
 def _not_made(missing: Iterable[str]) -> TimeoutError:

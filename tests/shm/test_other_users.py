@@ -4,8 +4,10 @@ import os
 import re
 import socket
 import stat
+import struct
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,65 @@ def test_who_does_not_know_the_token_is_no_rank(tmp_path: Path, hello: bytes):
             meeting.connect([(peer, {})], 0, time.monotonic() + 0.3)
         assert stranger.recv(16) == b"", "it was let in"
     meeting.close()
+
+
+@contextmanager
+def effective_user(user: int) -> Iterator[None]:
+    """What the kernel takes note of where a socket listens, or connects."""
+    before = os.geteuid()
+    os.seteuid(user)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@needs_root
+@pytest.mark.parametrize("user", [NOBODY, 65534])
+def test_a_rank_gives_nothing_to_a_process_of_another_user(tmp_path: Path, user: int):
+    rendezvous = Rendezvous(1, 2, dist.FileStore(str(tmp_path / "store"), 2))
+    with effective_user(user), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.bind("\0taken-by-another-user")
+        stranger.listen()
+        os.seteuid(0)
+        said = {"address": "taken-by-another-user", "token": "00" * 16}
+        with pytest.raises(PeerLostError, match=rf"rank 0 \(pid 4711\).*a process of user {user} has taken"):
+            rendezvous.connect([(LinkedRank(0, 0, 4711), said)], 0, time.monotonic() + 60)
+        connection, _ = stranger.accept()
+        assert connection.recv(64) == b""
+    rendezvous.close()
+
+
+@needs_root
+def test_a_rank_lets_in_no_process_of_another_user(tmp_path: Path):
+    rendezvous = rendezvous_of_one(tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        with effective_user(NOBODY):
+            stranger.connect("\0" + rendezvous._address)
+        socket.send_fds(stranger, [struct.pack("<I16s", 1, rendezvous._token)], [0])
+        with pytest.raises(TimeoutError, match=f"rank 1 .pid {os.getpid()}"):
+            rendezvous.connect([(LinkedRank(1, 1, os.getpid()), {})], 0, time.monotonic() + 0.3)
+        with pytest.raises(ConnectionResetError):  # closed, and nothing was read
+            stranger.recv(16)
+    rendezvous.close()
+
+
+def start_as_two_users() -> None:
+    if os.environ["LOCAL_RANK"] == "1":
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    start_shm()
+
+
+@pytest.mark.processes
+@needs_root
+def test_ranks_of_different_users_get_one_error_that_names_both():
+    for outcome in outcomes_of_ranks(start_as_two_users):
+        assert outcome.error is not None
+        assert "PermissionError: `shm`: rank" in outcome.error
+        assert f"as user {NOBODY}" in outcome.error
+        assert "as user 0" in outcome.error
+        assert "process_group_backend='gloo'" in outcome.error
 
 
 def test_the_host_is_the_kernel_and_its_network():
