@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -28,15 +29,19 @@ def directory(kind: str) -> Path:
     """
     if named := os.environ.get(VARIABLE):
         return Path(named).expanduser() / kind
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        raise FileNotFoundError(f"this user has no home directory; {VARIABLE} can name another place") from None
-    return Path(base) / "lightning-strategies-ext" / kind
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "lightning-strategies-ext" / kind
+    with suppress(RuntimeError):
+        if (home := Path.home()).is_dir():  # root could make one that is missing, which must not be
+            return home / ".cache" / "lightning-strategies-ext" / kind
+    raise FileNotFoundError(f"this user has no home directory; {VARIABLE} can name another place")
 
 
-def create(place: Path) -> None:
+def create(place: Path) -> Path:
     """Makes a directory, and those that it is in; for this user alone, whatever the umask, if they are not there yet.
+
+    Returns:
+        The directory without symbolic links, see :func:`safe_path`.
 
     Raises:
         UnsafePlaceError: If others can write to it, or to one that it is in.
@@ -44,7 +49,7 @@ def create(place: Path) -> None:
     """
     for missing in reversed([each for each in (place, *place.parents) if not each.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
-    check_is_safe(place)
+    return safe_path(place)
 
 
 def keep(file: Path, as_file: Path) -> None:
@@ -63,8 +68,11 @@ def keep(file: Path, as_file: Path) -> None:
         raise
 
 
-def check_is_safe(path: Path) -> None:
+def safe_path(path: Path) -> Path:
     """Refuses a file or a directory that another user could have written or replaced.
+
+    Returns:
+        The path without symbolic links, which is the one that was checked: another user may be able to change a link.
 
     Raises:
         UnsafePlaceError: If it, or a directory that it is in, belongs to another user or can be written to by others.
@@ -79,3 +87,4 @@ def check_is_safe(path: Path) -> None:
         # In a directory like /tmp others can make files of their own, and not touch those of this user.
         if is_shared and not (place != path and status.st_mode & stat.S_ISVTX):
             raise UnsafePlaceError(f"{place} can be written to by other users (chmod go-w makes it safe)")
+    return path

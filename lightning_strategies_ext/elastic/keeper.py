@@ -5,23 +5,30 @@ is in memory files without a name, of which the keeper holds the descriptors: a 
 rank that comes later asks for them. No commit goes through the keeper; ranks write to the memory by themselves.
 
 The first rank starts it. It ends with the agent, however that ends, and with it goes the memory: nothing is left that
-would have to be cleaned. Who talks to it, and it to whom, must be the same user. Linux only.
+would have to be cleaned. Its socket has a random address, which a file in the user's cache names: other users cannot
+take it first. Both ends of a connection compare users. Linux only.
 """
 
+import fcntl
+import hashlib
 import json
 import os
+import secrets
 import selectors
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
+from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.interpreters import python_module
-from lightning_strategies_ext.peers import is_of_this_user
+from lightning_strategies_ext.peers import host_identity, is_of_this_user
 
 #: What torchrun says to its ranks about the job.
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -67,9 +74,14 @@ class Job:
         return None
 
     @property
-    def address(self) -> str:
-        """Of the keeper's socket, which has no file."""
-        return f"\0lightning_strategies_ext/keeper/{os.getuid()}/{self.agent}/{self.agent_start}/{self.run_id}"[:107]
+    def file(self) -> Path:
+        """Holds the address of the keeper's socket; locked by the keeper as long as it runs.
+
+        Raises:
+            OSError: If this user has no directory for it that others cannot write to.
+        """
+        name = json.dumps([host_identity(), self.agent, self.agent_start, self.run_id])
+        return _directory() / hashlib.sha256(name.encode()).hexdigest()
 
 
 class Keeper:
@@ -117,42 +129,70 @@ class Keeper:
 
     @staticmethod
     def _connect(job: Job) -> socket.socket:
+        try:
+            file = job.file
+        except OSError as error:
+            raise KeeperLostError(
+                f"There is no private directory for the file by which ranks find commits: {error}. Set"
+                f" {user_cache.VARIABLE} to a directory to which only this user can write."
+            ) from error
         process, deadline = None, time.monotonic() + START_S
         while time.monotonic() < deadline:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                connection.connect(job.address)
-            except OSError:
-                connection.close()
-                if process is None:
-                    process = _start(job)
-                time.sleep(_POLL_S)
-                continue
-            if is_of_this_user(connection):
-                return connection
+            with suppress(OSError):
+                connection.connect(b"\0" + (file.read_bytes() or b"no keeper yet"))
+                if is_of_this_user(connection):
+                    return connection
             connection.close()
-            raise KeeperLostError(f"Another user's process has taken the address {job.address!r}.")
+            if process is None:
+                process = _start(job, file)
+            time.sleep(_POLL_S)
         raise KeeperLostError(f"No process to keep commits has started within {START_S:g} s.")
 
 
-def _start(job: Job) -> "subprocess.Popen[bytes]":
+def _directory() -> Path:
+    """A directory of this user's, on this host or shared with others; among the temporary ones if there is no home."""
+    try:
+        return user_cache.create(user_cache.directory("keepers"))
+    except OSError:
+        return user_cache.create(Path(tempfile.gettempdir(), f"lightning-strategies-ext-{os.geteuid()}", "keepers"))
+
+
+def _start(job: Job, file: Path) -> "subprocess.Popen[bytes]":
     # In a session of its own: the agent kills those of the ranks. And with no open files of theirs.
-    command = python_module(__name__, job.run_id, str(job.agent), repr(job.agent_start))
+    command = python_module(__name__, str(file), str(job.agent), repr(job.agent_start))
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True)
 
 
-def _serve(job: Job) -> None:
-    """Holds memory until the agent ends. Returns at once if another keeper of the job is there."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        agent = os.pidfd_open(job.agent)
-        if psutil.Process(job.agent).create_time() != job.agent_start:
-            return
-        listener.bind(job.address)
-    except (OSError, psutil.NoSuchProcess):
-        return
-    listener.listen(128)
+def _serve(path: str, agent_pid: int, agent_start: float) -> None:
+    """Holds memory until the agent ends. Returns at once if another keeper of the job runs.
+
+    Args:
+        path: See :attr:`Job.file`.
+        agent_pid: See :attr:`Job.agent`.
+        agent_start: See :attr:`Job.agent_start`.
+    """
+    with suppress(OSError, psutil.NoSuchProcess), open(path, "a+b", opener=_for_this_user) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        agent = os.pidfd_open(agent_pid)
+        if psutil.Process(agent_pid).create_time() == agent_start:
+            address = b"lightning-strategies-ext-" + secrets.token_hex(16).encode()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(b"\0" + address)
+                listener.listen(128)
+                file.truncate(0)
+                file.write(address)
+                file.flush()
+                _hold(listener, agent)
+        os.unlink(path)
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, mode=0o600)
+
+
+def _hold(listener: socket.socket, agent: int) -> None:
     selector = selectors.DefaultSelector()
     selector.register(agent, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
@@ -197,4 +237,4 @@ def _answer(connection: socket.socket, kept: dict[str, int]) -> bool:
 
 
 if __name__ == "__main__":
-    _serve(Job(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))
+    _serve(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))

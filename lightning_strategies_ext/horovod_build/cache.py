@@ -41,9 +41,7 @@ class WheelCache:
             UnsafePlaceError: If another user could have written it.
         """
         wheel = next(iter(sorted(self.entry(key).glob("*.whl"))), None)
-        if wheel is not None:
-            user_cache.check_is_safe(wheel)
-        return wheel
+        return None if wheel is None else user_cache.safe_path(wheel)
 
     def entry(self, key: BuildKey) -> Path:
         """The directory of a key's wheel, which need not exist."""
@@ -60,7 +58,7 @@ class WheelCache:
         Raises:
             UnsafePlaceError: If other users can write to the directory.
         """
-        user_cache.create(self.directory)
+        self.directory = user_cache.create(self.directory)
         with open(self.directory / f".lock-{key.directory_name}", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

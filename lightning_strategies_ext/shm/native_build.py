@@ -53,10 +53,8 @@ def library() -> Library:
     not_kept = ""
     kept: Path | None = None
     try:
-        kept = user_cache.directory("shm") / f"all_reduce-{_key()}.so"
-        user_cache.create(kept.parent)
-        user_cache.check_is_safe(kept)
-        return Library(_load(kept), "")
+        kept = user_cache.create(user_cache.directory("shm")) / f"all_reduce-{_key()}.so"
+        return Library(_load(user_cache.safe_path(kept)), "")
     except FileNotFoundError as error:
         not_kept = "" if kept is not None else str(error)
     except NotCompiledError:

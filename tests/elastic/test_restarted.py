@@ -13,8 +13,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_strategies_ext import DDPElasticStrategy
-from lightning_strategies_ext.elastic import keeper
+from lightning_strategies_ext import DDPElasticStrategy, user_cache
 from lightning_strategies_ext.elastic.commit import CommitTooLargeError, Slot
 from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
 from lightning_strategies_ext.elastic.kept import Memory, layout_of
@@ -96,7 +95,9 @@ def test_one_that_is_lost_before_the_first_step_begins_again():
 
 def forget(net: Net) -> None:
     """Kills the process that keeps the commits, and this rank."""
-    for process in keepers_of(os.environ[RUN_ID]):
+    job = Job.of_this_process()
+    assert job is not None
+    for process in keepers_below(job.file):
         process.kill()
     kill(net)
 
@@ -209,9 +210,10 @@ while os.getppid() == parent and time.monotonic() < until:
 """
 
 
-def keepers_of(run_id: str) -> list[psutil.Process]:
+def keepers_below(path: Path) -> list[psutil.Process]:
+    """The keepers with this file, or with one below this directory."""
     commands = {process: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
-    return [process for process, command in commands.items() if {keeper.__name__, run_id} <= {*command}]
+    return [process for process, command in commands.items() if any(str(path) in part for part in command[3:])]
 
 
 @pytest.mark.processes
@@ -220,17 +222,19 @@ def test_the_keeper_ends_with_the_agent(tmp_path: Path, ending: str):
     (tmp_path / "rank.py").write_text(RANK)
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
     options = f"--nproc-per-node=1 {run_id} --no-python {sys.executable} {tmp_path / 'rank.py'}"
-    agent = start_script("-m", "torch.distributed.run", *options.split(), 1 if ending == "by itself" else 100)
+    seconds, cache = 1 if ending == "by itself" else 100, tmp_path / "cache"
+    place = {user_cache.VARIABLE: str(cache)}
+    agent = start_script("-m", "torch.distributed.run", *options.split(), seconds, env=place)
     try:
         assert "is kept\n" in agent.stdout
-        assert len(keepers_of(tmp_path.name)) == 1
+        assert len(keepers_below(cache)) == 1
         if ending == "by SIGKILL":
             agent.kill()
         assert agent.wait() == (0 if ending == "by itself" else -signal.SIGKILL)
     finally:
         kill_tree(agent.pid)
     deadline = time.monotonic() + 30
-    while left := keepers_of(tmp_path.name):
+    while left := [*keepers_below(cache), *(cache / "keepers").iterdir()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 

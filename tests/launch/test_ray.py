@@ -1,17 +1,24 @@
 """What ``ddp_ray_ext`` needs of a cluster, and what it says where there is no Ray. No Ray is started here."""
 
+import hmac
 import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from lightning_strategies_ext import DDPRayStrategy
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import Arrived, Members, Notice, Place, Ready
-from lightning_strategies_ext.launch.ray import cluster, words
+from lightning_strategies_ext.launch.ray import cluster, line, words
 from lightning_strategies_ext.launch.ray.demand import Demand
+from lightning_strategies_ext.launch.ray.line import Line, Switchboard
 from lightning_strategies_ext.peers import Peer
 from tests.support.models import MLP, loader, make_trainer
-from tests.support.ranks import run_script
+from tests.support.ranks import run_script, start_script
 from tests.support.ray_clusters import needs_ray
 
 
@@ -68,6 +75,96 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
+
+
+# --- the lines of workers ---
+
+
+NUMBER = struct.Struct("!I")
+
+
+@contextmanager
+def switchboard(*numbers: int) -> Iterator[tuple[Switchboard, dict[int, Line]]]:
+    board = Switchboard("127.0.0.1")
+    try:
+        yield board, {number: board.expect(number, lambda: None) for number in numbers}
+    finally:
+        board.close()
+
+
+def connect(board: Switchboard, number: int, secret: bytes | None = None) -> socket.socket:
+    """Connects as a worker does, and proves that it has a secret."""
+    connection = socket.create_connection(board.address)
+    challenge = connection.recv(32, socket.MSG_WAITALL)
+    key = board.secret if secret is None else secret
+    connection.sendall(hmac.digest(key, challenge + NUMBER.pack(number), "sha256") + NUMBER.pack(number))
+    return connection
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_connections_that_prove_nothing_delay_no_worker():
+    with switchboard(1) as (board, lines), ExitStack() as stack:
+        others = [stack.enter_context(socket.create_connection(board.address)) for _ in range(40)]
+        for other in others[:20]:
+            other.sendall(b"x")
+        stack.enter_context(connect(board, 1))
+        wait_for(lambda: lines[1].has_begun)
+        for other in others:  # within their time
+            assert len(other.recv(32, socket.MSG_WAITALL)) == 32
+
+
+def test_connections_that_prove_nothing_are_closed_in_the_end_and_others_take_their_place(monkeypatch):
+    monkeypatch.setattr(line, "_PROOF_S", 0.5)
+    with switchboard(1) as (board, lines), ExitStack() as stack:
+        others = [stack.enter_context(socket.create_connection(board.address)) for _ in range(100)]
+        stack.enter_context(connect(board, 1))
+        wait_for(lambda: lines[1].has_begun)
+        assert len(others[0].recv(32, socket.MSG_WAITALL)) == 32
+        assert others[0].recv(1) == b""
+
+
+@pytest.mark.parametrize(("number", "secret"), [(1, b"guessed"), (2, None)])
+def test_a_connection_without_the_secret_or_of_no_worker_is_closed(number: int, secret: bytes | None):
+    with switchboard(1) as (board, lines), connect(board, number, secret) as stranger:
+        assert stranger.recv(1) == b""
+        assert not lines[1].has_begun
+
+
+def test_a_second_connection_does_not_take_the_place_of_a_worker():
+    with switchboard(1) as (board, lines), connect(board, 1) as worker:
+        wait_for(lambda: lines[1].has_begun)
+        with connect(board, 1) as second:
+            assert second.recv(1) == b""
+        lines[1].signal(12)
+        assert worker.recv(6, socket.MSG_WAITALL)[-1] == 12
+        assert not lines[1].closed.is_set()
+
+
+@pytest.mark.processes
+def test_a_worker_proves_that_it_has_the_secret_and_does_not_send_it():
+    script = """
+import sys
+from lightning_strategies_ext.launch.ray.line import MainLine
+MainLine(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 7)
+"""
+    secret, challenge = bytes(range(32)), b"c" * 32
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        worker = start_script("-c", script, str(listener.getsockname()[1]), secret.hex())
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(challenge)
+            received = connection.recv(36, socket.MSG_WAITALL)
+        worker.communicate(timeout=60)
+    assert received == hmac.digest(secret, challenge + NUMBER.pack(7), "sha256") + NUMBER.pack(7)
+
+
+# --- refusals ---
 
 
 @pytest.mark.processes

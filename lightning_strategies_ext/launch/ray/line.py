@@ -2,9 +2,9 @@
 
 Signals go to the worker, output comes from it, both say what they have to in the middle of a job (:mod:`.words`), and
 each learns at once that the other is gone: a worker whose line breaks ends. It is a TCP connection that the worker
-makes, with a secret that it got by way of Ray.
+makes. The main process sends a challenge, and the worker proves that it has the secret that it received through Ray.
 
-What it does not promise: that nobody on the network between them reads along; that is as with Ray's own connections.
+The contents of a line are not encrypted, as those of Ray's own connections are not.
 """
 
 import codecs
@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_strategies_ext.launch.ray import words
@@ -32,8 +33,13 @@ _HEADER = struct.Struct("!BI")  # what follows, and how many bytes of it
 _OUT, _ERR, _WORD, _SIGNAL, _LOSS = 1, 2, 3, 4, 5
 _NUMBER = struct.Struct("!I")
 _SECRET_BYTES = 32
+#: Length of a challenge, and of its answer, in bytes.
+_PROOF_BYTES = 32
 _CONNECT_S = 10.0
-_HELLO_S = 2.0
+#: How long a connection may take to prove that it is a worker's, in seconds.
+_PROOF_S = 10.0
+#: How many connections that have not proved it are open; further ones wait in the listener's queue.
+_MOST_UNPROVED = 64
 _MOST_BYTES = 1 << 16
 _FLUSH_S = 2.0
 
@@ -161,6 +167,21 @@ class Line:
             self._on_news()
 
 
+@dataclass
+class _Unproved:
+    """A connection that has not proved that it is a worker's.
+
+    Attributes:
+        challenge: What was sent to it.
+        deadline: Until when it may prove it, on the monotonic clock.
+        received: What has come from it.
+    """
+
+    challenge: bytes
+    deadline: float
+    received: bytes = b""
+
+
 class Switchboard:
     """Where the lines of a pool's workers end.
 
@@ -192,38 +213,87 @@ class Switchboard:
             self._ours.send(b"x")
 
     def _serve(self) -> None:
+        self._listening.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(self._listening, selectors.EVENT_READ)
             selector.register(self._theirs, selectors.EVENT_READ)
+            unproved: dict[socket.socket, _Unproved] = {}
             is_open = True
             while is_open:
-                for key, _ in selector.select():
+                for key, _ in selector.select(_PROOF_S if unproved else None):
                     if key.fileobj is self._theirs:
                         is_open = False
                     elif key.fileobj is self._listening:
-                        self._accept(selector)
+                        self._accept(selector, unproved)
+                    elif key.fileobj in unproved:
+                        self._take_proof(selector, unproved, key.fileobj)
                     else:
                         self._hear(selector, key)
+                self._drop_late(selector, unproved)
         for line in self._lines.values():
             line.close()
-        for ours in (self._listening, self._ours, self._theirs):
+        for ours in (self._listening, self._ours, self._theirs, *unproved):
             ours.close()
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector, unproved: "dict[socket.socket, _Unproved]") -> None:
         with suppress(OSError):
             connected, _ = self._listening.accept()
-            try:
-                connected.settimeout(_HELLO_S)
-                hello = _received(connected, _SECRET_BYTES + _NUMBER.size)
-                (number,) = _NUMBER.unpack(hello[_SECRET_BYTES:])
-                if not hmac.compare_digest(hello[:_SECRET_BYTES], self.secret) or number not in self._lines:
-                    raise OSError("a stranger")
-                connected.settimeout(None)
-                watch_peer(connected)
-                self._lines[number].connect(connected)
-                selector.register(connected, selectors.EVENT_READ, self._lines[number])
-            except OSError:
+            connected.setblocking(False)
+            challenge = secrets.token_bytes(_PROOF_BYTES)
+            connected.send(challenge)
+            unproved[connected] = _Unproved(challenge, time.monotonic() + _PROOF_S)
+            selector.register(connected, selectors.EVENT_READ)
+            if len(unproved) == _MOST_UNPROVED:
+                selector.unregister(self._listening)
+
+    def _take_proof(
+        self, selector: selectors.BaseSelector, unproved: "dict[socket.socket, _Unproved]", connected: socket.socket
+    ) -> None:
+        """Makes a connection the line of a worker when it has proved that it is; the first one of each worker."""
+        of = unproved[connected]
+        part = b""
+        with suppress(OSError):
+            part = connected.recv(_PROOF_BYTES + _NUMBER.size - len(of.received))
+        of.received += part
+        if part and len(of.received) < _PROOF_BYTES + _NUMBER.size:
+            return
+        selector.unregister(connected)
+        self._forget(selector, unproved, connected)
+        line = self._line_of(of)
+        if line is None:
+            connected.close()
+            return
+        connected.setblocking(True)
+        watch_peer(connected)
+        line.connect(connected)
+        selector.register(connected, selectors.EVENT_READ, line)
+
+    def _line_of(self, proved: "_Unproved") -> Line | None:
+        """The line whose number and proof a connection has sent; None if there is none that waits for a worker."""
+        proof, number = proved.received[:_PROOF_BYTES], proved.received[_PROOF_BYTES:]
+        # The secret itself is as good a proof; workers of this version do not send it.
+        expected = (_proof(self.secret, proved.challenge, number), self.secret)
+        if len(number) < _NUMBER.size or not any(hmac.compare_digest(proof, each) for each in expected):
+            return None
+        line = self._lines.get(*_NUMBER.unpack(number))
+        return None if line is None or line.has_begun or line.closed.is_set() else line
+
+    def _drop_late(self, selector: selectors.BaseSelector, unproved: "dict[socket.socket, _Unproved]") -> None:
+        for connected, of in list(unproved.items()):
+            if time.monotonic() > of.deadline:
+                selector.unregister(connected)
+                self._forget(selector, unproved, connected)
                 connected.close()
+
+    def _forget(
+        self,
+        selector: selectors.BaseSelector,
+        unproved: "dict[socket.socket, _Unproved]",
+        connected: socket.socket,
+    ) -> None:
+        if len(unproved) == _MOST_UNPROVED:
+            selector.register(self._listening, selectors.EVENT_READ)
+        del unproved[connected]
 
     def _hear(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
         connected, line = key.fileobj, key.data
@@ -265,7 +335,8 @@ class MainLine:
             raise OSError(f"the main process cannot be reached at {host}:{port} ({error})") from error
         self._connected.settimeout(None)
         watch_peer(self._connected)
-        self._connected.sendall(secret + _NUMBER.pack(number))
+        own_number = _NUMBER.pack(number)
+        self._connected.sendall(_proof(secret, _received(self._connected, _PROOF_BYTES), own_number) + own_number)
         # The workers of its dataloaders must not hold the connection when this process is gone.
         os.register_at_fork(after_in_child=self._connected.close)
         self._num_bytes = 0
@@ -363,6 +434,11 @@ class LineChannel:
         """Waits for what it says."""
         self.socket.recv(1)
         return words.decoded(self._heard.popleft())
+
+
+def _proof(secret: bytes, challenge: bytes, number: bytes) -> bytes:
+    """Proves to the end that made a challenge that this one has the secret."""
+    return hmac.digest(secret, challenge + number, "sha256")
 
 
 def _num_bytes_in(pipe: int) -> int:
