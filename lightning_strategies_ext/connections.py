@@ -9,7 +9,9 @@ from typing import Any
 from weakref import WeakSet
 
 import psutil
+import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 #: A host that has not answered for so long, in seconds, is lost; when nothing is said, its kernel is asked so often.
 LOST_S = 8
@@ -62,6 +64,38 @@ def own_connection(store: dist.Store) -> dist.Store:
     if address is None:
         return _without_prefixes(store)
     return dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+
+
+def serve_store(
+    host: str, port: int = 0, num_clients: int | None = None, timeout: timedelta | None = None
+) -> dist.TCPStore:
+    """A key-value store of this process, which listens at one address of its host; torch's own listens at all of them.
+
+    Args:
+        host: The address, or a name that stands for it.
+        port: Where it listens; 0 for any that is free.
+        num_clients: How many processes use the store; waits until they have connected. By default waits for none.
+        timeout: Of requests, and of that wait. Torch's default if None.
+
+    Raises:
+        OSError: If the address does not belong to this host, or another process listens there.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.create_server(address[:2], family=family)
+    port = listening.getsockname()[1]
+    fd = listening.detach()  # the store closes it; the one by libuv, which is torch's usual one, takes none before 2.7
+    can_listen = torch.__version__ >= "2.8" and os.environ.get("USE_LIBUV", "1") == "1"
+    return dist.TCPStore(
+        host,
+        port,
+        num_clients,
+        is_master=True,
+        timeout=timeout or default_pg_timeout,
+        wait_for_workers=num_clients is not None,
+        multi_tenant=True,
+        master_listen_fd=fd,
+        use_libuv=can_listen,
+    )
 
 
 def address_of(store: dist.Store) -> tuple[str, int] | None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 import sys
 import time
 import traceback
@@ -81,17 +82,30 @@ def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path
         text: What.
 
     Returns:
-        The file; None if it cannot be written.
+        The file; None if it cannot be written, or if another user could lead it elsewhere.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(failure.time))}-{failure.job}"
     path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
+        for place in (path.parent.parent, path.parent):
+            place.mkdir(parents=True, exist_ok=True)
+            if not _is_own(place):
+                return None
+        with open(path, "a", opener=_without_following) as file:
             file.write(text.rstrip() + "\n")
     except OSError:
         return None
     return path
+
+
+def _is_own(directory: Path) -> bool:
+    """Whether it is a directory of this user, and not a link: another user could have made it in a shared directory."""
+    status = os.lstat(directory)
+    return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "geteuid") or status.st_uid == os.geteuid())
+
+
+def _without_following(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def show_at_exit(

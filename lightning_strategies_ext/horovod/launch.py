@@ -1,6 +1,7 @@
 """Who has started the ranks of Horovod: a launcher, or ``trainer.fit``, which runs Horovod's rendezvous server then."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,19 +74,25 @@ def lost_starter() -> int | None:
     return None if psutil.pid_exists(starter) else starter
 
 
-def serve_rendezvous(num_processes: int) -> Any:
+def serve_rendezvous(num_processes: int) -> None:
     """Starts Horovod's rendezvous server for ranks of this host; called by the process that starts them, before.
 
-    Returns:
-        The server. It lives in a thread of this process.
+    The server lives in a thread of this process.
     """
     from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
-    from horovod.runner.http.http_server import RendezvousServer
 
-    server = RendezvousServer()
-    os.environ[_RENDEZVOUS_PORT] = str(server.start())
+    server = _rendezvous_server("127.0.0.1")
+    os.environ[_RENDEZVOUS_PORT] = str(server.server_port)
     os.environ[_STARTED_BY] = str(os.getpid())
     server.init(get_host_assignments([HostInfo("127.0.0.1", num_processes)], num_processes))
+
+
+def _rendezvous_server(address: str) -> Any:
+    """A server at one address; Horovod's own, ``RendezvousServer``, listens at all addresses of the host."""
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+    threading.Thread(target=server.serve_forever, daemon=True, name="lightning-strategies-ext Horovod").start()
     return server
 
 
@@ -101,11 +108,9 @@ def renew_rendezvous(store: "Store", number: int, launch: Launch, address: str) 
         launch: The rank of this process.
         address: The address of rank 0 for the other ranks; used on rank 0.
     """
-    from horovod.runner.http.http_server import RendezvousServer
-
     key = f"lightning_strategies_ext/rendezvous/{number}"
     if launch.rank == 0:
-        store.set(key, f"{address} {RendezvousServer().start()}")
+        store.set(key, f"{address} {_rendezvous_server(address).server_port}")
     os.environ[_RENDEZVOUS_ADDRESS], os.environ[_RENDEZVOUS_PORT] = store.get(key).decode().split()
 
 

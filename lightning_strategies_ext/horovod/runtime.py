@@ -18,6 +18,7 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from lightning_strategies_ext import forking, rank_variables
+from lightning_strategies_ext.connections import serve_store
 from lightning_strategies_ext.failure import watch
 from lightning_strategies_ext.horovod.launch import Launch, renew_rendezvous, told_as_by_a_launcher
 from lightning_strategies_ext.horovod_build.installed import horovod_problem, what_is_not_fixed
@@ -105,7 +106,7 @@ def make_store() -> Store:
 
     host = "127.0.0.1" if hvd.local_size() == hvd.size() else _own_address()
     if hvd.rank() == 0:
-        store = TCPStore(host, 0, hvd.size(), is_master=True, wait_for_workers=False)
+        store = serve_store(host)
         hvd.broadcast_object((host, store.port), 0, name="store")
         return store
     host, port = hvd.broadcast_object(None, 0, name="store")

@@ -6,6 +6,7 @@ when the interpreter ends, so that no backend complains about a group that was n
 
 import logging
 import os
+import socket
 import sys
 import time
 import weakref
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_strategies_ext import forking, rank_variables, shm
-from lightning_strategies_ext.connections import noting_connections
+from lightning_strategies_ext.connections import noting_connections, serve_store
 from lightning_strategies_ext.failure.ending import at_end
 from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
+from lightning_strategies_ext.peers import is_loopback
 from lightning_strategies_ext.shm.options import ShmOptions
 
 if TYPE_CHECKING:
@@ -233,7 +235,7 @@ def start(
     rank_variables.record_owner()
     log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
     check_options(options, backend)
-    join(backend, _next_store(rank, world_size, timeout), rank, world_size, device, timeout, options)
+    join(backend, _next_store(rank, world_size, num_hosts, timeout), rank, world_size, device, timeout, options)
     return backend
 
 
@@ -272,7 +274,7 @@ def join(
     _at_end = at_end(_stop_at_exit)
 
 
-def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.Store:
+def _next_store(rank: int, world_size: int, num_hosts: int, timeout: timedelta | None) -> dist.Store:
     """The store of the next default process group of this process; where ranks meet for the first, they do once more.
 
     What an earlier group has left in a store must not be read by the next one, as it is where ``destroy_process_group``
@@ -283,7 +285,7 @@ def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.S
     if place not in _stores:
         _stores.clear()
         try:
-            store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout or default_pg_timeout)))
+            store = _store_of_all(rank, world_size, num_hosts, timeout or default_pg_timeout)
         except dist.DistNetworkError as error:
             if rank == 0 and "EADDRINUSE" in str(error):
                 raise dist.DistNetworkError(f"{error}. {rank_variables.inherited_text()}") from error
@@ -294,6 +296,19 @@ def _next_store(rank: int, world_size: int, timeout: timedelta | None) -> dist.S
     store, numbers = _stores[place]
     store.set_timeout(timeout or default_pg_timeout)
     return dist.PrefixStore(f"lightning_strategies_ext/groups/{next(numbers)}", store)
+
+
+def _store_of_all(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
+    """Connects to the store at ``MASTER_ADDR``; rank 0 serves it, at that address only if it is one of this host's."""
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        address = os.environ["MASTER_ADDR"]
+        with suppress(OSError):  # torch says why it cannot be served, or serves it at all addresses
+            # A host may know itself by a name that stands for a loopback address there and for another one elsewhere.
+            if num_hosts == 1 or not is_loopback(socket.gethostbyname(address)):
+                return serve_store(address, int(os.environ["MASTER_PORT"]), world_size, timeout)
+    store: dist.Store
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
+    return store
 
 
 def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

@@ -1,6 +1,8 @@
 """What is left of process groups that one process has made, one after another."""
 
 import multiprocessing
+import os
+import socket
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
@@ -9,10 +11,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.torch_distributed import process_group
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -70,3 +74,43 @@ def test_a_process_that_multiprocessing_has_started_leaves_its_group_when_it_end
     assert receiver.recv() is False
     process.join(30)
     assert process.exitcode == 0
+
+
+# --- the store ---
+
+
+def meet_again_and_again() -> tuple[list[float], list[str]]:
+    """Four groups in turns: ours, one that the user makes from the same variables, and the same again."""
+    environment, sums = LightningEnvironment(), []
+    environment.set_global_rank(environment.local_rank())
+    environment.set_world_size(2)
+    os.environ |= {"RANK": os.environ["LOCAL_RANK"], "WORLD_SIZE": "2"}
+    for is_ours in (True, False, True, False):
+        if is_ours:
+            process_group.start(environment, None, torch.device("cpu"), None)
+        else:
+            dist.init_process_group("gloo")
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        sums.append(tensor.item())
+        dist.barrier()
+        port = int(os.environ["MASTER_PORT"])
+        connections = psutil.Process().net_connections("tcp")
+        listeners = [each.laddr.ip for each in connections if each.status == "LISTEN" and each.laddr.port == port]
+        dist.destroy_process_group()
+    return sums, listeners
+
+
+def test_the_store_listens_at_the_address_of_rank_0_and_serves_the_groups_of_the_user_as_well():
+    assert run_ranks(meet_again_and_again) == [([2.0] * 4, ["127.0.0.1"]), ([2.0] * 4, [])]
+
+
+def serve_while_the_port_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
+        with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):
+            process_group.start(LightningEnvironment(), "gloo", torch.device("cpu"), None)
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it():
+    run_ranks(serve_while_the_port_is_taken, world_size=1)

@@ -10,7 +10,6 @@ What it does not promise: that a rank which waits for ever is noticed; the proce
 
 import logging
 import signal
-import socket
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,9 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from lightning_strategies_ext.connections import serve_store
 from lightning_strategies_ext.exceptions import JoinError, WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.launch.processes.conditions import Conditions
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, INTERRUPT_GRACE_S, Outcome, WorkerPool
@@ -105,7 +102,7 @@ class _Run:
         self._continues = continues
         self._allowance = allowance
         self._address = pool.address
-        self._store = _store_at(self._address)  # here, so that no worker takes it away when it dies
+        self._store = serve_store(self._address)  # here, so that no worker takes it away when it dies
         self._number = -1  # of the newest world
         self._world: list[Worker] = []
         self._forming: list[Worker] | None = None
@@ -391,17 +388,6 @@ class _Run:
     def _tell(self, worker: Worker, message: Any) -> None:
         with suppress(OSError):  # its death is heard of
             worker.send(message)
-
-
-def _store_at(address: str) -> dist.TCPStore:
-    """A key-value store of this process, which listens at one address of its host only: torch's own would at all."""
-    listening = socket.create_server((address, 0))
-    port = listening.getsockname()[1]
-    fd = listening.detach()  # the store closes it; the one by libuv, which is torch's usual one, takes none before 2.7
-    can_listen = torch.__version__ >= "2.8"
-    return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=can_listen
-    )
 
 
 def _with_reason(death: WorkerDiedError, reason: str) -> WorkerDiedError:
