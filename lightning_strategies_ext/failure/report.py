@@ -99,9 +99,10 @@ def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether it is a directory of this user, and not a link: another user could have made it in a shared directory."""
-    status = os.lstat(directory)
-    return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "geteuid") or status.st_uid == os.geteuid())
+    """Whether it is a directory of this user: another user could have made it, or a link, in a shared directory."""
+    link, status = os.lstat(directory), os.stat(directory)
+    is_own = not hasattr(os, "geteuid") or link.st_uid == status.st_uid == os.geteuid()
+    return is_own and stat.S_ISDIR(status.st_mode)
 
 
 def _without_following(path: str, flags: int) -> int:

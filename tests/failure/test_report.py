@@ -1,0 +1,50 @@
+"""Where the files of a failure are written."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_strategies_ext.failure import report
+
+OTHER_USER = 65_500
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+FAILURE = report.failure_from_trace("ValueError: no", 0, "training step 3")
+
+
+def test_a_rank_appends_to_its_file_in_a_directory_of_this_user(tmp_path: Path) -> None:
+    path = report.write(str(tmp_path), FAILURE, 0, "first")
+    assert path is not None
+    assert path == report.write(str(tmp_path), FAILURE, 0, "second")
+    assert path.read_text() == "first\nsecond\n"
+
+
+def test_a_link_of_this_user_is_followed_to_a_directory_of_this_user(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "failures").symlink_to(tmp_path / "elsewhere")
+    assert report.write(str(tmp_path), FAILURE, 0, "text") is not None
+    assert len(list((tmp_path / "elsewhere").glob("*/rank-0.txt"))) == 1
+
+
+@needs_root
+@pytest.mark.parametrize("is_link", [False, True])
+def test_nothing_is_written_below_a_directory_or_link_of_another_user(tmp_path: Path, is_link: bool) -> None:
+    (tmp_path / "precious").mkdir()
+    place = tmp_path / "failures"
+    if is_link:
+        place.symlink_to(tmp_path / "precious")
+    else:
+        place.mkdir(mode=0o777)
+    os.lchown(place, OTHER_USER, OTHER_USER)
+    assert report.write(str(tmp_path), FAILURE, 0, "text") is None
+    assert not list((tmp_path / "precious").rglob("*.txt"))
+
+
+def test_a_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    path = report.write(str(tmp_path), FAILURE, 0, "text")
+    assert path is not None
+    path.unlink()
+    (tmp_path / "precious").write_text("precious")
+    path.symlink_to(tmp_path / "precious")
+    assert report.write(str(tmp_path), FAILURE, 0, "text") is None
+    assert (tmp_path / "precious").read_text() == "precious"
