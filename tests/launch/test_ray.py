@@ -2,6 +2,7 @@
 
 import hmac
 import os
+import pickle
 import socket
 import struct
 import time
@@ -12,8 +13,10 @@ import pytest
 
 from lightning_strategies_ext import DDPRayStrategy
 from lightning_strategies_ext.elastic.membership import Member
+from lightning_strategies_ext.launch.processes.conditions import RngState
 from lightning_strategies_ext.launch.protocol import Arrived, Members, Notice, Place, Ready
 from lightning_strategies_ext.launch.ray import cluster, line, words
+from lightning_strategies_ext.launch.ray.conditions import ConditionsElsewhere
 from lightning_strategies_ext.launch.ray.demand import Demand
 from lightning_strategies_ext.launch.ray.line import Line, Switchboard
 from lightning_strategies_ext.peers import Peer
@@ -75,6 +78,14 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
+
+
+def test_variables_of_ray_and_of_the_host_are_not_sent_to_workers(monkeypatch):
+    for name in ("RAY_AUTH_TOKEN", "SSH_AUTH_SOCK", "XDG_RUNTIME_DIR", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, f"value of {name}")
+    sent = pickle.dumps(ConditionsElsewhere("/", dict(os.environ), RngState.now(), 1))
+    assert b"value of WANDB_API_KEY" in sent
+    assert sent.count(b"value of ") == 1
 
 
 # --- the lines of workers ---

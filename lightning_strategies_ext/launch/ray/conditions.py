@@ -22,20 +22,23 @@ _brought: set[str] = set()
 class ConditionsElsewhere(Conditions):
     """:class:`.Conditions` on a host that may have other directories, paths and devices."""
 
+    def __post_init__(self) -> None:
+        """Leaves out what a worker must not get, before anything is sent: also Ray's own settings, with its token."""
+        self.environment = {
+            name: value
+            for name, value in self.environment.items()
+            if name not in OF_A_HOST and not name.startswith(("RAY_", "XDG_"))
+        }
+
     def enter_directory(self) -> None:
         """Changes to the main process's directory where there is one, and stays where Ray has put it otherwise."""
         if os.path.isdir(self.directory):
             os.chdir(self.directory)
 
     def set_environment(self) -> None:
-        """Sets the variables that say nothing of a host; those that an earlier job brought and this one does not go."""
-        wanted = {
-            name: value
-            for name, value in self.environment.items()
-            if name not in OF_A_HOST and not name.startswith(("RAY_", "XDG_"))
-        }
-        for name in _brought - wanted.keys():
+        """Sets the variables of the main process; those that an earlier job brought and this one does not go."""
+        for name in _brought - self.environment.keys():
             os.environ.pop(name, None)
         _brought.clear()
-        _brought.update(wanted)
-        os.environ.update(wanted)
+        _brought.update(self.environment)
+        os.environ.update(self.environment)
