@@ -6,6 +6,7 @@ keep the others from reading. What was last written stays readable when its writ
 
 import mmap
 import os
+import stat
 import struct
 import tempfile
 import zlib
@@ -16,9 +17,15 @@ from lightning_strategies_ext.peers import KeyValueStore
 
 #: What one rank may say at most, in bytes.
 SLOT_NUM_BYTES = 1 << 15
+_NAME = "lightning_strategies_ext_board"
 _HEADER = struct.Struct("<II")  # length and checksum of what follows
 #: A reader may come while the writer writes: it reads again, so often at most.
 _ATTEMPTS = 5
+if hasattr(os, "memfd_create"):
+    import fcntl
+
+    #: The memory keeps its size.
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Board:
@@ -57,16 +64,15 @@ class Board:
         """
         num_bytes = SLOT_NUM_BYTES * len(ranks)
         if rank == min(ranks):
-            descriptor, path, name = _create()
-            os.ftruncate(descriptor, num_bytes)
+            descriptor, path, name = _create(num_bytes)
             # The descriptor stays open: a late rank may still come for it.
             store.set(key, path)
             return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank), descriptor, name)
         path = store.get(key).decode()
         with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR)
+            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
             try:
-                if not hasattr(os, "getuid") or os.fstat(descriptor).st_uid == os.getuid():
+                if _is_board(descriptor, path, num_bytes):
                     return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank))
             finally:
                 os.close(descriptor)
@@ -104,10 +110,27 @@ class Board:
         return None
 
 
-def _create() -> tuple[int, str, str | None]:
+def _create(num_bytes: int) -> tuple[int, str, str | None]:
     """Memory for a board: its descriptor, where other ranks find it, and what is to be removed, if anything is."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("lightning_strategies_ext_board")
-        return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}", None
-    descriptor, path = tempfile.mkstemp(prefix="lightning_strategies_ext_board_")
+        with suppress(OSError):  # a container may forbid it
+            descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(descriptor, num_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}", None
+    descriptor, path = tempfile.mkstemp(prefix=f"{_NAME}_")
+    os.ftruncate(descriptor, num_bytes)
     return descriptor, path, path
+
+
+def _is_board(descriptor: int, path: str, num_bytes: int) -> bool:
+    """Whether it is a board of this user, and no other file, which a changed store could name."""
+    status = os.fstat(descriptor)
+    is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    if not is_own or not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+        return False
+    if os.path.basename(path).startswith(_NAME):
+        return True
+    # Memory that another process could cut off would end this one by a SIGBUS.
+    is_memory = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}")
+    return is_memory and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == _SEALS

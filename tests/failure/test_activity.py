@@ -216,6 +216,27 @@ def test_a_board_of_another_users_is_none(tmp_path, monkeypatch):
     assert Board.of_host(store, "path", 1, [0, 1]) is None
 
 
+def test_no_other_file_of_this_user_is_taken_for_a_board(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"x" * 2 * SLOT_NUM_BYTES)
+    memory = os.memfd_create("lightning_strategies_ext_board")  # which could be cut off
+    os.ftruncate(memory, 2 * SLOT_NUM_BYTES)
+    for path in (str(precious), f"/proc/{os.getpid()}/fd/{memory}"):
+        store = Store()
+        store.set("path", path)
+        assert Board.of_host(store, "path", 1, [0, 1]) is None
+    os.close(memory)
+
+
+def test_a_board_cannot_be_truncated():
+    store = Store()
+    board = Board.of_host(store, "path", 0, [0, 1])
+    assert board is not None
+    with open(store.get("path").decode(), "r+b") as file, pytest.raises(PermissionError):
+        file.truncate(0)
+    board.close()
+
+
 LOOKED_AT = """
 import gc
 import threading
