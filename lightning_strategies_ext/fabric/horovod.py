@@ -184,12 +184,13 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         self.collectives.broadcast_module(module)
         exchange = GradientExchange(module, self._options, f"gradient.{len(self._exchanges)}", self._exchanges)
         self._exchanges.append(exchange)
-        self._hold_back.exchanges[id(module)] = exchange
+        wrapped = _Wrapped(module)
+        self._hold_back.exchanges[id(wrapped)] = exchange
         if any(True for _ in module.buffers()):
             buffers = _Buffers(module, exchange, self.collectives, self._options.process_set, self._broadcast_buffers)
             self._buffers.append(buffers)
-            module.register_forward_pre_hook(buffers)
-        return module
+            wrapped.register_forward_pre_hook(buffers)
+        return wrapped
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -230,6 +231,29 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             exchange.finish()
 
 
+class _Wrapped(Module):
+    """A module in another one, as in DDP: Fabric lets methods such as ``training_step`` pass through its call, too.
+
+    Fabric does so only where the strategy returns another module than the user's.
+    """
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+
 class _Buffers:
     """Gives all ranks the buffers of rank 0, as a hook that runs before a module's forward pass.
 
@@ -257,12 +281,12 @@ class _Buffers:
         self._are_stale = True  # whether ranks may have different ones
         self._was_held_back = False
 
-    def __call__(self, module: Module, args: Any) -> None:
-        if not module.training:
+    def __call__(self, wrapped: Module, args: Any) -> None:
+        if not self._module.training:
             self.share()
             return
         if self._does_share_in_steps and not self._was_held_back:  # as DDP
-            self._collectives.broadcast_buffers(module, self._process_set, is_known_to_match=True)
+            self._collectives.broadcast_buffers(self._module, self._process_set, is_known_to_match=True)
         self._are_stale, self._was_held_back = True, self._exchange.is_held_back
 
     def share(self) -> None:

@@ -23,6 +23,7 @@ def train_under_fabric(strategy: str, directory: str) -> dict[str, Any]:
         each_step = Fabric(strategy=HorovodStrategy(broadcast_buffers=True), devices=2, accelerator="cpu")
         each_step.launch()
         in_each_step = train_buffers(each_step, f"{directory}/each_step.ckpt")
+        in_each_step |= train_by_methods(each_step)
     fabric = Fabric(strategy=strategy, devices=2, accelerator="cpu")
     fabric.launch()
     fabric.seed_everything(11, verbose=False)
@@ -46,7 +47,7 @@ def train_under_fabric(strategy: str, directory: str) -> dict[str, Any]:
         "before": before,
         "after": state_of(module),
         "gan": train_gan(fabric),
-        "buffers": train_buffers(fabric, f"{directory}/buffers.ckpt"),
+        "buffers": train_buffers(fabric, f"{directory}/buffers.ckpt") | train_by_methods(fabric),
         "metric": mean_of_ranks(fabric),
         "sum": fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum").item(),
         "gathered": fabric.all_gather(torch.tensor(fabric.global_rank)).tolist(),
@@ -84,6 +85,29 @@ def train_buffers(fabric: Fabric, path: str) -> dict[str, Any]:
         copy.deepcopy(module.net).eval()(features)  # a copy is one rank's own
     found |= {f"saved.{name}": value for name, value in torch.load(path)["model"].items()}
     return found
+
+
+class Steps(WithBatchNorm):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+
+def train_by_methods(fabric: Fabric) -> dict[str, Any]:
+    """Calls methods in place of ``forward``; returns what an evaluation computes, and the buffers that it used."""
+    fabric.seed_everything(11, verbose=False)
+    module = Steps()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for index, batch in enumerate(fabric.setup_dataloaders(loader())):
+        fabric.backward(model.training_step(batch, index))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        computed = model.validation_step((torch.ones(8, NUM_FEATURES),), 0)
+    return {"by methods": computed} | {f"by methods.{name}": each.clone() for name, each in module.named_buffers()}
 
 
 def train_gan(fabric: Fabric) -> dict[str, Any]:
