@@ -204,9 +204,18 @@ class GradientExchange:
 
         Args:
             loss: The tensor of which the strategy computes the gradients.
+
+        Raises:
+            RuntimeError: If the backward pass before it has failed midway.
         """
         does_exchange = False
         for exchange in self._together:
+            if exchange._ready:
+                raise RuntimeError(
+                    "The backward pass before this one ended with an exception, after this rank had begun to exchange"
+                    " gradients. The ranks would mix those of both passes. Do not continue after an exception in a"
+                    " backward pass."
+                )
             exchange.is_in_backward, exchange._num_finished, exchange._is_queued = True, 0, False
             does_exchange = does_exchange or not exchange.is_held_back
         if does_exchange and loss.requires_grad:

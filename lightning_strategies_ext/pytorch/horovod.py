@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
-from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_not_interactive
+from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_not_interactive, name_of_barrier
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
@@ -340,18 +340,6 @@ class HorovodStrategy(ParallelStrategy):
         super().on_validation_start()
         self._share_buffers(is_known_to_match=False)
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes a checkpoint on rank 0, and gives all ranks the buffers in it.
-
-        Args:
-            checkpoint: What ``Trainer.save_checkpoint`` has collected.
-            filepath: Path of the file.
-            storage_options: Options of the checkpoint plugin.
-        """
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._share_buffers(is_known_to_match=False)  # last: a rank that saves alone, as it fails, has its file
-
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -411,6 +399,19 @@ class HorovodStrategy(ParallelStrategy):
             sync_grads: Whether gradients flow back through the result, to every rank's input.
         """
         return super().all_gather(result, group, sync_grads)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Returns when every rank has called it; in ``Trainer.save_checkpoint``, gives all ranks the buffers of rank 0.
+
+        Args:
+            *args: As those of :meth:`.ParallelStrategy.barrier`.
+            **kwargs: The same.
+        """
+        super().barrier(*args, **kwargs)
+        # Here, and not in `save_checkpoint`, which one rank may call alone.
+        if name_of_barrier(*args, **kwargs) == "Trainer.save_checkpoint":
+            self._share_buffers(is_known_to_match=False)
 
     # --- teardown ---
 

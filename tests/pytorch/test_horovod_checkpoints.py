@@ -81,6 +81,8 @@ def buffers(strategy: Any, make_model: Any = Buffers, **kwargs: Any) -> list[dic
     model, trainer = make_model(), make_trainer(strategy, val_check_interval=4, **kwargs)
     trainer.fit(model, loader(), loader(8))
     with tempfile.TemporaryDirectory() as directory:
+        if trainer.is_global_zero:  # as with Lightning's, the other ranks need not take part in this
+            trainer.strategy.save_checkpoint({}, f"{directory}/of_rank_0.ckpt")
         trainer.save_checkpoint(f"{directory}/a.ckpt")
     return [*model.found, {name: buffer.clone() for name, buffer in model.named_buffers()}]
 

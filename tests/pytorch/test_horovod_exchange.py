@@ -208,6 +208,20 @@ class Twice(MLP):
         (loss / 2).backward()
 
 
+class GoesOnAfterException(MLP):
+    """Catches an exception of a backward pass that has computed the gradients of the last layer."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        def fail(gradient):
+            raise MemoryError
+
+        self.net[0].weight.register_hook(fail)
+        with pytest.raises(MemoryError):
+            self.manual_backward(self.loss(batch))
+
+
 EACH: dict[str, tuple[Any, dict[str, Any]]] = {
     "complex": (Spectral, {}),
     "excluded": (Excludes, {}),
@@ -232,6 +246,8 @@ def train_each(strategy: str) -> dict[str, Any]:
             make_trainer(HorovodStrategy(op="sum")).fit(Twice(), loader())
         with pytest.raises(RuntimeError, match=r"gradient\.net\.2\..* Call `self.manual_backward\(loss\)`"):
             make_trainer(strategy).fit(BackwardByHand(), loader())
+        with pytest.raises(RuntimeError, match="before this one ended with an exception"):
+            make_trainer(strategy).fit(GoesOnAfterException(), loader())
     return weights
 
 
