@@ -1,0 +1,262 @@
+"""Runs a case with our strategy and with its reference, and finds differences.
+
+    with Pools() as pools:
+        verdict = check(draw("ddp_ext", 17), pools)
+    assert not verdict.differences, verdict
+"""
+
+import pickle
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.cases import Case
+from tests.fuzz.pool import CASE_LIMIT_S, Pool
+from tests.fuzz.training import Outcome
+
+#: Relative and absolute tolerance in float64, where only the order of additions differs.
+TOLERANCE = 1e-7
+#: Exceptions of a combination that a strategy or Lightning refuses.
+REFUSALS = ("ValueError", "MisconfigurationException", "TypeError", "NotImplementedError")
+#: A value that is not compared.
+_ANY = object()
+
+
+@dataclass
+class Verdict:
+    """What came of a case.
+
+    Attributes:
+        kind: "right", "refused" by ours, "both raise", or "wrong".
+        differences: Where ours and the reference differ.
+    """
+
+    case: Case
+    kind: str
+    differences: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.kind}: {self.case}", *self.differences[:12], self.note])
+
+
+class Pools:
+    """All processes that cases need, each started by the first case that needs it."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[str, int], Pool] = {}
+
+    def __enter__(self) -> "Pools":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+    def run(self, case: Case, kind: str, directory: Path, limit_s: float) -> list[Outcome]:
+        directory.mkdir()
+        pool = _pool_of(case, kind)
+        return self._pools.setdefault(pool, Pool(*pool)).run(case, kind, directory, limit_s)
+
+
+def _pool_of(case: Case, kind: str) -> tuple[str, int]:
+    if kind == "one" or (kind == "ours" and case.strategy in ("dp_ext", "ddp_spawn_ext", "ddp_fork_ext")):
+        # A forked worker inherits the threads of other strategies: it gets a process of its own.
+        return "single" if not case.strategy.startswith("ddp_fork") or kind == "one" else "single", 1
+    return "horovod" if kind == "ours" and case.strategy == "horovod_ext" else "torch", case.world_size
+
+
+def check(case: Case, pools: Pools, limit_s: float = CASE_LIMIT_S) -> Verdict:
+    """Runs a case and its reference."""
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        ours = pools.run(case, "ours", directory / "ours", limit_s)
+        failed = [outcome for outcome in ours if outcome.error is not None]
+        if failed and all(outcome.error[0] in REFUSALS for outcome in failed if outcome.error is not None):
+            error = failed[0].error
+            assert error is not None
+            if "lightning_strategies_ext" in failed[0].trace.splitlines()[-2] + _raised_in(failed[0].trace):
+                return Verdict(case, "refused", note=f"{error[0]}: {error[1]}"[:300])
+        kind = {"ddp": "stock", "one": "one", "none": ""}[case.reference]
+        theirs = pools.run(case, kind, directory / "theirs", limit_s) if kind else []
+        if failed:
+            return _of_failed(case, failed[0], theirs)
+        if any(outcome.error is not None for outcome in theirs):
+            note = next(f"{outcome.error}\n{outcome.trace}" for outcome in theirs if outcome.error is not None)
+            return Verdict(case, "wrong", ["only the reference raises"], note)
+        differences = list(_compare(case, ours, theirs, directory))
+        return Verdict(case, "wrong" if differences else "right", differences)
+
+
+def _raised_in(trace: str) -> str:
+    """The last file of a trace."""
+    files = re.findall(r'File "([^"]+)"', trace)
+    return files[-1] if files else ""
+
+
+def _of_failed(case: Case, failed: Outcome, theirs: list[Outcome]) -> Verdict:
+    assert failed.error is not None
+    classes = {outcome.error[0] for outcome in theirs if outcome.error is not None}
+    texts = {outcome.error[1][:60] for outcome in theirs if outcome.error is not None}
+    if failed.error[0] in classes or any(text in failed.error[1] + failed.trace for text in texts):
+        return Verdict(case, "both raise", note=f"{failed.error[0]}: {failed.error[1]}"[:300])
+    note = f"{failed.error[0]}: {failed.error[1]}\n{failed.trace}"
+    return Verdict(case, "wrong", ["ours raises", f"the reference: {classes or 'no exception'}"], note)
+
+
+def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: Path) -> Any:
+    num_stages = 1 + len(case.later)
+    if case.reference == "none":
+        yield from _agree(case, directory / "ours", num_stages)
+        return
+    tolerance = TOLERANCE if case.is_close_enough else 0.0
+    for number in range(num_stages):
+        stage = ("fit", *case.later)[number]
+        ranks = [_state(directory / "ours", number, rank) for rank in range(_num_states(case))]
+        if case.strategy.startswith("ddp_") and case.strategy != "ddp_ext" and stage not in ("fit", "resume"):
+            # Workers of a later stage have no optimizers; the main process has those of `fit`.
+            ranks = [{**rank, "optimizers": _ANY, "schedulers": _ANY} for rank in ranks]
+        if case.reference == "ddp":
+            references = [_state(directory / "theirs", number, rank) for rank in range(case.world_size)]
+        else:
+            references = [_state(directory / "theirs", number, 0)] * len(ranks)
+            samples = _joined([rank.pop("samples") for rank in ranks])
+            for reference in references[:1]:
+                yield from differences(samples, _joined([reference.pop("samples")]), f"{number} {stage}: samples")
+            for state in [*ranks, *references]:
+                state.pop("random", None)
+        for rank, (state, reference) in enumerate(zip(ranks, references, strict=True)):
+            yield from differences(state, reference, f"{number} {stage}: rank {rank}", tolerance)
+        # The state of the process that calls the Trainer, and what the stage returns there.
+        for rank, outcome in enumerate(ours):
+            other = theirs[rank] if len(theirs) > rank else theirs[0]
+            mine, reference = outcome.states[number], other.states[number]
+            if case.reference == "one":
+                mine, reference = ({**one, "random": None} for one in (mine, reference))
+            yield from differences(mine, reference, f"{number} {stage}: caller {rank}", tolerance)
+        returned = [outcome.returned[number] for outcome in ours]
+        expected = [outcome.returned[number] for outcome in theirs]
+        if stage == "predict":
+            yield from differences(_by_sample(returned), _by_sample(expected), f"{number} {stage}: predictions", tolerance)
+        else:
+            yield from differences(returned[0], expected[0], f"{number} {stage}: returned", tolerance)
+    yield from _compare_checkpoints(directory, tolerance)
+
+
+def _num_states(case: Case) -> int:
+    return 1 if case.strategy == "dp_ext" else case.world_size
+
+
+def _state(directory: Path, number: int, rank: int) -> dict[str, Any]:
+    return pickle.loads((directory / f"stage-{number}.rank-{rank}").read_bytes())
+
+
+def _joined(ranks: list[list[tuple[str, list[int]]]]) -> list[tuple[str, list[int]]]:
+    """The samples of each batch of all ranks together."""
+    return [
+        (batches[0][0], sorted(number for _, numbers in batches for number in numbers))
+        for batches in zip(*ranks, strict=False)
+    ]
+
+
+def _by_sample(returned: list[Any]) -> dict[int, Tensor]:
+    """Predictions of all ranks by the number of the sample."""
+    values: dict[int, Tensor] = {}
+    for batches in returned:
+        for batch in batches:
+            for index, value in zip(batch["index"].tolist(), batch["value"], strict=True):
+                values[index] = value
+    return dict(sorted(values.items()))
+
+
+def _agree(case: Case, directory: Path, num_stages: int) -> Any:
+    """Without a reference: all ranks have the same parameters and progress, and all numbers are finite."""
+    for number in range(num_stages):
+        paths = sorted(directory.glob(f"stage-{number}.rank-*"))
+        states = [pickle.loads(path.read_bytes()) for path in paths]
+        if not states:
+            yield f"stage {number}: no rank has ended it"
+            continue
+        first = states[0]
+        has_buffers = "batch_norm" in case.blocks or "buffer" in case.blocks
+        for rank, state in enumerate(states[1:], 1):
+            parameters = [
+                {name: one["model"][name] for name in one["requires_grad"]} if has_buffers else one["model"]
+                for one in (first, state)
+            ]
+            yield from differences(*parameters, f"stage {number}: ranks 0 and {rank}: model")
+            yield from differences(first["progress"], state["progress"], f"stage {number}: ranks 0 and {rank}: progress")
+        for name, tensor in first["model"].items():
+            if not torch.isfinite(tensor).all():
+                yield f"stage {number}: {name} is not finite"
+        if number == 0 and case.max_steps == -1 and not case.callback and first["progress"][1] != case.max_epochs:
+            yield f"stage 0 ended in epoch {first['progress'][1]} of {case.max_epochs}"
+
+
+def _compare_checkpoints(directory: Path, tolerance: float) -> Any:
+    files = [
+        {str(path.relative_to(directory / who)): path for path in sorted((directory / who).rglob("*.ckpt"))}
+        for who in ("ours", "theirs")
+    ]
+    if files[0].keys() != files[1].keys():
+        yield f"checkpoints: {sorted(files[0])} and {sorted(files[1])}"
+        return
+    for name in files[0]:
+        mine, other = (
+            _without_paths(torch.load(one[name], weights_only=False), str(directory / who))
+            for one, who in zip(files, ("ours", "theirs"), strict=True)
+        )
+        yield from differences(mine, other, f"checkpoint {name}", tolerance)
+
+
+def _without_paths(value: Any, directory: str) -> Any:
+    if isinstance(value, dict):
+        return {_without_paths(key, directory): _without_paths(one, directory) for key, one in value.items()}
+    if isinstance(value, str | Path):
+        return str(value).replace(directory, "DIRECTORY")
+    return value
+
+
+def differences(mine: Any, other: Any, where: str, tolerance: float = 0.0) -> Any:
+    """Yields where two values of builtin types and tensors differ."""
+    if mine is _ANY:
+        return
+    if isinstance(mine, Tensor) and isinstance(other, Tensor):
+        if mine.dtype != other.dtype or mine.shape != other.shape:
+            yield f"{where}: {mine.dtype} {tuple(mine.shape)} and {other.dtype} {tuple(other.shape)}"
+        elif mine.is_floating_point() and tolerance:
+            if not torch.allclose(mine, other, rtol=tolerance, atol=tolerance, equal_nan=True):
+                yield f"{where}: differs by {(mine - other).abs().max()}"
+        elif not torch.equal(mine.nan_to_num(7.0), other.nan_to_num(7.0)):
+            yield f"{where}: differs by {(mine.double() - other.double()).abs().max()}"
+    elif isinstance(mine, dict) and isinstance(other, dict):
+        if mine.keys() != other.keys():
+            yield f"{where}: keys {sorted(map(str, mine.keys() ^ other.keys()))} on one side only"
+        for key in mine:
+            if key in other:
+                yield from differences(mine[key], other[key], f"{where}.{key}", tolerance)
+    elif isinstance(mine, list | tuple) and isinstance(other, list | tuple):
+        if len(mine) != len(other):
+            first = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if _differ(a, b)), None)
+            yield f"{where}: {len(mine)} and {len(other)} entries; first different one: {first}: {mine[-3:]}, {other[-3:]}"
+            return
+        for index, (one, two) in enumerate(zip(mine, other, strict=True)):
+            yield from differences(one, two, f"{where}[{index}]", tolerance)
+    elif isinstance(mine, float) and isinstance(other, float):
+        if mine != other and not (mine != mine and other != other) and abs(mine - other) > tolerance * (1 + abs(mine)):
+            yield f"{where}: {mine} and {other}"
+    elif type(mine) is not type(other) or (_is_plain(mine) and mine != other):
+        yield f"{where}: {mine!r} and {other!r}"
+
+
+def _differ(mine: Any, other: Any) -> bool:
+    return any(True for _ in differences(mine, other, ""))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | bool)

@@ -1,0 +1,162 @@
+"""Ranks that are started once and run many cases.
+
+    with Pool("torch", 2) as pool:  # or "horovod", or "single": one process without ranks
+        outcomes = pool.run(case, "ours", directory)
+
+A process of a pool waits for files of the main process, and answers in files. Each case has a time limit: the main
+process kills the ranks of a case that exceeds it, and starts others for the next case.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.horovod_launch import BIN, start_of
+from benchmarks.ranks import free_port
+from tests.fuzz.cases import Case
+from tests.fuzz.training import Outcome
+from tests.support.ranks import REPOSITORY, SELDOM, WITHOUT_MPI, clean_environment, kill_tree
+
+#: Seconds that a case may take. Only a hang reaches this limit: most cases take a second.
+CASE_LIMIT_S = 120.0
+#: Seconds that the start of the ranks may take.
+START_LIMIT_S = 120.0
+
+
+class Pool:
+    """Processes that run cases.
+
+    Args:
+        kind: "torch", "horovod", or "single".
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, kind: str, world_size: int) -> None:
+        self.kind, self.world_size = kind, world_size
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._directory = Path()
+        self._number = 0
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, case: Case, kind: str, directory: Path, limit_s: float = CASE_LIMIT_S) -> list[Outcome]:
+        """Returns the outcome of each rank. The error of a rank that does not answer is "Hang" or "Ended"."""
+        if not self._processes:
+            self._start()
+        self._number += 1
+        name = f"{self._number}"
+        port = free_port()
+        temporary = self._directory / "task.part"
+        temporary.write_bytes(pickle.dumps((case, kind, directory, port)))
+        temporary.rename(self._directory / f"task-{name}")
+        limit_s += START_LIMIT_S if self._number == 1 else 0.0
+        paths = [self._directory / f"outcome-{name}.{rank}" for rank in range(self.world_size)]
+        ending = self._wait_for(paths, time.monotonic() + limit_s)
+        outcomes = [
+            pickle.loads(path.read_bytes()) if path.exists() else Outcome(error=(ending, self._output()))
+            for path in paths
+        ]
+        if any(outcome.error is not None for outcome in outcomes):
+            self.close()  # a failed rank may leave connections and threads
+        return outcomes
+
+    def _wait_for(self, paths: list[Path], deadline: float) -> str:
+        """Waits until all files exist, a process has exited, or the deadline has passed. Names the latter two."""
+        while not all(path.exists() for path in paths):
+            if any(process.poll() is not None for process in self._processes):
+                time.sleep(5)  # the other ranks detect the exit, and write how they end
+                return "Ended"
+            if time.monotonic() > deadline:
+                return "Hang"
+            time.sleep(0.005)
+        return ""
+
+    def _output(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-6000:] for path in self._directory.glob("output-*"))
+
+    def _start(self) -> None:
+        self._temporary = tempfile.TemporaryDirectory()
+        self._directory = Path(self._temporary.name)
+        self._number = 0
+        environment = {**clean_environment(), **WITHOUT_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        command = [sys.executable, "-m", "tests.fuzz.pool", str(self._directory)]
+        if self.kind == "horovod":
+            environment |= SELDOM | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+            self._start_one([*start_of("horovodrun", self.world_size), *command], environment, "all")
+            return
+        for rank in range(self.world_size):
+            variables = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": self.world_size, "MASTER_ADDR": "127.0.0.1"}
+            variables = {} if self.kind == "single" else variables
+            own = {name: str(value) for name, value in variables.items()}
+            self._start_one(command, environment | own, str(rank))
+
+    def _start_one(self, command: list[str], environment: dict[str, str], name: str) -> None:
+        with (self._directory / f"output-{name}").open("wb") as output:
+            self._processes.append(
+                subprocess.Popen(
+                    command, env=environment, stdout=output, stderr=output, cwd=REPOSITORY, start_new_session=True
+                )
+            )
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if not self._processes:
+            return
+        (self._directory / "stop").touch()
+        for process in self._processes:
+            try:
+                process.wait(3)
+            except subprocess.TimeoutExpired:
+                kill_tree(process.pid)
+                process.wait()
+        self._processes.clear()
+        self._temporary.cleanup()
+
+
+def main() -> None:
+    """Runs in each process of a pool."""
+    from tests.fuzz.training import run
+
+    torch.set_num_threads(1)
+    directory = Path(sys.argv[1])
+    rank = int(os.environ.get("HOROVOD_RANK", os.environ.get("LOCAL_RANK", "0")))
+    parent, number = os.getppid(), 1
+    while os.getppid() == parent and not (directory / "stop").exists():
+        path = directory / f"task-{number}"
+        if not path.exists():
+            time.sleep(0.005)
+            continue
+        case, kind, files, port = pickle.loads(path.read_bytes())
+        os.environ["MASTER_PORT"] = str(port)
+        print(f"--- {case} {kind}", flush=True)
+        outcome: Any = run(case, kind, files)
+        temporary = directory / f"part.{rank}"
+        temporary.write_bytes(pickle.dumps(outcome))
+        if outcome.error is None:
+            _leave_process_group()
+        temporary.rename(directory / f"outcome-{number}.{rank}")
+        number += 1
+
+
+def _leave_process_group() -> None:
+    from lightning_strategies_ext.torch_distributed import process_group
+
+    if dist.is_initialized():
+        dist.barrier()
+        process_group.stop()
+
+
+if __name__ == "__main__":
+    main()

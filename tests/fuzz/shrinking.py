@@ -1,0 +1,27 @@
+"""Finds the smallest case that fails: simplifies one drawn choice at a time, as long as the case still fails."""
+
+from tests.fuzz.cases import simplifications
+from tests.fuzz.checking import Pools, Verdict, check
+from tests.fuzz.pool import CASE_LIMIT_S
+
+
+def shrink(verdict: Verdict, pools: Pools, limit_s: float = CASE_LIMIT_S, max_runs: int = 150) -> Verdict:
+    """Returns the verdict of the smallest case found, which fails too.
+
+    Args:
+        verdict: That of the case that fails.
+        pools: Processes that run cases.
+        limit_s: Seconds that a case may take.
+        max_runs: Number of cases that are tried at most.
+    """
+    num_runs = 0
+    while True:
+        for simpler in simplifications(verdict.case):
+            if (num_runs := num_runs + 1) > max_runs:
+                return verdict
+            found = check(simpler, pools, limit_s)
+            if found.kind == "wrong":
+                verdict = found
+                break
+        else:
+            return verdict
