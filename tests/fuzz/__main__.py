@@ -6,6 +6,7 @@ python -m tests.fuzz --strategy ddp_ext --seed 17   # one case again
 
 import argparse
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--no-shrink", action="store_true", help="do not simplify a case that fails")
     parser.add_argument("--verbose", action="store_true", help="print each case")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the ranks
     num_seeds = arguments.seeds or (1 if arguments.seed is not None else 20)
     first = random.SystemRandom().randrange(10**9) if arguments.seed is None else arguments.seed
     print(f"Seeds {first} to {first + num_seeds - 1} of {', '.join(arguments.strategies)}", flush=True)
@@ -37,7 +39,10 @@ def main() -> None:
             for strategy in arguments.strategies:
                 if time.monotonic() > deadline:
                     continue
+                began = time.monotonic()
                 verdict = check(draw(strategy, seed), pools, arguments.limit)
+                if arguments.verbose:
+                    print(f"{time.monotonic() - began:.1f} s", end=" ")
                 counts[strategy, verdict.kind] += 1
                 if arguments.verbose or verdict.kind == "wrong":
                     print(verdict, flush=True)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -68,7 +69,7 @@ class Pool:
             pickle.loads(path.read_bytes()) if path.exists() else Outcome(error=(ending, self._output()))
             for path in paths
         ]
-        if any(outcome.error is not None for outcome in outcomes):
+        if ending or (self.kind != "single" and any(outcome.error is not None for outcome in outcomes)):
             self.close()  # a failed rank may leave connections and threads
         return outcomes
 
@@ -91,7 +92,7 @@ class Pool:
         self._directory = Path(self._temporary.name)
         self._number = 0
         environment = {**clean_environment(), **WITHOUT_MPI, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        command = [sys.executable, "-m", "tests.fuzz.pool", str(self._directory)]
+        command = [sys.executable, "-m", "tests.fuzz.pool", str(self._directory), str(os.getpid())]
         if self.kind == "horovod":
             environment |= SELDOM | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
             self._start_one([*start_of("horovodrun", self.world_size), *command], environment, "all")
@@ -132,8 +133,8 @@ def main() -> None:
     torch.set_num_threads(1)
     directory = Path(sys.argv[1])
     rank = int(os.environ.get("HOROVOD_RANK", os.environ.get("LOCAL_RANK", "0")))
-    parent, number = os.getppid(), 1
-    while os.getppid() == parent and not (directory / "stop").exists():
+    main_process, number = int(sys.argv[2]), 1
+    while psutil.pid_exists(main_process) and not (directory / "stop").exists():
         path = directory / f"task-{number}"
         if not path.exists():
             time.sleep(0.005)

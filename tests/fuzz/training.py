@@ -432,7 +432,7 @@ def loader(case: Case, kind: str, purpose: str) -> Any:
     samples = Samples(num_samples, case.container, dtype)
     if training and case.data == "iterable":
         num_less = case.batch_size if case.uneven else 0
-        return DataLoader(Stream(samples, case.world_size, num_less), case.batch_size, drop_last=case.drop_last)
+        return DataLoader(Stream(samples, case.world_size, num_less), batch_size=case.batch_size, drop_last=case.drop_last)
     one = _map_loader(case, kind, samples, training)
     if training and case.data == "combined":
         # `dp_ext` splits a batch by the number of its samples, which must be the same in both of its parts.
@@ -448,7 +448,7 @@ def _map_loader(case: Case, kind: str, samples: Samples, training: bool) -> Data
         whole = case.strategy == "dp_ext" or kind == "one"
         batch_size = case.batch_size * (case.world_size if whole else 1)
         generator = torch.Generator().manual_seed(5) if case.strategy == "dp_ext" else None
-        return DataLoader(samples, batch_size, shuffle=shuffle, drop_last=drop_last, generator=generator)
+        return DataLoader(samples, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, generator=generator)
     samplers = [
         DistributedSampler(samples, case.world_size, rank, shuffle=training, seed=SEED)  # as Lightning shards
         for rank in range(case.world_size)
