@@ -31,7 +31,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Bytecode is written whatever the environment says: hundreds of processes would compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all check check-tests names lint long conformance faults soak bench docs docs-look matrix dist clean
+.PHONY: demo test test-rest test-all check check-tests names lint long conformance faults soak fuzz bench docs docs-look matrix dist clean
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -71,6 +71,12 @@ faults: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 # The same at random, for the given number of minutes: make soak MINUTES=60
 soak: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 	$(VENV)/bin/python -m tests.faults --strategies ddp_ext ddp_spawn_ext horovod_ext fabric --minutes $(or $(MINUTES),60) $(FAULTS)
+
+# New random cases of each strategy against Lightning's ddp and one device: make fuzz SEEDS=100. One case again:
+# make fuzz FUZZ="--strategy ddp_ext --seed 17"
+SEEDS ?= 20
+fuzz: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+	$(VENV)/bin/python -m tests.fuzz $(or $(FUZZ),--seeds $(SEEDS))
 
 # torch's own tests and programs of ours, over gloo and over shm; see docs/conformance.md, which it writes.
 conformance: $(VENV)/.installed-dev

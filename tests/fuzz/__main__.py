@@ -52,7 +52,9 @@ def main() -> None:
                 if not arguments.no_shrink:
                     print(f"Smallest case that fails:\n{shrink(verdict, pools, arguments.limit)}\n", flush=True)
     for strategy in arguments.strategies:
-        print(f"{strategy}: " + ", ".join(f"{number} {kind}" for (of, kind), number in counts.items() if of == strategy))
+        print(
+            f"{strategy}: " + ", ".join(f"{number} {kind}" for (of, kind), number in counts.items() if of == strategy)
+        )
     for strategy, seed in wrong:
         print(f"Reproduce: python -m tests.fuzz --strategy {strategy} --seed {seed}")
     sys.exit(1 if wrong else 0)

@@ -1,7 +1,7 @@
 """Random cases: a model, its training, and the stages that a Trainer runs. A seed and a strategy make one case.
 
-    case = draw("ddp_ext", seed=17)
-    for simpler in simplifications(case): ...  # one drawn choice each, nearer to its simplest value
+case = draw("ddp_ext", seed=17)
+for simpler in simplifications(case): ...  # one drawn choice each, nearer to its simplest value
 """
 
 import dataclasses
@@ -37,7 +37,8 @@ class Case:
         blocks: Parts of the module, from :data:`BLOCKS`.
         later: Stages after the first `fit`, from :data:`LATER_STAGES`.
         uneven: Value of `uneven_inputs`, for ranks with different numbers of batches.
-        kill: The training batch in which rank 1 is killed in elastic training; 0 is never.
+        kill: The training step at which rank 1 is killed in elastic training; 0 is never.
+        fault: A fault to inject into our side, which the check must find; it is never drawn.
     """
 
     strategy: str
@@ -84,11 +85,14 @@ class Case:
     compression: str = _choice("", *COMPRESSIONS)
     uneven: str = _choice("", "stop", "join")
     kill: int = _choice(0, 2, 5)
+    fault: str = ""
 
     @property
     def is_close_enough(self) -> bool:
         """Whether the strategy adds in another order than its reference, so that the last bits may differ."""
-        return self.reference == "one" or self.strategy == "horovod_ext" or (self.world_size > 2 and self.backend == "shm")
+        return (
+            self.reference == "one" or self.strategy == "horovod_ext" or (self.world_size > 2 and self.backend == "shm")
+        )
 
     @property
     def needs_find_unused(self) -> bool:
@@ -152,7 +156,9 @@ def possible(case: Case) -> Case:
         changes |= {"reference": "ddp", "unfreeze": False, "static_graph": False}
     elif case.static_graph or case.unfreeze or "sparse_embedding" in has:
         # Lightning's `ddp` computes something else, or fails.
-        changes |= {"reference": "one"} if not spawned else {"blocks": tuple(b for b in case.blocks if "sparse" not in b)}
+        changes |= (
+            {"reference": "one"} if not spawned else {"blocks": tuple(b for b in case.blocks if "sparse" not in b)}
+        )
     if spawned and "sparse_embedding" in has:
         changes["blocks"] = tuple(block for block in case.blocks if block != "sparse_embedding")
     case = dataclasses.replace(case, **changes)
@@ -167,12 +173,10 @@ def possible(case: Case) -> Case:
             changes["num_samples"] = 24
     if case.is_close_enough:
         changes["precision"] = "64-true"
-        # Adam divides rounding errors by each other where a gradient is zero but for rounding.
     if case.strategy != "dp_ext":
         changes["sync_batchnorm"] = False  # refused on CPUs
-    if case.strategy == "horovod_ext":
-        if case.callback == "ema" and "batch_norm" in has:
-            changes["callback"] = ""
+    if case.strategy == "horovod_ext" and case.callback == "ema" and "batch_norm" in has:
+        changes["callback"] = ""
     if case.data != "map" or case.max_steps != -1:
         changes |= {"val_check_interval": 1.0 if case.data == "iterable" else case.val_check_interval}
     if case.data == "iterable":

@@ -1,8 +1,8 @@
 """Runs a case with our strategy and with its reference, and finds differences.
 
-    with Pools() as pools:
-        verdict = check(draw("ddp_ext", 17), pools)
-    assert not verdict.differences, verdict
+with Pools() as pools:
+    verdict = check(draw("ddp_ext", 17), pools)
+assert not verdict.differences, verdict
 """
 
 import pickle
@@ -66,8 +66,7 @@ class Pools:
 
 def _pool_of(case: Case, kind: str) -> tuple[str, int]:
     if kind == "one" or (kind == "ours" and case.strategy in ("dp_ext", "ddp_spawn_ext", "ddp_fork_ext")):
-        # A forked worker inherits the threads of other strategies: it gets a process of its own.
-        return "single" if not case.strategy.startswith("ddp_fork") or kind == "one" else "single", 1
+        return "single", 1
     return "horovod" if kind == "ours" and case.strategy == "horovod_ext" else "torch", case.world_size
 
 
@@ -118,9 +117,14 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
     for number in range(num_stages):
         stage = ("fit", *case.later)[number]
         ranks = [_state(directory / "ours", number, rank) for rank in range(_num_states(case))]
-        if case.strategy.startswith("ddp_") and case.strategy != "ddp_ext" and stage not in ("fit", "resume"):
+        is_spawned = case.strategy in ("ddp_spawn_ext", "ddp_fork_ext")
+        if is_spawned and stage not in ("fit", "resume"):
             # Workers of a later stage have no optimizers; the main process has those of `fit`.
             ranks = [{**rank, "optimizers": _ANY, "schedulers": _ANY} for rank in ranks]
+        # Each stage in workers makes its loaders again, which draws a seed for each.
+        draws_otherwise = is_spawned and number > 0
+        if draws_otherwise:
+            ranks = [{**rank, "random": _ANY} for rank in ranks]
         if case.reference == "ddp":
             references = [_state(directory / "theirs", number, rank) for rank in range(case.world_size)]
         else:
@@ -129,20 +133,22 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
             for reference in references[:1]:
                 yield from differences(samples, _joined([reference.pop("samples")]), f"{number} {stage}: samples")
             for state in [*ranks, *references]:
-                state.pop("random", None)
+                state["random"] = _ANY
         for rank, (state, reference) in enumerate(zip(ranks, references, strict=True)):
             yield from differences(state, reference, f"{number} {stage}: rank {rank}", tolerance)
         # The state of the process that calls the Trainer, and what the stage returns there.
         for rank, outcome in enumerate(ours):
             other = theirs[rank] if len(theirs) > rank else theirs[0]
             mine, reference = outcome.states[number], other.states[number]
-            if case.reference == "one":
-                mine, reference = ({**one, "random": None} for one in (mine, reference))
+            if case.reference == "one" or draws_otherwise:
+                mine["random"] = _ANY
             yield from differences(mine, reference, f"{number} {stage}: caller {rank}", tolerance)
         returned = [outcome.returned[number] for outcome in ours]
         expected = [outcome.returned[number] for outcome in theirs]
         if stage == "predict":
-            yield from differences(_by_sample(returned), _by_sample(expected), f"{number} {stage}: predictions", tolerance)
+            yield from differences(
+                _by_sample(returned), _by_sample(expected), f"{number} {stage}: predictions", tolerance
+            )
         else:
             yield from differences(returned[0], expected[0], f"{number} {stage}: returned", tolerance)
     yield from _compare_checkpoints(directory, tolerance)
@@ -190,7 +196,9 @@ def _agree(case: Case, directory: Path, num_stages: int) -> Any:
                 for one in (first, state)
             ]
             yield from differences(*parameters, f"stage {number}: ranks 0 and {rank}: model")
-            yield from differences(first["progress"], state["progress"], f"stage {number}: ranks 0 and {rank}: progress")
+            yield from differences(
+                first["progress"], state["progress"], f"stage {number}: ranks 0 and {rank}: progress"
+            )
         for name, tensor in first["model"].items():
             if not torch.isfinite(tensor).all():
                 yield f"stage {number}: {name} is not finite"
@@ -243,7 +251,7 @@ def differences(mine: Any, other: Any, where: str, tolerance: float = 0.0) -> An
     elif isinstance(mine, list | tuple) and isinstance(other, list | tuple):
         if len(mine) != len(other):
             first = next((i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if _differ(a, b)), None)
-            yield f"{where}: {len(mine)} and {len(other)} entries; first different one: {first}: {mine[-3:]}, {other[-3:]}"
+            yield f"{where}: {len(mine)} and {len(other)} entries, from {first} on: {mine[-3:]}, {other[-3:]}"
             return
         for index, (one, two) in enumerate(zip(mine, other, strict=True)):
             yield from differences(one, two, f"{where}[{index}]", tolerance)

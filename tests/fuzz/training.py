@@ -2,8 +2,7 @@
 
     outcome = run(case, "ours", directory)  # "stock": Lightning's `ddp`; "one": one device on the whole batch
 
-Each rank leaves what it has seen in files: one at the end of each stage, `stage-STAGE.rank-RANK`. They have the state of
-the model, the optimizers, the schedulers, the random generators, the order of hooks, and the samples of each batch.
+Each rank writes what it has seen to a file at the end of each stage, `stage-STAGE.rank-RANK`: the state of the model, the optimizers, the schedulers, the random generators, the order of hooks, and the samples of each batch.
 """
 
 import os
@@ -17,8 +16,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy as StockDDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
@@ -65,7 +68,8 @@ class Outcome:
 class Samples(Dataset[Any]):
     """Random features, tokens, and targets; each sample has its number."""
 
-    def __init__(self, num_samples: int, container: str, dtype: torch.dtype) -> None:
+    def __init__(self, num_samples: int, container: str, dtype: torch.dtype, repeats_one: bool = False) -> None:
+        self.repeats_one = repeats_one
         generator = torch.Generator().manual_seed(7)
         self.features = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
         self.tokens = torch.randint(NUM_TOKENS, (num_samples, 3), generator=generator)
@@ -75,6 +79,7 @@ class Samples(Dataset[Any]):
         return len(self.features)
 
     def __getitem__(self, index: int) -> Any:
+        index = max(index, int(self.repeats_one))
         features, tokens = self.features[index], self.tokens[index]
         target = features[:3].sum().sin()
         if self.container == "dict":
@@ -233,9 +238,7 @@ class Model(pl.LightningModule):
         self.log(f"{stage}_loss", loss, sync_dist=True, batch_size=size)
         if case.log_step or case.log_epoch:
             reduction = case.log_reduction
-            self.log(
-                f"{stage}_drawn", loss, sync_dist=case.log_synced, reduce_fx=reduction, batch_size=size, **steps
-            )
+            self.log(f"{stage}_drawn", loss, sync_dist=case.log_synced, reduce_fx=reduction, batch_size=size, **steps)
         if case.log_metric:
             self.metric(loss.detach(), size)
             self.log(f"{stage}_metric", self.metric, on_step=False, on_epoch=True, batch_size=size)
@@ -260,9 +263,7 @@ class Model(pl.LightningModule):
             self.manual_backward(loss / case.accumulate)
             if steps:
                 if case.clip is not None:
-                    self.clip_gradients(
-                        optimizer, gradient_clip_val=case.clip[1], gradient_clip_algorithm=case.clip[0]
-                    )
+                    self.clip_gradients(optimizer, gradient_clip_val=case.clip[1], gradient_clip_algorithm=case.clip[0])
                 optimizer.step()
                 optimizer.zero_grad()
             if len(optimizers) > 1:
@@ -281,6 +282,18 @@ class Model(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         index, features, tokens, _ = self.read(batch)
         return {"index": index, "value": self.net(features, tokens, 0)}
+
+    def setup(self, stage: str) -> None:
+        if self.injects("gradient"):
+            self._ddp_params_and_buffers_to_ignore = ["net.last.bias"]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.injects("hook") and _recorder is not None:
+            _recorder.hooks.pop()
+
+    def injects(self, fault: str) -> bool:
+        """Whether this process runs our side of a case with this fault."""
+        return self.case.fault == fault and type(self.trainer.strategy) is not StockDDPStrategy
 
     def edit(self) -> None:
         for parameter in self.net.last.parameters():
@@ -429,10 +442,12 @@ def loader(case: Case, kind: str, purpose: str) -> Any:
     training = purpose == "train"
     num_samples = case.num_samples if training else case.num_evaluation_samples
     dtype = torch.float64 if case.precision == "64-true" else torch.float32
-    samples = Samples(num_samples, case.container, dtype)
+    samples = Samples(num_samples, case.container, dtype, repeats_one=kind == "ours" and case.fault == "sample")
     if training and case.data == "iterable":
         num_less = case.batch_size if case.uneven else 0
-        return DataLoader(Stream(samples, case.world_size, num_less), batch_size=case.batch_size, drop_last=case.drop_last)
+        return DataLoader(
+            Stream(samples, case.world_size, num_less), batch_size=case.batch_size, drop_last=case.drop_last
+        )
     one = _map_loader(case, kind, samples, training)
     if training and case.data == "combined":
         # `dp_ext` splits a batch by the number of its samples, which must be the same in both of its parts.
