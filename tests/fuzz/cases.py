@@ -179,6 +179,9 @@ def possible(case: Case) -> Case:
         changes["callback"] = ""
     if case.data != "map" or case.max_steps != -1:
         changes |= {"val_check_interval": 1.0 if case.data == "iterable" else case.val_check_interval}
+    if spawned and {"fit", "resume"} & set(case.later):
+        # Lightning's `ddp` seeds the random generators again in each stage. Those of workers continue.
+        changes["blocks"] = tuple(block for block in changes.get("blocks", case.blocks) if block != "dropout")
     if case.data == "iterable":
         changes |= {"limit_train": 1.0 if isinstance(case.limit_train, float) else case.limit_train, "shuffle": False}
     if "batch_norm" in has and case.batch_size == 1:

@@ -121,7 +121,7 @@ def _compare(case: Case, ours: list[Outcome], theirs: list[Outcome], directory: 
         if is_spawned and stage not in ("fit", "resume"):
             # Workers of a later stage have no optimizers; the main process has those of `fit`.
             ranks = [{**rank, "optimizers": _ANY, "schedulers": _ANY} for rank in ranks]
-        # Each stage in workers makes its loaders again, which draws a seed for each.
+        # Lightning's `ddp` seeds the random generators again in each stage. Those of workers continue.
         draws_otherwise = is_spawned and number > 0
         if draws_otherwise:
             ranks = [{**rank, "random": _ANY} for rank in ranks]

@@ -2,7 +2,8 @@
 
     outcome = run(case, "ours", directory)  # "stock": Lightning's `ddp`; "one": one device on the whole batch
 
-Each rank writes what it has seen to a file at the end of each stage, `stage-STAGE.rank-RANK`: the state of the model, the optimizers, the schedulers, the random generators, the order of hooks, and the samples of each batch.
+Each rank writes a file at the end of each stage, `stage-STAGE.rank-RANK`: the state of the model, the optimizers, the
+schedulers, and the random generator; the order of hooks; the samples of each batch.
 """
 
 import os
