@@ -90,7 +90,8 @@ class EvenFetcher:
         return self
 
     def __next__(self) -> Any:
-        if self.done:
+        if self.done or (self.ends_with_own and self._ahead is None):
+            self.done = True
             raise StopIteration
         number = self.fetched + 1
         if self.num_own is None:
@@ -101,7 +102,10 @@ class EvenFetcher:
             item, batch = self._last if is_again else next(self.inner), Batch(number, is_shadow)
         self._last = item
         self.fetched = number
-        self.done = number >= self.agreed or (self.ends_with_own and batch.has_next is False)
+        # Lightning takes a limit for the length and draws no batch ahead. Where a stream is shorter than the limit, no
+        # batch is the last one, so Lightning drops the rest of the last window of accumulation.
+        is_last = self.ends_with_own and batch.has_next is False and self.inner.length is None
+        self.done = number >= self.agreed or is_last
         self.begin(batch)
         return item
 
