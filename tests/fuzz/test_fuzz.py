@@ -50,9 +50,9 @@ def test_a_fault_is_found_and_its_case_shrunk(pools: Pools, fault: str) -> None:
 
 
 def test_a_case_is_that_of_its_seed() -> None:
-    cases = [draw(strategy, seed) for strategy in NUM_SEEDS for seed in range(300)]
+    cases = [draw(strategy, seed) for strategy in NUM_SEEDS for seed in range(30)]
     assert cases == [draw(case.strategy, case.seed) for case in cases]
-    assert len({str(case) for case in cases}) > 1400
+    assert len({str(case) for case in cases}) > 140
     for case in cases:
         assert case == possible(case), case
         assert all(simpler != case for simpler in simplifications(case))
