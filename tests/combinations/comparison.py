@@ -1,0 +1,137 @@
+"""Decides whether a cell is right, refused, or wrong."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tests.combinations.cells import Cell, Failure
+from tests.combinations.features import closeness_of
+
+#: How far parameters may be from those of the reference, as a share of the way that these went in training.
+SHARES = {"rounded": 0.1, "lossy": 0.5}
+#: Statuses: "as alone": a refusal that is that of one device, or of Lightning's `ddp`, too.
+Status = Literal["right", "refused", "as alone", "wrong"]
+
+
+@dataclass
+class Verdict:
+    """Whether a cell is right.
+
+    Attributes:
+        status: See :data:`Status`.
+        text: The message of a refusal, or what is wrong.
+    """
+
+    status: Status
+    text: str = ""
+
+
+def judge(cell: Cell, outcomes: list[Any], reference: Any, stock: list[Any] | None = None) -> Verdict:
+    """Judges what the ranks of a cell observe, beside one device, and beside Lightning's `ddp` where that has run."""
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    if failures:
+        return _judge_failure(cell, failures, len(failures) == len(outcomes), reference, stock)
+    if isinstance(reference, Failure):
+        return Verdict("wrong", f"one device raises {reference.kind}: {reference.text}")
+    problems = _differences_of_ranks(cell, outcomes) or _differences(cell, outcomes, reference)
+    if not problems and stock is not None and not any(isinstance(each, Failure) for each in stock):
+        problems = [
+            f"rank {rank}: {name} differs from that of Lightning's `ddp`"
+            for rank, (ours, theirs) in enumerate(zip(outcomes, stock, strict=True))
+            for name, value in theirs["weights"].items()
+            if not torch.equal(value, ours["weights"][name])
+        ]
+    return Verdict("wrong", "; ".join(problems[:3])) if problems else Verdict("right")
+
+
+def _judge_failure(cell: Cell, failures: list[Failure], of_all: bool, reference: Any, stock: Any) -> Verdict:
+    first = next((failure for failure in failures if failure.kind != "ended"), failures[0])
+    ours = next((failure for failure in failures if failure.module.startswith("lightning_strategies_ext")), None)
+    if ours is not None:
+        return Verdict("refused", ours.text)
+    if isinstance(reference, Failure) and reference.kind == first.kind:
+        return Verdict("as alone", f"one device: {reference.kind}: {reference.text}")
+    for failure in stock or ():
+        if isinstance(failure, Failure) and failure.kind == first.kind:
+            return Verdict("as alone", f"Lightning's `ddp`: {failure.kind}: {failure.text}")
+    return Verdict("wrong", f"{first.kind} in {first.module}: {first.text or first.trace[-600:]}")
+
+
+def _differences_of_ranks(cell: Cell, outcomes: list[Any]) -> list[str]:
+    problems: list[str] = []
+    first = outcomes[0]
+    averages = any(name in cell for name in ("compression localsgd", "compression diloco"))
+    for rank, other in enumerate(outcomes[1:], 1):
+        for name, value in first["weights"].items():
+            if "running" not in name and not torch.equal(value, other["weights"][name]):
+                distance = (value.double() - other["weights"][name].double()).abs().max().item()
+                problems.append(f"ranks 0 and {rank} differ in {name} by {distance:.3g}")
+        if not averages and len(first["optimizers"]) == len(other["optimizers"]):
+            for ours, theirs in zip(first["optimizers"], other["optimizers"], strict=True):
+                if len(ours) != len(theirs) or not all(map(torch.equal, ours, theirs)):
+                    problems.append(f"ranks 0 and {rank} differ in the state of an optimizer")
+        for what in ("lrs", "steps", "metrics"):
+            if first[what] != other[what]:
+                problems.append(f"ranks 0 and {rank} differ in {what}: {first[what]} and {other[what]}")
+    return problems
+
+
+def _differences(cell: Cell, outcomes: list[Any], reference: dict[str, Any]) -> list[str]:
+    closeness, ours = closeness_of(cell), outcomes[0]
+    problems = [
+        f"{what}: {ours[what]}, one device: {reference[what]}" for what in ("steps",) if ours[what] != reference[what]
+    ]
+    if not torch.allclose(torch.tensor(ours["lrs"]), torch.tensor(reference["lrs"])):
+        problems.append(f"learning rates {ours['lrs']}, one device: {reference['lrs']}")
+    if ours["metrics"].keys() != reference["metrics"].keys():
+        problems.append(f"logs {sorted(ours['metrics'])}, one device {sorted(reference['metrics'])}")
+        return problems
+    if closeness != "exact":
+        way = _distance(reference["weights"], reference["before"])
+        share = _distance(ours["weights"], reference["weights"]) / way
+        if not share <= SHARES[closeness]:
+            problems.append(f"parameters are {share:.3g} of the way of training from those of one device")
+        return problems
+    problems += _unequal("", ours["weights"], reference["weights"])
+    problems += _unequal("the metric ", ours["metrics"], reference["metrics"])
+    for number, (state, expected) in enumerate(zip(ours["optimizers"], reference["optimizers"], strict=True)):
+        if len(state) != len(expected):
+            problems.append(f"the state of optimizer {number} has {len(state)} tensors, one device: {len(expected)}")
+        else:
+            problems += _unequal(
+                f"in the state of optimizer {number}: ", dict(enumerate(state)), dict(enumerate(expected))
+            )
+    for stage in ("validated", "tested"):
+        if stage in reference:
+            results, expected = (
+                {k: torch.tensor(v) for part in o[stage] for k, v in part.items()} for o in (ours, reference)
+            )
+            problems += (
+                _unequal(f"{stage} ", results, expected)
+                if results.keys() == expected.keys()
+                else [f"{stage}: {results}"]
+            )
+    if "predicted" in reference:
+        rows = [dict(each["predicted"]) for each in outcomes]
+        predicted = {index: row for part in rows for index, row in part.items()}
+        expected_rows = dict(reference["predicted"])
+        if predicted.keys() != expected_rows.keys():
+            problems.append(f"predictions of {sorted(predicted)}, one device: {sorted(expected_rows)}")
+        else:
+            problems += _unequal("prediction ", predicted, expected_rows)
+    return problems
+
+
+def _distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    parts = [(first[name].double() - second[name].double()).flatten() for name in first]
+    return torch.cat(parts).norm().item()
+
+
+def _unequal(what: str, ours: dict[Any, Tensor], expected: dict[Any, Tensor]) -> list[str]:
+    return [
+        f"{what}{name} differs by {(value.double() - expected[name].double()).abs().max().item():.3g}"
+        for name, value in ours.items()
+        if not torch.allclose(value.double(), expected[name].double(), rtol=1e-4, atol=2e-5)
+    ]

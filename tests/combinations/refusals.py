@@ -1,0 +1,57 @@
+"""Refusals that the documentation promises. Any other exception, and a cell here that trains, is wrong."""
+
+from dataclasses import dataclass
+
+from tests.combinations.features import BY_NAME, DDP, DP, HOROVOD
+
+#: Words with which a message names a way out.
+_WAYS_OUT = ("Leave", "leave", "Use", "use ", "Set ", "Give", "Pass", "Compile", "Write", "Build")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A feature, or two of them, that strategies refuse.
+
+    Attributes:
+        features: Their names.
+        text: A part of the message.
+        strategies: Names of the strategies; those under Fabric have "fabric " before it.
+    """
+
+    features: frozenset[str]
+    text: str
+    strategies: frozenset[str]
+
+    def is_in(self, strategy: str, cell: tuple[str, ...]) -> bool:
+        """Whether a cell has these features."""
+        return strategy in self.strategies and self.features <= set(cell)
+
+    def explains(self, message: str) -> bool:
+        """Whether a message is this refusal's, and names its features and a way out."""
+        named = [BY_NAME[name].named for name in self.features]
+        return (
+            self.text in message
+            and all(any(word in message for word in words) for words in named if words)
+            and any(word in message for word in _WAYS_OUT)
+        )
+
+
+def _refusal(text: str, *features: str, strategies: frozenset[str] = DDP) -> Refusal:
+    return Refusal(frozenset(features), text, strategies)
+
+
+_FABRIC_DDP = frozenset({"fabric ddp_ext"})
+REFUSALS = (
+    _refusal("`sync_batchnorm=True` needs GPUs", "SyncBatchNorm", strategies=DDP | HOROVOD),
+    _refusal("that `torch.compile` made", "compiled module", strategies=DP | HOROVOD),
+    *(
+        _refusal("DDP drops", f"compression {compression}", feature)
+        for compression in ("powersgd", "topk")
+        for feature in ("unused parameters", "alternating optimizers")
+    ),
+)
+
+
+def refusals_of(strategy: str, cell: tuple[str, ...]) -> list[Refusal]:
+    """Returns the refusals that a cell meets."""
+    return [refusal for refusal in REFUSALS if refusal.is_in(strategy, cell)]

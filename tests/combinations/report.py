@@ -1,0 +1,98 @@
+"""Writes ``docs/combinations.md`` from verdicts."""
+
+from collections import Counter
+from string import ascii_letters
+
+from tests.combinations.features import FEATURES
+from tests.combinations.table import ALL_PAIRS, STRATEGIES
+
+_TOP = """\
+# Combinations of features
+
+`make combinations` trains a small model with each feature and each pair of features, and writes this page. The model
+and the settings are in [`tests/combinations`](../tests/combinations/features.py). A cell compares two ranks (with
+`dp_ext`, two replicas) with one device that trains on the whole batches: parameters, states of optimizers, learning
+rates, logged metrics, results of `validate` and `test`, and predictions. Parameters of the ranks are bitwise equal.
+
+The comparison with one device allows for what a feature rounds or leaves out:
+
+| features | distance from the parameters of one device |
+| --- | --- |
+| bf16-mixed; compression bf16 and fp16; Horovod: fp16 | at most a tenth of the distance that training covers |
+| bf16-true; compression powersgd, localsgd and diloco; Horovod: adasum | at most half of it |
+| all others, `TopK(fraction=1.0)` too | rounding of float32 |
+
+A pair that cannot work is refused by one message, which names both features and a way out. "As alone" are exceptions
+of torch or Lightning that one device or Lightning's `ddp` raises in the same training.
+
+The launchers (`ddp_spawn_ext` and those after it) and Fabric have each feature alone, and the launchers also pairs that
+involve them.
+"""
+_MARKS = {"right": "·", "wrong": "!", "as alone": "="}
+
+
+def report(results: dict[str, dict[str, list[str]]]) -> str:
+    """Returns the page.
+
+    Args:
+        results: Of each strategy, of each cell (names joined by " + "), the status and the text of its verdict.
+    """
+    of_strategies = [strategy for strategy in STRATEGIES if strategy in results]
+    statuses = ("right", "refused", "as alone", "wrong")
+    lines = [_TOP, "## Summary", "", f"| strategy | cells | {' | '.join(statuses)} |", "| --- " * 6 + "|"]
+    for strategy in of_strategies:
+        counts = Counter(status for status, _ in results[strategy].values())
+        numbers = " | ".join(str(counts[status]) for status in statuses)
+        lines.append(f"| [`{strategy}`](#{strategy}) | {len(results[strategy])} | {numbers} |")
+    lines.append("")
+    for strategy in of_strategies:
+        lines += _section(strategy, results[strategy])
+    return "\n".join(lines)
+
+
+def _section(strategy: str, verdicts: dict[str, list[str]]) -> list[str]:
+    texts = dict.fromkeys(text for status, text in verdicts.values() if status in ("refused", "as alone"))
+    letters = dict(zip(texts, ascii_letters, strict=False))
+    lines = [f"## {strategy}", ""]
+    if strategy in ALL_PAIRS:
+        lines += [
+            "Column 0 is the feature alone. `·` is right, a letter is a message below.",
+            "",
+        ]
+        lines += ["```text", *_matrix(verdicts, letters), "```", ""]
+    else:
+        right = [name or "no feature" for name, (status, _) in verdicts.items() if status == "right"]
+        lines += [f"Right: {'; '.join(right)}.", ""]
+    for text, letter in letters.items():
+        cells = [name for name, verdict in verdicts.items() if verdict[1] == text]
+        kind = "As alone" if verdicts[cells[0]][0] == "as alone" else "Refused"
+        shown = "; ".join(cells[:6]) + (f"; {len(cells) - 6} more" if len(cells) > 6 else "")
+        lines += [f"**{letter}.** {kind}: {shown}.", "", "```text", *_wrapped(text), "```", ""]
+    wrong = [f"- **Wrong**: {name}: {text}" for name, (status, text) in verdicts.items() if status == "wrong"]
+    return [*lines, *wrong, *([""] if wrong else [])]
+
+
+def _matrix(verdicts: dict[str, list[str]], letters: dict[str, str]) -> list[str]:
+    names = [feature.name for feature in FEATURES if feature.name in verdicts]
+    width = max(map(len, names))
+    lines = [" " * (width + 4) + " ".join(f"{number:>2}" for number in range(len(names)))]
+    for number, name in enumerate(names):
+        marks = [_mark(verdicts.get(name), letters)]
+        marks += [_mark(verdicts.get(f"{other} + {name}"), letters) for other in names[:number]]
+        lines.append(f"{number + 1:>2}  {name:<{width}}" + " ".join(f"{mark:>2}" for mark in marks).rstrip())
+    return lines
+
+
+def _mark(verdict: list[str] | None, letters: dict[str, str]) -> str:
+    if verdict is None:
+        return ""
+    return letters.get(verdict[1], "?") if verdict[0] in ("refused", "as alone") else _MARKS[verdict[0]]
+
+
+def _wrapped(text: str) -> list[str]:
+    words, lines = text.split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 110:
+            lines.append("")
+        lines[-1] += f"{' ' if lines[-1] else ''}{word}"
+    return lines[:6]

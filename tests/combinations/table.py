@@ -1,0 +1,103 @@
+"""The table: which cells each strategy has, and their verdicts."""
+
+from collections.abc import Callable
+from itertools import zip_longest
+
+from tests.combinations.cells import Cell, run_cells
+from tests.combinations.comparison import Verdict, judge
+from tests.combinations.features import pairs, reference_of
+from tests.combinations.refusals import refusals_of
+
+#: Strategies with all pairs, and those whose launcher is what they add.
+ALL_PAIRS = ("ddp_ext", "dp_ext", "horovod_ext")
+LAUNCHED = (
+    *("ddp_spawn_ext", "ddp_fork_ext", "ddp_spawn_elastic_ext", "ddp_elastic_ext"),
+    *("ddp_ray_ext", "ddp_ray_elastic_ext"),
+)
+FABRIC = ("fabric ddp_ext", "fabric dp_ext", "fabric horovod_ext")
+STRATEGIES = (*ALL_PAIRS, *LAUNCHED, *FABRIC)
+#: What a launcher has to bring to ranks and back, or to repeat after a loss.
+OF_LAUNCHER = ("resume", "several stages", "EMA", "compiled submodule")
+
+
+def cells_of(strategy: str) -> list[Cell]:
+    """Returns the cells of a strategy: all pairs, or each feature alone and the pairs that involve the launcher."""
+    cells = pairs(strategy)
+    if strategy in ALL_PAIRS:
+        return cells
+    if strategy in FABRIC:
+        return [cell for cell in cells if len(cell) < 2]
+    kept = [cell for cell in cells if len(cell) < 2 or set(cell) <= {*OF_LAUNCHER, "accumulation", "schedulers"}]
+    return [cell for cell in kept if len(cell) < 2 or set(cell) & set(OF_LAUNCHER)]
+
+
+def name_of(cell: Cell) -> str:
+    """Returns the name of a cell in the tables."""
+    return " + ".join(cell)
+
+
+def reference_strategy(strategy: str) -> str:
+    """Returns what trains the references of a strategy."""
+    return "fabric one device" if strategy in FABRIC else "one device"
+
+
+def judged(
+    strategy: str,
+    cells: list[Cell],
+    references: dict[Cell, object],
+    fault: str | None = None,
+    with_stock: bool = False,
+    show: Callable[[str], None] = lambda _: None,
+) -> dict[Cell, Verdict]:
+    """Runs cells and returns their verdicts. Where a cell fails, Lightning's ``ddp`` runs it, too.
+
+    Args:
+        strategy: Its name.
+        cells: What is run.
+        references: What one device observes, by :func:`reference_of`.
+        fault: See :func:`.run_cells`.
+        with_stock: Whether Lightning's ``ddp`` runs all cells.
+        show: Called with the progress.
+    """
+    found = run_cells(strategy, cells, fault, show)
+    verdicts = {cell: judge(cell, found[cell], references[reference_of(cell)]) for cell in cells}
+    for cell, verdict in verdicts.items():
+        _check_refusal(strategy, cell, verdict)
+    if strategy in ("dp_ext", "horovod_ext", *FABRIC) or fault is not None:
+        return verdicts
+    for_stock = [
+        cell
+        for cell in cells
+        if (with_stock or verdicts[cell].status == "wrong")
+        and not any(name.startswith(("uneven", "compression", "buckets by trial")) for name in cell)
+    ]
+    stock = run_cells("ddp", for_stock, None, show)
+    for cell in for_stock:
+        verdicts[cell] = judge(cell, found[cell], references[reference_of(cell)], stock[cell])
+    return verdicts
+
+
+def _check_refusal(strategy: str, cell: Cell, verdict: Verdict) -> None:
+    """Makes a verdict wrong if the cell is refused and should not be, or is not and should be."""
+    expected = refusals_of(strategy, cell)
+    if verdict.status == "refused" and not any(refusal.explains(verdict.text) for refusal in expected):
+        verdict.status, verdict.text = "wrong", f"refused, and is not in `refusals.py`: {verdict.text}"
+    elif verdict.status == "right" and expected:
+        verdict.status, verdict.text = "wrong", f"trains, and is in `refusals.py`: {expected[0].text}"
+
+
+def fixed_part(strategy: str) -> list[Cell]:
+    """Returns cells that have each feature of a strategy once; of the launched ones, three of their own."""
+    if strategy in LAUNCHED:
+        return [("resume", "several stages"), ("accumulation", "EMA")]
+    names = [cell[0] for cell in cells_of(strategy) if len(cell) == 1]
+    if strategy in FABRIC:
+        return [(name,) for name in names]
+    known, half = set(cells_of(strategy)), (len(names) + 1) // 2
+    cells: list[Cell] = []
+    for name, other in zip_longest(names[:half], names[half:]):
+        if (name, other) in known:
+            cells.append((name, other))
+        else:
+            cells += [(each,) for each in (name, other) if each is not None]
+    return cells

@@ -1,0 +1,61 @@
+"""A fixed part of the table of combinations, with every feature and strategy. ``make combinations`` runs all cells."""
+
+import importlib.util
+
+import pytest
+
+from tests.combinations.cells import Cell, run_cells
+from tests.combinations.features import FEATURES, reference_of
+from tests.combinations.table import (
+    ALL_PAIRS,
+    STRATEGIES,
+    cells_of,
+    fixed_part,
+    judged,
+    name_of,
+    reference_strategy,
+)
+from tests.combinations.training import FAULTS
+
+pytestmark = pytest.mark.processes
+
+
+def verdicts_of(strategy: str, cells: list[Cell], fault: str | None = None) -> dict[str, tuple[str, str]]:
+    needed = list(dict.fromkeys(map(reference_of, cells)))
+    references = {cell: found[0] for cell, found in run_cells(reference_strategy(strategy), needed).items()}
+    return {name_of(cell): (v.status, v.text) for cell, v in judged(strategy, cells, references, fault).items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_feature_is_right_or_refused(strategy):
+    if "ray" in strategy and importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed (pip install 'lightning-strategies-ext[ray]')")
+    verdicts = verdicts_of(strategy, fixed_part(strategy))
+    assert {name: verdict for name, verdict in verdicts.items() if verdict[0] == "wrong"} == {}
+    assert any(status == "right" for status, _ in verdicts.values())
+
+
+def test_the_fixed_part_has_every_feature():
+    for strategy in ALL_PAIRS:
+        features = {feature.name for feature in FEATURES if strategy in feature.strategies}
+        assert {name for cell in fixed_part(strategy) for name in cell} == features
+        assert set(fixed_part(strategy)) <= set(cells_of(strategy))
+
+
+#: Of each closeness, and of what is compared beside parameters.
+SENSITIVE = [(), ("bf16-mixed",), ("EMA", "several stages"), ("manual optimization", "accumulation"), ("LBFGS",)]
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, "no exchange"])
+def test_cells_fail_if_gradients_are_wrong(fault):
+    verdicts = verdicts_of("ddp_ext", SENSITIVE, fault)
+    assert {name: status for name, (status, _) in verdicts.items() if status != "wrong"} == {}
+
+
+def test_a_lossy_cell_fails_if_ranks_differ():
+    averaged = ("compression localsgd", "compression diloco")  # their ranks' gradients differ anyway
+    lossy = [
+        f.name for f in FEATURES if f.closeness != "exact" and "ddp_ext" in f.strategies and f.name not in averaged
+    ]
+    verdicts = verdicts_of("ddp_ext", [(name,) for name in lossy], "ranks differ")
+    assert {name: status for name, (status, _) in verdicts.items() if status != "wrong"} == {}
