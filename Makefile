@@ -31,7 +31,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Bytecode is written whatever the environment says: hundreds of processes would compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all check check-tests names lint long conformance faults soak fuzz bench docs docs-look matrix dist clean
+.PHONY: demo test test-rest test-all check check-tests names lint long conformance faults soak fuzz bench docs docs-look matrix dist clean combinations
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -63,6 +63,11 @@ lint: $(VENV)/.installed-dev
 # Tests that take minutes of a core, most of it in processes of other packages.
 long: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 	$(VENV)/bin/pytest -m long
+
+# Every pair of features on every strategy, some twenty minutes of two cores; docs/combinations.md, which it writes.
+# Some of them: make combinations COMBINATIONS="--strategies dp_ext --only EMA"
+combinations: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+	$(RUN) -m tests.combinations $(COMBINATIONS) --report docs/combinations.md
 
 # All faults at all moments: hours. Some of them: make faults FAULTS="--strategies ddp_ext --every 10"
 faults: $(VENV)/.installed-dev $(VENV)/.installed-horovod names

@@ -3,7 +3,7 @@
 python -m tests.combinations --strategies ddp_ext --only EMA accumulation   # some cells
 python -m tests.combinations --strategies ddp_ext --fault "ranks differ"     # every cell has to fail
 
-Verdicts are kept in ``build/combinations.json``, strategy by strategy; ``--report`` reads them from there.
+Verdicts are kept in ``build/combinations``, a file per strategy; ``--report`` reads them from there.
 """
 
 import argparse
@@ -16,34 +16,35 @@ from pathlib import Path
 from tests.combinations.cells import Cell, run_cells
 from tests.combinations.features import reference_of
 from tests.combinations.report import report
-from tests.combinations.table import STRATEGIES, cells_of, judged, name_of, reference_strategy
+from tests.combinations.table import STRATEGIES, cells_of, fixed_part, judged, name_of, reference_strategy
 from tests.support.ranks import REPOSITORY
 
 #: Cells after which verdicts are kept.
 AT_ONCE = 60
-RESULTS = REPOSITORY / "build" / "combinations.json"
+RESULTS = REPOSITORY / "build" / "combinations"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.combinations", description=__doc__.partition("\n")[0])
     parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--only", nargs="+", help="cells that have one of these features")
-    parser.add_argument("--alone", action="store_true", help="each feature alone")
+    parser.add_argument("--fixed", action="store_true", help="the part that is a test")
     parser.add_argument("--missing", action="store_true", help="cells that have no verdict yet")
     parser.add_argument("--fault", help="what is wrong with gradients, so that cells have to fail")
     parser.add_argument("--stock", action="store_true", help="ddp_ext beside Lightning's `ddp`, bit by bit")
     parser.add_argument("--report", type=Path, help="the page that is written from the verdicts so far")
     arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.mkdir(parents=True, exist_ok=True)
     all_references: dict[str, dict[Cell, object]] = {}
     is_wrong = False
     for strategy in arguments.strategies:
         cells = [cell for cell in cells_of(strategy) if not arguments.only or set(cell) & set(arguments.only)]
-        cells = [cell for cell in cells if not arguments.alone or len(cell) < 2]
-        kept = results.setdefault(strategy, {})
+        cells = fixed_part(strategy) if arguments.fixed else cells
+        path = RESULTS / f"{strategy}.json"
+        kept = json.loads(path.read_text()) if path.exists() else {}
         if arguments.missing:
             cells = [cell for cell in cells if name_of(cell) not in kept]
-        elif arguments.fault is None and not (arguments.only or arguments.alone):
+        elif arguments.fault is None and not (arguments.only or arguments.fixed):
             kept.clear()
         start, counts = time.monotonic(), Counter[str]()
         for first in range(0, len(cells), AT_ONCE):
@@ -60,10 +61,10 @@ def main() -> None:
             print(f"{strategy}: {dict(counts)} in {time.monotonic() - start:.0f} s", flush=True)
             if arguments.fault is None:
                 kept |= {name_of(cell): [verdict.status, verdict.text] for cell, verdict in verdicts.items()}
-                RESULTS.parent.mkdir(exist_ok=True)
-                RESULTS.write_text(json.dumps(results, indent=1))
+                path.write_text(json.dumps(kept, indent=1))
         is_wrong |= counts["wrong"] > 0
     if arguments.report is not None:
+        results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
         arguments.report.write_text(report(results))
     sys.exit(int(is_wrong))
 

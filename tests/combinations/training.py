@@ -251,7 +251,8 @@ def train(setup: Setup, strategy: Any, devices: Any, directory: Path, fault: str
         directory: For checkpoints, the same on all ranks.
         fault: A key of :data:`FAULTS`.
     """
-    own = {"use_distributed_sampler": not any(flag.startswith("uneven") for flag in setup.flags)}
+    is_uneven = any(flag.startswith("uneven") for flag in setup.flags)
+    own = {"default_root_dir": directory, "use_distributed_sampler": not is_uneven}
 
     def trainer_with(*callbacks: Callback, **arguments: Any) -> pl.Trainer:
         made = [*(make() for make in setup.callbacks), *callbacks, *([_Fault(fault)] if fault else [])]
