@@ -4,6 +4,7 @@ found = run_cells("ddp_ext", [("EMA",), ("accumulation", "EMA")], directory)
 found["accumulation", "EMA"]  # of each rank: what it observes, or how it has failed
 """
 
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
 from lightning_strategies_ext import (
     DataParallelStrategy,
-    DDPElasticStrategy,
     DDPRayStrategy,
     DDPSpawnStrategy,
     DDPStrategy,
@@ -33,7 +33,7 @@ from tests.support.ranks import outcomes_of_ranks
 OURS = "lightning_strategies_ext"
 Cell = tuple[str, ...]
 #: Strategies of which each rank runs the function of a cell. The others start their processes themselves, or none.
-STARTED = ("ddp", "ddp_ext", "ddp_elastic_ext", "fabric ddp_ext")
+STARTED = ("ddp", "ddp_ext", "fabric ddp_ext")
 OVER_HOROVOD = ("horovod_ext", "fabric horovod_ext")
 
 
@@ -72,7 +72,6 @@ def make_strategy(name: str, arguments: dict[str, Any], fault: str | None) -> An
         "ddp_ext": DDPStrategy,
         "ddp_spawn_ext": DDPSpawnStrategy,
         "ddp_fork_ext": lambda **kwargs: DDPSpawnStrategy(start_method="fork", **kwargs),
-        "ddp_elastic_ext": DDPElasticStrategy,
         "ddp_spawn_elastic_ext": lambda **kwargs: DDPSpawnStrategy(elastic=True, **kwargs),
         "ddp_ray_ext": lambda **kwargs: DDPRayStrategy(num_workers=2, num_cpus_per_worker=0.5, **kwargs),
         "ddp_ray_elastic_ext": lambda **kwargs: DDPRayStrategy(
@@ -125,6 +124,9 @@ def run_all(strategy: str, cells: list[tuple[int, Cell]], directory: str, fault:
     """Runs cells in this rank, one after the other, and leaves what they give in files; ends after one that fails."""
     from lightning_strategies_ext.horovod.launch import Launch
 
+    if strategy not in (*STARTED, *OVER_HOROVOD):  # this process is no rank; it starts them, or has none
+        for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
     launch = Launch.find() if strategy in OVER_HOROVOD else None
     for number, cell in cells:
         outcome = run_one(strategy, cell, f"{directory}/checkpoints-{number}", fault)
@@ -136,8 +138,6 @@ def run_all(strategy: str, cells: list[tuple[int, Cell]], directory: str, fault:
 
 
 def _rank() -> int:
-    import os
-
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -52,17 +52,17 @@ def _judge_failure(cell: Cell, failures: list[Failure], of_all: bool, reference:
     if ours is not None:
         return Verdict("refused", ours.text)
     if isinstance(reference, Failure) and reference.kind == first.kind:
-        return Verdict("as alone", f"one device: {reference.kind}: {reference.text}")
+        return Verdict("as alone", f"one device: {reference.kind}: {reference.text[:200]}")
     for failure in stock or ():
         if isinstance(failure, Failure) and failure.kind == first.kind:
-            return Verdict("as alone", f"Lightning's `ddp`: {failure.kind}: {failure.text}")
+            return Verdict("as alone", f"Lightning's `ddp`: {failure.kind}: {failure.text[:200]}")
     return Verdict("wrong", f"{first.kind} in {first.module}: {first.text or first.trace[-600:]}")
 
 
 def _differences_of_ranks(cell: Cell, outcomes: list[Any]) -> list[str]:
     problems: list[str] = []
     first = outcomes[0]
-    averages = any(name in cell for name in ("compression localsgd", "compression diloco"))
+    averages = any(name in cell for name in ("compression localsgd", "compression diloco", "Horovod: adasum"))
     for rank, other in enumerate(outcomes[1:], 1):
         for name, value in first["weights"].items():
             if "running" not in name and not torch.equal(value, other["weights"][name]):

@@ -40,10 +40,10 @@ def _refusal(text: str, *features: str, strategies: frozenset[str] = DDP) -> Ref
     return Refusal(frozenset(features), text, strategies)
 
 
-_FABRIC_DDP = frozenset({"fabric ddp_ext"})
 REFUSALS = (
     _refusal("`sync_batchnorm=True` needs GPUs", "SyncBatchNorm", strategies=DDP | HOROVOD),
     _refusal("that `torch.compile` made", "compiled module", strategies=DP | HOROVOD),
+    _refusal("Use the Trainer", "Horovod: adasum", strategies=frozenset({"fabric horovod_ext"})),
     *(
         _refusal("DDP drops", f"compression {compression}", feature)
         for compression in ("powersgd", "topk")
