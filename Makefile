@@ -6,6 +6,7 @@
 #   make check      linters, types, and the tests that start no process
 #   make test-rest  the tests that make test leaves out
 #   make test-all   both: every test but those of make long
+#   make clients    other libraries, with Lightning's strategies and with ours
 #   make docs       builds the documentation site into build/site
 # All commands can be repeated; existing results are kept.
 
@@ -31,7 +32,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Bytecode is written whatever the environment says: hundreds of processes would compile the same modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-rest test-all check check-tests names lint long conformance faults soak fuzz bench docs docs-look matrix dist clean combinations
+.PHONY: demo test test-rest test-all check check-tests names lint long conformance faults soak fuzz bench docs docs-look matrix dist clean combinations clients
 
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
@@ -130,6 +131,22 @@ matrix: export TORCH := $(TORCH)
 matrix: export HOROVOD_OPTIONS := $(HOROVOD_OPTIONS)
 matrix: $(MATRIX)/nox/bin/nox
 	$< --envdir $(MATRIX) $(if $(CORNERS),--session $(CORNERS)) -- $(TESTS)
+
+# Other libraries train with Lightning's strategies and with ours, in an environment of their own, which takes 3 GB;
+# docs/other_libraries.md gets what they showed. Some of them: make clients PROGRAMS="command_line notebook".
+CLIENTS := build/clients/.venv
+PROGRAMS ?=
+clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python hatch_build.py
+	$(CLIENTS)/bin/python -m tests.clients --report docs/other_libraries.md $(PROGRAMS)
+
+$(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt tests/clients/constraints.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(CLIENTS)/bin/python -m pip freeze --exclude-editable | grep "^torch==" > build/clients/torch.txt
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint build/clients/torch.txt \
+		--constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt --editable ".[lightning,pytorch-lightning]"
+	touch $@
 
 $(MATRIX)/nox/bin/nox:
 	$(PYTHON) -m venv $(MATRIX)/nox

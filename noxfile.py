@@ -2,8 +2,7 @@
 
 Each session makes an environment of its own, builds Horovod, runs the whole test suite, writes its part of
 ``docs/versions.md`` and removes the environment, which takes up to 8 GB with the CUDA packages that torch brings along.
-The wheel has a session for each extra, which ``make matrix CORNERS=wheel`` runs after ``make dist``. Packages that
-others wrote for Lightning have one, ``make matrix CORNERS=packages``.
+The wheel has a session for each extra, which ``make matrix CORNERS=wheel`` runs after ``make dist``.
 """
 
 import os
@@ -45,12 +44,6 @@ TORCH_INDEX = os.environ.get("MATRIX_TORCH_INDEX")
 # Leaves environments in place, to look at what has failed in them.
 IS_KEEPING = bool(os.environ.get("MATRIX_KEEP"))
 HOROVOD_OPTIONS = os.environ.get("HOROVOD_OPTIONS", "--mpi").split()
-
-#: What `tests/packages` needs.
-PACKAGES = (
-    *("datasets", "finetuning-scheduler", "hydra-core", "mlflow", "optuna-integration[pytorch-lightning]"),
-    *("pytorch-forecasting", "torch-geometric", "torchdata", "transformers"),
-)
 
 nox.options.default_venv_backend = "venv"
 
@@ -155,19 +148,6 @@ def wheel(session: nox.Session, extra: str) -> None:
         session.install(f"lightning-strategies-ext[{extra}] @ {path.as_uri()}")
         with tempfile.TemporaryDirectory(prefix="wheel-") as directory, session.chdir(directory):
             session.run("python", str(check), extra)
-    finally:
-        if not IS_KEEPING:
-            shutil.rmtree(session.virtualenv.location, ignore_errors=True)
-
-
-@nox.session(python=find_python(CORNERS["default"].python) or False, default=False)
-def packages(session: nox.Session) -> None:
-    """What others wrote for Lightning."""
-    try:
-        install(session, CORNERS["default"])
-        session.install(CORNERS["default"].torch, LIGHTNING, PYTORCH_LIGHTNING, *PACKAGES)
-        session.run("python", "-m", "pytest", "-m", "long", "tests/packages", *session.posargs)
-        session.run("python", "-m", "pip", "list")
     finally:
         if not IS_KEEPING:
             shutil.rmtree(session.virtualenv.location, ignore_errors=True)

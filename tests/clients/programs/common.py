@@ -1,4 +1,4 @@
-"""What the programs have in common: each trains with the strategy that it is given, and says what came of it."""
+"""What the programs share. Each trains with the strategy that it is given, and prints its results as JSON."""
 
 import json
 import os
@@ -10,21 +10,27 @@ from torch import nn
 
 from tests.support.models import MLP, loader
 
-#: The strategy that the program is to train with; one device where Lightning chooses it.
+#: The strategy to train with; "auto" means one device.
 STRATEGY = os.environ.get("STRATEGY", "auto")
 DEVICES = 1 if STRATEGY == "auto" else 2
+#: Arguments for the Trainer that a library creates.
+DISTRIBUTION: dict[str, Any] = {"accelerator": "cpu", "devices": DEVICES, "strategy": STRATEGY}
+QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 def trainer(**kwargs: Any) -> pl.Trainer:
     """A Trainer with that strategy."""
-    kwargs.setdefault("enable_checkpointing", False)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(accelerator="cpu", devices=DEVICES, strategy=STRATEGY, **quiet, **kwargs)
+    return pl.Trainer(**{**DISTRIBUTION, **QUIET, "enable_checkpointing": False, **kwargs})
 
 
-def show(is_first: bool, **results: Any) -> None:
-    """Says, in the first process, what came of it."""
-    if is_first:
+def is_first() -> bool:
+    """Whether this is the process of rank 0, or the main process of workers."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def show(**results: Any) -> None:
+    """Prints results, in the first process."""
+    if is_first():
         print("RESULT", json.dumps(results), flush=True)
 
 

@@ -7,7 +7,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.lightning import LightningDataset
 from torch_geometric.nn import SAGEConv, global_mean_pool
 
-from tests.packages.programs.common import show, sums, trainer
+from tests.clients.programs.common import show, sums, trainer
 
 
 class Graphs(pl.LightningModule):
@@ -40,4 +40,4 @@ if __name__ == "__main__":
     model = Graphs()
     fitting = trainer(max_epochs=2)
     fitting.fit(model, datamodule=LightningDataset(graphs, batch_size=8, num_workers=1, pin_memory=False))
-    show(fitting.is_global_zero, weights=sums(model), loss=fitting.callback_metrics["loss_epoch"].item())
+    show(weights=sums(model), loss=fitting.callback_metrics["loss_epoch"].item())

@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.packages.programs.common import Classifier, show, sums, trainer
+from tests.clients.programs.common import Classifier, show, sums, trainer
 from tests.support.models import dataset
 
 
@@ -37,7 +37,6 @@ if __name__ == "__main__":
     is_first, whole = fit(None, enable_checkpointing=True, callbacks=[saving])
     _, resumed = fit("saved/epoch=0-step=3.ckpt")
     show(
-        is_first,
         weights=sums(whole),
         goes_on=bool(resumed.seen) and whole.seen[-len(resumed.seen) :] == resumed.seen,
         is_same=sums(whole) == sums(resumed),

@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 from finetuning_scheduler import FinetuningScheduler, FTSCheckpoint, FTSEarlyStopping
 
-from tests.packages.programs.common import STRATEGY, Classifier, show, sums, trainer
+from tests.clients.programs.common import STRATEGY, Classifier, show, sums, trainer
 
 if __name__ == "__main__":
     pl.seed_everything(1, verbose=False)
@@ -16,4 +16,4 @@ if __name__ == "__main__":
     )
     model = Classifier()
     fitting.fit(model)
-    show(fitting.is_global_zero, epochs=fitting.current_epoch, depth=scheduler.curr_depth, weights=sums(model))
+    show(epochs=fitting.current_epoch, depth=scheduler.curr_depth, weights=sums(model))

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification
 
-from tests.packages.programs.common import show, sums, trainer
+from tests.clients.programs.common import show, sums, trainer
 
 
 class Classifier(pl.LightningModule):
@@ -34,4 +34,4 @@ if __name__ == "__main__":
     fitting.fit(model, DataLoader(table.with_format("torch"), 4))
     weights = sums(model)
     outputs = fitting.predict(model, DataLoader(table.with_format("torch"), 4))
-    show(fitting.is_global_zero, weights=weights, output=type(outputs[0]).__name__)
+    show(weights=weights, output=type(outputs[0]).__name__)

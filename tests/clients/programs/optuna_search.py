@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import optuna
 from optuna_integration import PyTorchLightningPruningCallback
 
-from tests.packages.programs.common import Classifier, show, trainer
+from tests.clients.programs.common import Classifier, show, trainer
 
 
 def objective(trial: optuna.Trial) -> float:
@@ -24,7 +24,6 @@ if __name__ == "__main__":
     )
     study.optimize(objective, n_trials=5)
     show(
-        True,
         states=[trial.state.name for trial in study.trials],
         reported=[list(trial.intermediate_values.values()) for trial in study.trials],
     )

@@ -4,7 +4,7 @@ import hydra
 import lightning.pytorch as pl
 from omegaconf import DictConfig
 
-from tests.packages.programs.common import Classifier, show, sums, trainer
+from tests.clients.programs.common import Classifier, show, sums, trainer
 
 
 @hydra.main(version_base=None)
@@ -12,7 +12,7 @@ def main(config: DictConfig) -> None:
     pl.seed_everything(1, verbose=False)
     fitting, model = trainer(max_epochs=1), Classifier(config.lr)
     fitting.fit(model)
-    show(fitting.is_global_zero, lr=config.lr, weights=sums(model))
+    show(lr=config.lr, weights=sums(model))
 
 
 if __name__ == "__main__":

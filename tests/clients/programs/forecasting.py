@@ -6,7 +6,7 @@ import pandas as pd
 import torch
 from pytorch_forecasting import QuantileLoss, TemporalFusionTransformer, TimeSeriesDataSet
 
-from tests.packages.programs.common import DEVICES, STRATEGY, show, sums, trainer
+from tests.clients.programs.common import DEVICES, STRATEGY, show, sums, trainer
 
 if __name__ == "__main__":
     rng = np.random.default_rng(0)
@@ -40,4 +40,4 @@ if __name__ == "__main__":
         ),
         trainer_kwargs={"accelerator": "cpu", "strategy": STRATEGY, "devices": DEVICES, "logger": False},
     )
-    show(fitting.is_global_zero, weights=weights, is_tensor=isinstance(predicted, torch.Tensor))
+    show(weights=weights, is_tensor=isinstance(predicted, torch.Tensor))

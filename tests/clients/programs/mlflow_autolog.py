@@ -3,7 +3,7 @@
 import lightning.pytorch as pl
 import mlflow
 
-from tests.packages.programs.common import Classifier, show, trainer
+from tests.clients.programs.common import Classifier, show, trainer
 
 if __name__ == "__main__":
     mlflow.set_tracking_uri("sqlite:///runs.db")
@@ -16,7 +16,7 @@ if __name__ == "__main__":
         client = mlflow.MlflowClient()
         told = client.get_run(run.info.run_id)
         files = [file.path for file in client.list_artifacts(run.info.run_id)]
-        show(True, metrics=told.data.metrics, optimizer=told.data.params["optimizer_name"], files=files)
+        show(metrics=told.data.metrics, optimizer=told.data.params["optimizer_name"], files=files)
     else:
         mlflow.pytorch.autolog(disable=True)
         fitting.fit(Classifier())

@@ -1,0 +1,1 @@
+"""Programs that use libraries which build on Lightning; ``make clients`` runs them."""

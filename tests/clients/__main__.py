@@ -1,0 +1,220 @@
+"""``python -m tests.clients``: trains with other libraries, with Lightning's strategies and with ours, and compares.
+
+It writes the table in ``docs/other_libraries.md`` and fails if results differ, unless :mod:`.cases` expects it.
+"""
+
+import argparse
+import json
+import math
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.clients.cases import CASES, Case
+from tests.support.ranks import REPOSITORY, WITHOUT_MPI, run_command
+
+BEGIN, END = "<!-- written by `make clients` -->", "<!-- end of what is written -->"
+PROGRAMS = Path(__file__).parent / "programs"
+#: Relative difference of numbers that count as equal: `dp_ext` sums over the batch in another order than one device.
+TOLERANCE = 1e-3
+_LONGEST_REASON = 220
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one program printed with one strategy.
+
+    Attributes:
+        results: One for each time that it trained, or None if it failed.
+        problem: Last line of its output, if it failed.
+        output: All of its output.
+        seconds: How long it took.
+    """
+
+    results: list[dict[str, Any]] | None
+    problem: str
+    output: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a cell of the table contains, and whether it is as expected."""
+
+    text: str
+    is_expected: bool = True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__.splitlines()[0])
+    parser.add_argument("programs", nargs="*", metavar="program", help=f"all, or some of {', '.join(CASES)}")
+    parser.add_argument("--report", type=Path, help="page whose table is updated; other rows stay as they are")
+    options = parser.parse_args(arguments)
+    unknown = set(options.programs) - CASES.keys()
+    if unknown:
+        parser.error(f"there is no program {', '.join(sorted(unknown))}")
+    problems: list[str] = []
+    for name in options.programs or CASES:
+        missing = [package for package in CASES[name].packages if version_of(package) is None]
+        if missing:
+            problems.append(f"{name}: not installed: {', '.join(missing)}")
+            continue
+        row, failures = run_case(name, CASES[name])
+        problems += failures
+        if options.report:
+            write_row(options.report, name, row)
+    print("\n".join(problems) or "All results are as expected.")
+    return 1 if problems else 0
+
+
+def run_case(name: str, case: Case) -> tuple[list[str], list[str]]:
+    """Runs a program with all its strategies.
+
+    Returns:
+        The cells of its row, and what is not as expected.
+    """
+    runs = {strategy: run(name, strategy, case) for strategy in case.strategies}
+    verdicts = {strategy: judge(strategy, runs, case) for strategy in case.ours}
+    failures = []
+    for strategy, verdict in verdicts.items():
+        if not verdict.is_expected:
+            print(runs[strategy].output, flush=True)
+            failures.append(f"{name}, {strategy}: {verdict.text}")
+    versions = ", ".join(f"{package} {version_of(package)}" for package in case.packages)
+    stock = runs[case.stock]
+    trained = f"`{case.stock}`: " + ("trains" if stock.results is not None else f"fails: {stock.problem}")
+    ours = "; ".join(f"`{strategy}`: {verdict.text}" for strategy, verdict in verdicts.items())
+    return [versions, describe(name), trained, ours, case.notes], failures
+
+
+def run(name: str, strategy: str, case: Case) -> Run:
+    """Runs a program in a directory of its own, in processes that compute in one thread."""
+    begin = time.monotonic()
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "STRATEGY": strategy, **WITHOUT_MPI}
+    with tempfile.TemporaryDirectory(prefix="client-") as directory:
+        command = (sys.executable, str(PROGRAMS / f"{name}.py"), *case.arguments)
+        result = run_command(*command, env=environment, cwd=Path(directory))
+    seconds = time.monotonic() - begin
+    lines = result.stdout.splitlines()
+    results = [json.loads(line.partition("RESULT ")[2]) for line in lines if "RESULT " in line]
+    has_failed = result.returncode != 0 or not results
+    problem = find_error(lines) if has_failed else ""
+    print(f"{name}, {strategy}: {problem or 'trained'} ({seconds:.0f} s)", flush=True)
+    return Run(None if has_failed else results, problem, result.stdout, seconds)
+
+
+def find_error(lines: Sequence[str]) -> str:
+    """The first sentence of the last line of a program's output that names an exception."""
+    named = [line.partition("]: ")[2] if line.startswith("[rank") else line for line in lines]
+    named = [line.strip() for line in named if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    line = (named or [line.strip() for line in lines if line.strip()] or ["it printed nothing"])[-1]
+    line = line.partition(". ")[0].replace("|", "\\|").replace(str(REPOSITORY), ".")
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
+
+
+def judge(strategy: str, runs: Mapping[str, Run], case: Case) -> Verdict:
+    """Compares a strategy of ours with its reference: Lightning's, or one device for ``dp_ext``."""
+    ours, reference = runs[strategy], runs[case.reference(strategy)]
+    expected = case.exceptions.get(strategy)
+    if ours.results is None:
+        if expected is not None and expected in ours.output:
+            return Verdict(f"refuses: {ours.problem}")
+        return Verdict(f"fails: {ours.problem}", is_expected=False)
+    if reference.results is None:
+        return Verdict("trains", expected is None)
+    is_whole = False
+    pairs = []
+    for result, other in zip(ours.results, reference.results, strict=False):
+        left_out = set(case.left_out)
+        if are_half(other.get("predictions"), result.get("predictions")):
+            is_whole = True
+            left_out.add("predictions")
+        pairs.append([{key: one[key] for key in one.keys() - left_out} for one in (result, other)])
+    difference = max(number for pair in pairs for number in differences(*pair))
+    if len(ours.results) != len(reference.results):
+        return Verdict(f"{len(ours.results)} results, not {len(reference.results)}", is_expected=False)
+    if difference > TOLERANCE:
+        reason = f", since {expected}" if expected else ""
+        return Verdict(f"differs by {difference:.1g}{reason}", expected is not None)
+    text = "same" if difference == 0 else f"same to {difference:.0e}"
+    return Verdict(text + (", and all predictions in order" if is_whole else ""), expected is None)
+
+
+def are_half(stock: Any, whole: Any) -> bool:
+    """Whether a rank's predictions are every second one of all; libraries may fill up the others with NaN."""
+    if not isinstance(stock, list) or not isinstance(whole, list):
+        return False
+    own = [row for row in stock if not is_nan(row)]
+    return len(own) < len(whole) and own == whole[::2]
+
+
+def is_nan(row: Any) -> bool:
+    """Whether a prediction, or the first number of it, is NaN."""
+    while isinstance(row, list):
+        row = row[0]
+    return isinstance(row, float) and math.isnan(row)
+
+
+def differences(ours: Any, theirs: Any) -> Iterator[float]:
+    """Relative differences of all numbers; infinity where anything else differs."""
+    yield 0.0
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        for key, value in ours.items():
+            yield from differences(value, theirs[key])
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for value, other in zip(ours, theirs, strict=True):
+            yield from differences(value, other)
+    elif isinstance(ours, float) and isinstance(theirs, float):
+        if not (math.isnan(ours) and math.isnan(theirs)):
+            difference = abs(ours - theirs) / max(1.0, abs(theirs))
+            yield math.inf if math.isnan(difference) else difference
+    elif ours != theirs:
+        yield math.inf
+
+
+def describe(name: str) -> str:
+    """What a program does: its docstring, without the library's name."""
+    first = (PROGRAMS / f"{name}.py").read_text().splitlines()[0].strip('"')
+    return first.partition(": ")[2].rstrip(".")
+
+
+def write_row(page: Path, name: str, row: Sequence[str]) -> None:
+    """Writes a program's row into the table, which stays sorted; the other rows stay as they are."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    table, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{page} lacks the lines {BEGIN!r} and {END!r}, between which the table goes")
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("| `")}
+    rows[f"`{name}`"] = f"| {' | '.join([f'`{name}`', *row])} |"
+    day = datetime.now(timezone.utc).date()
+    where = (
+        f"Last run: {day}, torch {torch.__version__}, lightning {version_of('lightning')}, pytorch-lightning "
+        f"{version_of('pytorch-lightning')}, Python {platform.python_version()}, two ranks on CPU."
+    )
+    columns = ("program", "library", "what it does", "stock", "ours", "notes")
+    lines = [where, "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    lines += [rows[key] for key in sorted(rows)]
+    page.write_text("\n".join([f"{before}{BEGIN}\n", *lines, f"\n{END}{after}"]))
+
+
+def version_of(package: str) -> str | None:
+    """Its version, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

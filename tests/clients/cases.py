@@ -1,0 +1,89 @@
+"""The programs: the libraries that each uses, the strategies that it runs with, and what is expected of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of ``tests/clients/programs``.
+
+    Attributes:
+        packages: Distributions whose versions the table shows.
+        notes: For users of the library; the last cell of the row.
+        ours: Strategies that are compared: ``dp_ext`` with one device, the others with ``stock``.
+        stock: Lightning's strategy.
+        exceptions: By strategy, a part of the error that is expected, or the reason why results differ.
+        left_out: Results that are not compared.
+        arguments: For the command line of the program.
+    """
+
+    packages: tuple[str, ...]
+    notes: str = ""
+    ours: tuple[str, ...] = ("ddp_ext", "ddp_spawn_ext", "dp_ext")
+    stock: str = "ddp"
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def strategies(self) -> list[str]:
+        """All that the program runs with."""
+        one_device = ["auto"] if "dp_ext" in self.ours else []
+        return [self.stock, *one_device, *self.ours]
+
+    def reference(self, strategy: str) -> str:
+        """The strategy whose results are those of ``strategy``."""
+        return "auto" if strategy == "dp_ext" else self.stock
+
+
+CASES = {
+    "chemprop_molecules": Case(
+        ("chemprop",), "A batch is one graph: `dp_ext` needs `scatter=`.", exceptions={"dp_ext": "cannot be split"}
+    ),
+    "command_line": Case(("jsonargparse",), "With `lightning.pytorch` and with `pytorch_lightning`."),
+    "darts_nbeats": Case(
+        ("u8darts",),
+        "Imports `pytorch_lightning`. Installed without its extra `torch`, which asks for an older Lightning.",
+    ),
+    "finetuning": Case(
+        ("finetuning-scheduler",),
+        "Needs `FinetuningScheduler(allow_untested=True)`. Weights are not compared: Lightning's `ddp` does not exchange "
+        "what is unfrozen.",
+        left_out=("weights",),
+    ),
+    "forecasting": Case(("pytorch-forecasting",)),
+    "geometric": Case(
+        ("torch-geometric",),
+        "A batch is one graph: `dp_ext` needs `scatter=`.",
+        exceptions={"dp_ext": "cannot be split"},
+    ),
+    "hydra_sweep": Case(("hydra-core",), arguments=("--multirun", "+lr=0.05,0.1")),
+    "loggers": Case(("tensorboard",)),
+    "metric_learning": Case(("pytorch-metric-learning",), ours=("ddp_ext", "ddp_spawn_ext")),
+    "mlflow_autolog": Case(("mlflow",)),
+    "neuralforecast_nhits": Case(
+        ("neuralforecast",),
+        "Imports `pytorch_lightning`. With `ddp` and `ddp_ext`, `predict` gives rank 0's forecasts and fills up with "
+        "NaN; `ddp_spawn_ext` gives all.",
+        exceptions={"dp_ext": "the step draws its windows at random, in each replica"},
+    ),
+    "notebook": Case(
+        ("nbclient", "ipykernel"), stock="ddp_notebook", ours=("ddp_notebook_ext", "ddp_spawn_ext", "dp_ext")
+    ),
+    "optuna_search": Case(
+        ("optuna", "optuna-integration"),
+        "With `ddp` and `ddp_ext`, each rank would run the search.",
+        stock="ddp_spawn",
+        ours=("ddp_spawn_ext", "ddp_fork_ext", "dp_ext"),
+    ),
+    "rl4co_tsp": Case(("rl4co",), ours=("ddp_ext", "ddp_spawn_ext")),
+    "scvi_autoencoder": Case(
+        ("scvi-tools",),
+        "Use the names with `_find_unused_parameters_true`, as its documentation does for `ddp`.",
+        exceptions={"dp_ext": "is given a number by each replica"},
+    ),
+    "stateful_loader": Case(("torchdata",)),
+    "tabular_category": Case(("pytorch-tabular",), "Imports `pytorch_lightning`."),
+    "transformers_bert": Case(("transformers", "datasets")),
+}
