@@ -48,8 +48,8 @@ CASES = {
     ),
     "finetuning": Case(
         ("finetuning-scheduler",),
-        "Needs `FinetuningScheduler(allow_untested=True)`. Weights are not compared: Lightning's `ddp` does not exchange "
-        "what is unfrozen.",
+        "Needs `FinetuningScheduler(allow_untested=True)`. Weights are not compared, since Lightning's `ddp` does not "
+        "exchange what is unfrozen.",
         left_out=("weights",),
     ),
     "forecasting": Case(("pytorch-forecasting",)),
@@ -57,6 +57,9 @@ CASES = {
         ("torch-geometric",),
         "A batch is one graph: `dp_ext` needs `scatter=`.",
         exceptions={"dp_ext": "cannot be split"},
+    ),
+    "gluonts_deepar": Case(
+        ("gluonts",), "Reads a stream: each rank draws its own samples.", ours=("ddp_ext", "ddp_spawn_ext")
     ),
     "hydra_sweep": Case(("hydra-core",), arguments=("--multirun", "+lr=0.05,0.1")),
     "loggers": Case(("tensorboard",)),
