@@ -83,10 +83,15 @@ CASES = {
     "rl4co_tsp": Case(("rl4co",), ours=("ddp_ext", "ddp_spawn_ext")),
     "scvi_autoencoder": Case(
         ("scvi-tools",),
-        "Use the names with `_find_unused_parameters_true`, as its documentation does for `ddp`.",
+        "Use the names with `_find_unused_parameters_true`, as its documentation does. With `ddp_spawn_ext`, set "
+        "`scvi.settings.seed` at the top of the script, which workers import: they split the cells.",
         exceptions={"dp_ext": "is given a number by each replica"},
     ),
     "stateful_loader": Case(("torchdata",)),
-    "tabular_category": Case(("pytorch-tabular",), "Imports `pytorch_lightning`."),
+    "tabular_category": Case(
+        ("pytorch-tabular",),
+        "Imports `pytorch_lightning`.",
+        exceptions={"dp_ext": "BatchNorm sees each replica's part of the batch"},
+    ),
     "transformers_bert": Case(("transformers", "datasets")),
 }

@@ -4,8 +4,9 @@ import scvi
 
 from tests.clients.programs.common import DISTRIBUTION, STRATEGY, is_first, show, sums
 
+scvi.settings.seed = 1  # here, so that spawned workers have it too, in which the library splits the cells
+
 if __name__ == "__main__":
-    scvi.settings.seed = 1
     cells = scvi.data.synthetic_iid(batch_size=100, n_genes=30)
     scvi.model.SCVI.setup_anndata(cells, batch_key="batch")
     model = scvi.model.SCVI(cells, n_hidden=16, n_latent=4)
