@@ -4,7 +4,7 @@ from collections import Counter
 from string import ascii_letters
 
 from tests.combinations.features import FEATURES
-from tests.combinations.table import ALL_PAIRS, STRATEGIES
+from tests.combinations.table import ALL_PAIRS, STRATEGIES, cells_of
 
 _TOP = """\
 # Combinations of features
@@ -39,11 +39,18 @@ def report(results: dict[str, dict[str, list[str]]]) -> str:
     """
     of_strategies = [strategy for strategy in STRATEGIES if strategy in results]
     statuses = ("right", "refused", "as alone", "wrong")
-    lines = [_TOP, "## Summary", "", f"| strategy | cells | {' | '.join(statuses)} |", "| --- " * 6 + "|"]
+    lines = [
+        _TOP,
+        "## Summary",
+        "",
+        f"| strategy | cells that were run, of all | {' | '.join(statuses)} |",
+        "| --- " * 6 + "|",
+    ]
     for strategy in of_strategies:
         counts = Counter(status for status, _ in results[strategy].values())
         numbers = " | ".join(str(counts[status]) for status in statuses)
-        lines.append(f"| [`{strategy}`](#{strategy}) | {len(results[strategy])} | {numbers} |")
+        numbers = f"{len(results[strategy])} of {len(cells_of(strategy))} | {numbers}"
+        lines.append(f"| [`{strategy}`](#{strategy.replace(' ', '-')}) | {numbers} |")
     lines.append("")
     for strategy in of_strategies:
         lines += _section(strategy, results[strategy])
@@ -56,10 +63,10 @@ def _section(strategy: str, verdicts: dict[str, list[str]]) -> list[str]:
     lines = [f"## {strategy}", ""]
     if strategy in ALL_PAIRS:
         lines += [
-            "Column 0 is the feature alone. `·` is right, a letter is a message below.",
+            "Column 0 is the feature alone. `·` is right, `!` is wrong, a letter is a message below. A blank pair excludes itself or was not run.",
             "",
         ]
-        lines += ["```text", *_matrix(verdicts, letters), "```", ""]
+        lines += ["```text", *_matrix(strategy, verdicts, letters), "```", ""]
     else:
         right = [name or "no feature" for name, (status, _) in verdicts.items() if status == "right"]
         lines += [f"Right: {'; '.join(right)}.", ""]
@@ -72,8 +79,8 @@ def _section(strategy: str, verdicts: dict[str, list[str]]) -> list[str]:
     return [*lines, *wrong, *([""] if wrong else [])]
 
 
-def _matrix(verdicts: dict[str, list[str]], letters: dict[str, str]) -> list[str]:
-    names = [feature.name for feature in FEATURES if feature.name in verdicts]
+def _matrix(strategy: str, verdicts: dict[str, list[str]], letters: dict[str, str]) -> list[str]:
+    names = [feature.name for feature in FEATURES if strategy in feature.strategies]
     width = max(map(len, names))
     lines = [" " * (width + 4) + " ".join(f"{number:>2}" for number in range(len(names)))]
     for number, name in enumerate(names):
