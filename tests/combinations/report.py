@@ -63,7 +63,8 @@ def _section(strategy: str, verdicts: dict[str, list[str]]) -> list[str]:
     lines = [f"## {strategy}", ""]
     if strategy in ALL_PAIRS:
         lines += [
-            "Column 0 is the feature alone. `·` is right, `!` is wrong, a letter is a message below. A blank pair excludes itself or was not run.",
+            "Column 0 is the feature alone. `·` is right, `!` is wrong, a letter is a message below."
+            " A blank pair excludes itself or was not run.",
             "",
         ]
         lines += ["```text", *_matrix(strategy, verdicts, letters), "```", ""]
