@@ -23,10 +23,5 @@ if __name__ == "__main__":
     )
     model.fit(series)
     weights = sums(model.model)
-    try:
-        forecasts = model.predict(n=6, series=series)
-        predictions = [float(value) for forecast in forecasts for value in forecast.values().flatten()]
-    except Exception as error:
-        show(weights=weights, predictions=f"{type(error).__name__}: {error}")
-    else:
-        show(weights=weights, predictions=predictions)
+    forecasts = model.predict(n=6, series=series)
+    show(weights=weights, predictions=[forecast.values().flatten().astype(float).tolist() for forecast in forecasts])
