@@ -123,7 +123,7 @@ class Commit:
             torch.distributed.DistBackendError: If an exchange between GPUs was cut off, and with it the state.
         """
         # Users' hooks are called here, which may wait for other ranks. After the totals nothing does.
-        checkpoint = trainer_stages.dump_checkpoint(trainer)
+        checkpoint = trainer_stages.dump_commit(trainer)
         totals = Totals.of(trainer, collectives)
         found: list[Tensor] = []
         slots: list[Slot] = []
