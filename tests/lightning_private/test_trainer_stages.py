@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.tuner import Tuner
+from lightning_utilities.core.imports import RequirementCache
 
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_signals, trainer_stages
+from tests.lightning_private.trainers import single_process_trainer
 from tests.support.models import MLP, fit, loader, make_trainer, state_of
 from tests.support.ranks import run_ranks
 
@@ -291,3 +295,42 @@ def test_a_trainer_that_is_torn_down_has_given_back_its_signal_handlers_and_load
     trainer_stages.tear_down(trainer)
     assert signal.getsignal(signal.SIGTERM) == handler
     assert trainer.fit_loop._data_fetcher is None
+
+
+class CommitsAt(Callback):
+    """Notes a commit, and the settings beside it, after the given batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.noted: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            self.noted = trainer_stages.dump_commit(trainer), trainer_stages.settings_of(trainer)
+
+
+@pytest.mark.skipif(not RequirementCache("lightning>=2.6"), reason="Lightning 2.5 has no WeightAveraging")
+def test_a_commit_has_what_the_states_of_callbacks_lack() -> None:
+    averaging: Any = callbacks.EMAWeightAveraging(update_starting_at_epoch=0)
+    commits = CommitsAt(2)
+    trainer = single_process_trainer(callbacks=[averaging, commits], limit_train_batches=4)
+    trainer.fit(MLP(), loader())
+    assert commits.noted is not None
+    _, settings = commits.noted
+    before = settings["callbacks"][trainer.callbacks.index(averaging)]
+    assert before.keys() == {"_latest_update_epoch"}
+    assert before["_latest_update_epoch"] != averaging._latest_update_epoch
+    trainer_stages.apply_settings(trainer, settings)
+    assert averaging._latest_update_epoch == before["_latest_update_epoch"]
+
+
+def test_a_commit_has_no_state_of_spike_detection_which_cannot_be_loaded(tmp_path: Path) -> None:
+    spikes: Any = SpikeDetection(warmup=1, exclude_batches_path=str(tmp_path / "excluded.json"))
+    commits = CommitsAt(2)
+    trainer = single_process_trainer(callbacks=[spikes, commits], limit_train_batches=4)
+    trainer.fit(MLP(), loader())
+    assert commits.noted is not None
+    commit, settings = commits.noted
+    assert spikes.state_key not in commit["callbacks"]
+    noted = settings["callbacks"][trainer.callbacks.index(spikes)]
+    assert {"running_mean", "bad_batches"} <= noted.keys()
