@@ -120,7 +120,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         if not isinstance(asked_for, (BFloat16, Float16, NoneType)):
             raise ValueError(
                 f"`compression={compression!r}` keeps something from step to step that belongs into checkpoints and"
-                " needs the optimizers. Fabric's strategy has 'bf16' and 'fp16'; the Trainer's has all."
+                " needs the optimizers. Use 'bf16' or 'fp16' under Fabric, or the Trainer's strategy, which has all."
             )
         self._gradient_sync = GradientSync(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, compression=asked_for)
         self._gradient_sync.check_goes_with(kwargs)

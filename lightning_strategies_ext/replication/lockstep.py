@@ -97,6 +97,7 @@ class Seat:
             raise RuntimeError(
                 f"{name} was asked for by a replica outside of its step, as the recomputation of a checkpointed"
                 " activation does, or a hook that runs in the backward pass. Replicas can meet only within their step."
+                " Leave it out of what is checkpointed and of such hooks, or use `strategy='ddp_ext'`."
             )
         self.is_meeting = True
         try:

@@ -207,7 +207,8 @@ def check_can_be_replicated(module: Module, num_replicas: int) -> None:
     if num_replicas == 1:
         return
     for part in modules_to_copy(module):
-        if isinstance(part, torch._dynamo.OptimizedModule):
+        # `part.compile()` keeps the compiled call in an attribute (torch 2.5 to 2.13), which replicas would share.
+        if isinstance(part, torch._dynamo.OptimizedModule) or getattr(part, "_compiled_call_impl", None) is not None:
             raise ValueError(_refusal(part, "is compiled: its compiled code computes with the module's own weights"))
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(_refusal(part, "is a ScriptModule, of which torch makes no replicas that compute alone"))

@@ -385,7 +385,7 @@ def forward_of_whole_batch(original: Module, context: ReplicaContext) -> Callabl
                 " samples. Statistics of the whole batch need a row per sample. Leave `sync_batchnorm` out."
             )
         return context.meet(  # type: ignore[no-any-return]
-            type(original).__name__, act, tensor, of_part=True, touches_weights=False
+            f"{type(original).__name__} (`sync_batchnorm=True`)", act, tensor, of_part=True, touches_weights=False
         )
 
     return forward

@@ -252,6 +252,8 @@ def check_ddp_kwargs(ddp_kwargs: dict[str, Any], *, may_search: bool = False) ->
     cap = ddp_kwargs.get("bucket_cap_mb")
     if cap is None or (cap == AUTO and may_search):
         return
+    if cap == AUTO:
+        raise ValueError(f"`bucket_cap_mb={AUTO!r}`: only the Trainer's `fit` tries sizes. Set a number of mebibytes.")
     if not isinstance(cap, (int, float)):
         by_name = f" or {AUTO!r}" if may_search else ""
         raise TypeError(f"`bucket_cap_mb` must be a number (mebibytes){by_name}, got {cap!r}.")

@@ -185,7 +185,7 @@ FEATURES = (
 UNDER_FABRIC = frozenset(
     {
         *("accumulation", "two optimizers", "static graph", "unused parameters", "no bucket views"),
-        *("compression bf16", "compression fp16"),
+        *("buckets by trial", "compression bf16", "compression fp16", "compression powersgd"),
         *("clipping by norm", "clipping by value", "bf16-mixed", "bf16-true", "64-true"),
         *("compiled module", "compiled submodule", "checkpointed activations", "LBFGS", "schedulers"),
         *("sparse embedding", "iterable data", "replicas at once"),

@@ -43,6 +43,10 @@ def _refusal(text: str, *features: str, strategies: frozenset[str] = DDP) -> Ref
 REFUSALS = (
     _refusal("`sync_batchnorm=True` needs GPUs", "SyncBatchNorm", strategies=DDP | HOROVOD),
     _refusal("that `torch.compile` made", "compiled module", strategies=DP | HOROVOD),
+    _refusal("is compiled: its compiled code", "compiled submodule", strategies=DP | {"fabric dp_ext"}),
+    _refusal("outside of its step", "SyncBatchNorm", "checkpointed activations", strategies=DP),
+    _refusal("only the Trainer's `fit` tries", "buckets by trial", strategies=frozenset({"fabric ddp_ext"})),
+    _refusal("keeps something from step to step", "compression powersgd", strategies=frozenset({"fabric ddp_ext"})),
     _refusal("Use the Trainer", "Horovod: adasum", strategies=frozenset({"fabric horovod_ext"})),
     *(
         _refusal("DDP drops", f"compression {compression}", feature)

@@ -257,6 +257,11 @@ def test_a_batch_size_finder_is_refused_with_the_ways_to_find_a_size(strategy: s
         make_trainer(strategy, callbacks=[BatchSizeFinder()]).fit(MLP(), loader())
 
 
+def test_fabric_refuses_to_try_sizes_of_buckets() -> None:
+    with pytest.raises(ValueError, match=r"`bucket_cap_mb='auto'`: only the Trainer's `fit` tries.*Set a number"):
+        FabricDDPStrategy(bucket_cap_mb="auto")
+
+
 class Silent(MLP):
     """Logs nothing: torch 2.13 cannot compile a step that does, on one device either."""
 

@@ -124,6 +124,13 @@ class HasCompiledPart(MLP):
         return torch.compile(super().make_net(), backend="eager")
 
 
+class HasPartCompiledInPlace(MLP):
+    def make_net(self):
+        net = super().make_net()
+        net.compile(backend="eager")
+        return net
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("make_model", "message"),
@@ -131,9 +138,10 @@ class HasCompiledPart(MLP):
         (Lazy, "LazyLinear has parameters without a shape"),
         (Scripted, "ScriptModule"),
         (HasCompiledPart, "OptimizedModule is compiled.*Use `devices=1`"),
+        (HasPartCompiledInPlace, "Sequential is compiled.*Use `devices=1`"),
         (FetchesItself, r"Write `training_step\(self, batch, batch_idx\)`"),
     ],
-    ids=["lazy", "scripted", "compiled part", "dataloader_iter"],
+    ids=["lazy", "scripted", "compiled part", "part compiled in place", "dataloader_iter"],
 )
 def test_modules_that_cannot_be_replicated_are_refused_before_training(make_model, message):
     trainer = make_trainer("dp_ext", devices=2)
