@@ -40,6 +40,8 @@ def _refusal(text: str, *features: str, strategies: frozenset[str] = DDP) -> Ref
     return Refusal(frozenset(features), text, strategies)
 
 
+_COMPRESSIONS = tuple(f"compression {name}" for name in ("bf16", "fp16", "powersgd", "topk", "localsgd", "diloco"))
+
 REFUSALS = (
     _refusal("`sync_batchnorm=True` needs GPUs", "SyncBatchNorm", strategies=DDP | HOROVOD),
     _refusal("that `torch.compile` made", "compiled module", strategies=DP | HOROVOD),
@@ -48,6 +50,14 @@ REFUSALS = (
     _refusal("only the Trainer's `fit` tries", "buckets by trial", strategies=frozenset({"fabric ddp_ext"})),
     _refusal("keeps something from step to step", "compression powersgd", strategies=frozenset({"fabric ddp_ext"})),
     _refusal("Use the Trainer", "Horovod: adasum", strategies=frozenset({"fabric horovod_ext"})),
+    *(
+        _refusal("tries buckets of several sizes", "buckets by trial", feature)
+        for feature in (*_COMPRESSIONS, "uneven inputs: stop", "uneven inputs: join")
+    ),
+    *(
+        _refusal("averages the models of all", f"compression {compression}", "uneven inputs: join")
+        for compression in ("localsgd", "diloco")
+    ),
     *(
         _refusal("DDP drops", f"compression {compression}", feature)
         for compression in ("powersgd", "topk")
