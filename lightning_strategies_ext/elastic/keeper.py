@@ -9,7 +9,6 @@ would have to be cleaned. Its socket has a random address, which a file in the u
 take it first. Both ends of a connection compare users. Linux only.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -173,6 +172,8 @@ def _serve(path: str, agent_pid: int, agent_start: float) -> None:
         agent_pid: See :attr:`Job.agent`.
         agent_start: See :attr:`Job.agent_start`.
     """
+    import fcntl  # not on Windows, where this module can be imported
+
     with suppress(OSError, psutil.NoSuchProcess), open(path, "a+b", opener=_for_this_user) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         agent = os.pidfd_open(agent_pid)
