@@ -69,13 +69,13 @@ def own_connection(store: dist.Store) -> dist.Store:
 def serve_store(
     host: str, port: int = 0, num_clients: int | None = None, timeout: timedelta | None = None
 ) -> dist.TCPStore:
-    """A key-value store of this process, which listens at one address of its host; torch's own listens at all of them.
+    """Serves a key-value store at one address of this host; a store that torch serves listens at all addresses.
 
     Args:
-        host: The address, or a name that stands for it.
-        port: Where it listens; 0 for any that is free.
-        num_clients: How many processes use the store; waits until they have connected. By default waits for none.
-        timeout: Of requests, and of that wait. Torch's default if None.
+        host: Address or host name.
+        port: Port; 0 for one that is free.
+        num_clients: Number of processes that use the store; the call waits until they have connected. None: no wait.
+        timeout: Timeout of requests and of the wait; torch's default if None.
 
     Raises:
         OSError: If the address does not belong to this host, or another process listens there.
@@ -83,7 +83,7 @@ def serve_store(
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.create_server(address[:2], family=family)
     port = listening.getsockname()[1]
-    fd = listening.detach()  # the store closes it; the one by libuv, which is torch's usual one, takes none before 2.7
+    fd = listening.detach()  # the store closes it; torch's default store, by libuv, accepts none in early versions
     can_listen = torch.__version__ >= "2.8" and os.environ.get("USE_LIBUV", "1") == "1"
     return dist.TCPStore(
         host,

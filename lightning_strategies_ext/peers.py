@@ -15,7 +15,7 @@ import psutil
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-#: As what the kernel shows every user that has no id in the user namespace of this process.
+#: User id that the kernel reports for users without an id in the user namespace of the process.
 _UNMAPPED_USER = 65534
 
 
@@ -110,16 +110,16 @@ def meet_peers(store: KeyValueStore, rank: int, world_size: int) -> dict[int, Pe
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a connected Unix socket belongs to the user of this process.
+    """Returns whether the process at the other end of a connected Unix socket belongs to the user of this process.
 
-    On Linux the kernel gives the user of the process that connected, or that called ``listen``. Elsewhere the answer is
-    False.
+    On Linux the kernel reports the user of the process that connected, or that called ``listen``. On other systems the
+    result is False.
     """
     return user_of(connection) == os.geteuid() and not _may_be_unmapped(os.geteuid())
 
 
 def user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end of a connected Unix socket; -1 where the kernel does not give it."""
+    """Returns the user id of the process at the other end of a connected Unix socket; -1 if it is not known."""
     if not hasattr(socket, "SO_PEERCRED"):
         return -1
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -32,7 +32,7 @@ def directory(kind: str) -> Path:
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "lightning-strategies-ext" / kind
     with suppress(RuntimeError):
-        if (home := Path.home()).is_dir():  # root could make one that is missing, which must not be
+        if (home := Path.home()).is_dir():  # root could create a missing one
             return home / ".cache" / "lightning-strategies-ext" / kind
     raise FileNotFoundError(f"this user has no home directory; {VARIABLE} can name another place")
 

@@ -83,14 +83,14 @@ def set_checkpoint_io(strategy: Any, checkpoint_io: Any) -> None:
 
 
 def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
-    """Decorates a strategy that refuses a LightningModule made by ``torch.compile``, with what the user can do.
+    """Returns a decorator for strategies that refuse a LightningModule made by ``torch.compile``.
 
     The Trainer refuses it as well: after it has set the strategy's attribute for the module and before it calls any
     method of the strategy, in a message that names two strategies of its own. The attribute and the mark on a compiled
     LightningModule are private (2.5 to 2.6).
 
     Args:
-        ways_out: Ends the message.
+        ways_out: End of the message: what the user can do.
     """
 
     def decorate(strategy_class: type[T]) -> type[T]:
@@ -101,7 +101,7 @@ def refuse_compiled_module(ways_out: str) -> Callable[[type[T]], type[T]]:
 
 
 class _CompiledModuleRefusal:
-    """Has no ``__get__``, so that reads find the module in the strategy's dictionary, at no cost."""
+    """Descriptor without ``__get__``: reads find the module in the strategy's dictionary, at no cost."""
 
     def __init__(self, ways_out: str) -> None:
         self._ways_out = ways_out

@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_has
 
 from lightning_strategies_ext._lightning._replacing import replace_method
 
-#: What callbacks change in themselves during ``fit``, and their states lack, or fail to restore (2.5 to 2.6). By name,
-#: since not all releases have all of these classes.
+#: Attributes that callbacks change during ``fit`` and that their states lack, or fail to restore (2.5 to 2.6). Classes
+#: are given by name, because not all releases have all of them.
 _UNSAVED = {
     "SpikeDetection": ("last_val", "running_mean", "bad_batches"),
     "WeightAveraging": ("_latest_update_epoch",),
@@ -175,7 +175,10 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
 
 
 def dump_commit(trainer: Any) -> dict[str, Any]:
-    """A checkpoint without `SpikeDetection`, whose ``load_state_dict`` fails (2.5 to 2.6); settings have its state."""
+    """Returns a checkpoint without the state of ``SpikeDetection``, which Lightning cannot load (2.5 to 2.6).
+
+    :func:`settings_of` has that state.
+    """
     checkpoint = dump_checkpoint(trainer)
     for callback in trainer.callbacks:
         if "SpikeDetection" in (kind.__name__ for kind in type(callback).__mro__):

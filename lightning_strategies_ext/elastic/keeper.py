@@ -74,10 +74,10 @@ class Job:
 
     @property
     def file(self) -> Path:
-        """Holds the address of the keeper's socket; locked by the keeper as long as it runs.
+        """Path of the file with the address of the keeper's socket. The keeper locks the file while it runs.
 
         Raises:
-            OSError: If this user has no directory for it that others cannot write to.
+            OSError: If the user has no directory to which only the user can write.
         """
         name = json.dumps([host_identity(), self.agent, self.agent_start, self.run_id])
         return _directory() / hashlib.sha256(name.encode()).hexdigest()
@@ -150,7 +150,7 @@ class Keeper:
 
 
 def _directory() -> Path:
-    """A directory of this user's, on this host or shared with others; among the temporary ones if there is no home."""
+    """Returns a private directory in the user's cache, or among the temporary ones if the user has no home."""
     try:
         return user_cache.create(user_cache.directory("keepers"))
     except OSError:
@@ -168,9 +168,9 @@ def _serve(path: str, agent_pid: int, agent_start: float) -> None:
     """Holds memory until the agent ends. Returns at once if another keeper of the job runs.
 
     Args:
-        path: See :attr:`Job.file`.
-        agent_pid: See :attr:`Job.agent`.
-        agent_start: See :attr:`Job.agent_start`.
+        path: Path of :attr:`Job.file`.
+        agent_pid: Process id of torchrun's agent.
+        agent_start: Start time of the agent.
     """
     import fcntl  # not on Windows, where this module can be imported
 

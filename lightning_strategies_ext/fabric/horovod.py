@@ -232,9 +232,9 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
 
 
 class _Wrapped(Module):
-    """A module in another one, as in DDP: Fabric lets methods such as ``training_step`` pass through its call, too.
+    """Wrapper of the user's module, as DDP is one.
 
-    Fabric does so only where the strategy returns another module than the user's.
+    Fabric runs methods such as ``training_step`` through the call of the wrapper, and only if there is a wrapper.
     """
 
     def __init__(self, module: Module) -> None:

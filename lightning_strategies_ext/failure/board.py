@@ -24,7 +24,7 @@ _ATTEMPTS = 5
 if hasattr(os, "memfd_create"):
     import fcntl
 
-    #: The memory keeps its size.
+    #: Seals that fix the size of the memory.
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -124,13 +124,13 @@ def _create(num_bytes: int) -> tuple[int, str, str | None]:
 
 
 def _is_board(descriptor: int, path: str, num_bytes: int) -> bool:
-    """Whether it is a board of this user, and no other file, which a changed store could name."""
+    """Returns whether a file is a board of this user. A manipulated store could name another file."""
     status = os.fstat(descriptor)
     is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     if not is_own or not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
         return False
     if os.path.basename(path).startswith(_NAME):
         return True
-    # Memory that another process could cut off would end this one by a SIGBUS.
+    # A process that truncated unsealed memory would end this process by a SIGBUS.
     is_memory = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}")
     return is_memory and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == _SEALS

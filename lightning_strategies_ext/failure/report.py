@@ -82,7 +82,7 @@ def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path
         text: What.
 
     Returns:
-        The file; None if it cannot be written, or if another user could lead it elsewhere.
+        The file; None if it cannot be written, or if a directory or link in its path belongs to another user.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(failure.time))}-{failure.job}"
     path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
@@ -99,7 +99,7 @@ def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether it is a directory of this user: another user could have made it, or a link, in a shared directory."""
+    """Returns whether a directory, and a link to it, belong to this user; others can create both."""
     link, status = os.lstat(directory), os.stat(directory)
     is_own = not hasattr(os, "geteuid") or link.st_uid == status.st_uid == os.geteuid()
     return is_own and stat.S_ISDIR(status.st_mode)

@@ -88,7 +88,7 @@ def serve_rendezvous(num_processes: int) -> None:
 
 
 def _rendezvous_server(address: str) -> Any:
-    """A server at one address; Horovod's own, ``RendezvousServer``, listens at all addresses of the host."""
+    """Starts a rendezvous server at one address; Horovod's ``RendezvousServer`` listens at all of the host."""
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)

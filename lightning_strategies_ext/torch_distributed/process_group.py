@@ -302,8 +302,8 @@ def _store_of_all(rank: int, world_size: int, num_hosts: int, timeout: timedelta
     """Connects to the store at ``MASTER_ADDR``; rank 0 serves it, at that address only if it is one of this host's."""
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         address = os.environ["MASTER_ADDR"]
-        with suppress(OSError):  # torch says why it cannot be served, or serves it at all addresses
-            # A host may know itself by a name that stands for a loopback address there and for another one elsewhere.
+        with suppress(OSError):  # torch serves the store at all addresses then, or reports why it cannot
+            # A host name may resolve to a loopback address on its own host, and to another one on other hosts.
             if num_hosts == 1 or not is_loopback(socket.gethostbyname(address)):
                 return serve_store(address, int(os.environ["MASTER_PORT"]), world_size, timeout)
     store: dist.Store

@@ -1,6 +1,6 @@
 """Runs cells: many in the same ranks, which are started again where a cell ends them.
 
-found = run_cells("ddp_ext", [("EMA",), ("accumulation", "EMA")], directory)
+found = run_cells("ddp_ext", [("EMA",), ("accumulation", "EMA")])
 found["accumulation", "EMA"]  # of each rank: what it observes, or how it has failed
 """
 
@@ -141,9 +141,7 @@ def _rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def run_cells(
-    strategy: str, cells: list[Cell], fault: str | None = None, show: Callable[[str], None] = lambda _: None
-) -> dict[Cell, list[Any]]:
+def run_cells(strategy: str, cells: list[Cell], fault: str | None = None) -> dict[Cell, list[Any]]:
     """Returns what each rank observes in each cell, or its :class:`Failure`."""
     found: dict[Cell, list[Any]] = {}
     left = list(enumerate(cells))
@@ -173,5 +171,4 @@ def run_cells(
                 if any(isinstance(outcome, Failure) and outcome.ends for outcome in found[cell]) and num_ranks > 1:
                     break
         left = left[done:]
-        show(f"{strategy}: {len(cells) - len(left)} of {len(cells)}")
     return found

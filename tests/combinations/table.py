@@ -1,6 +1,5 @@
 """The table: which cells each strategy has, and their verdicts."""
 
-from collections.abc import Callable
 from itertools import zip_longest
 
 from tests.combinations.cells import Cell, run_cells
@@ -47,7 +46,6 @@ def judged(
     references: dict[Cell, object],
     fault: str | None = None,
     with_stock: bool = False,
-    show: Callable[[str], None] = lambda _: None,
 ) -> dict[Cell, Verdict]:
     """Runs cells and returns their verdicts. Where a cell fails, Lightning's ``ddp`` runs it, too.
 
@@ -57,9 +55,8 @@ def judged(
         references: What one device observes, by :func:`reference_of`.
         fault: See :func:`.run_cells`.
         with_stock: Whether Lightning's ``ddp`` runs all cells.
-        show: Called with the progress.
     """
-    found = run_cells(strategy, cells, fault, show)
+    found = run_cells(strategy, cells, fault)
     verdicts = {cell: judge(cell, found[cell], references[reference_of(cell)]) for cell in cells}
     for cell, verdict in verdicts.items():
         _check_refusal(strategy, cell, verdict)
@@ -71,7 +68,7 @@ def judged(
         if (with_stock or verdicts[cell].status == "wrong")
         and not any(name.startswith(("uneven", "compression", "buckets by trial")) for name in cell)
     ]
-    stock = run_cells("ddp", for_stock, None, show)
+    stock = run_cells("ddp", for_stock)
     for cell in for_stock:
         verdicts[cell] = judge(cell, found[cell], references[reference_of(cell)], stock[cell])
         _check_refusal(strategy, cell, verdicts[cell])

@@ -137,7 +137,7 @@ def possible(case: Case) -> Case:
     if not torch_ranks:
         changes |= {"world_size": case.world_size if case.strategy == "dp_ext" else 2, "backend": "shm"}
         changes |= {"bucket_view": False, "find_unused": False, "static_graph": False, "compression": "", "kill": 0}
-    if case.strategy in ("dp_ext", *(("ddp_fork_ext",))):
+    if case.strategy in ("dp_ext", "ddp_fork_ext"):
         changes |= {"uneven": "", "kill": 0}
     if case.strategy != "ddp_spawn_ext":
         changes |= {"kill": 0}

@@ -28,6 +28,8 @@ from tests.support.ranks import REPOSITORY, SELDOM, WITHOUT_MPI, clean_environme
 
 #: Seconds that a case may take. Only a hang reaches this limit: most cases take a second.
 CASE_LIMIT_S = 120.0
+#: Seconds for the other ranks to end when one has exited.
+ENDING_S = 5.0
 #: Seconds that the start of the ranks may take.
 START_LIMIT_S = 120.0
 
@@ -75,12 +77,13 @@ class Pool:
 
     def _wait_for(self, paths: list[Path], deadline: float) -> str:
         """Waits until all files exist, a process has exited, or the deadline has passed. Names the latter two."""
+        ending = "Hang"
         while not all(path.exists() for path in paths):
-            if any(process.poll() is not None for process in self._processes):
-                time.sleep(5)  # the other ranks detect the exit, and write how they end
-                return "Ended"
-            if time.monotonic() > deadline:
-                return "Hang"
+            exited = [process.poll() is not None for process in self._processes]
+            if any(exited) and ending == "Hang":  # the other ranks detect the exit, and write how they end
+                ending, deadline = "Ended", time.monotonic() + ENDING_S
+            if all(exited) or time.monotonic() > deadline:
+                return ending
             time.sleep(0.005)
         return ""
 

@@ -257,10 +257,10 @@ def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | 
 
 
 def _job_config() -> Any:
-    """A job whose workers do not search the working directory for modules, unless this process does.
+    """Returns a job whose workers search the working directory for modules only if the main process does.
 
-    Ray puts it before all others in each worker (read in 2.60, where it adds it to a private list of the job), and
-    other users may write to it. There is no argument for that.
+    Ray searches that directory first in each worker, and other users may write to it. Ray has no argument for this: it
+    adds the directory to a private list of the job (read in 2.60).
     """
     from ray.job_config import JobConfig
 

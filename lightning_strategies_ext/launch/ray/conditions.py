@@ -23,7 +23,7 @@ class ConditionsElsewhere(Conditions):
     """:class:`.Conditions` on a host that may have other directories, paths and devices."""
 
     def __post_init__(self) -> None:
-        """Leaves out what a worker must not get, before anything is sent: also Ray's own settings, with its token."""
+        """Removes variables of the host and of Ray, with its token, before the main process sends them."""
         self.environment = {
             name: value
             for name, value in self.environment.items()
@@ -36,7 +36,7 @@ class ConditionsElsewhere(Conditions):
             os.chdir(self.directory)
 
     def set_environment(self) -> None:
-        """Sets the variables of the main process; those that an earlier job brought and this one does not go."""
+        """Sets the main process's variables, and removes those that an earlier job has set and this one lacks."""
         for name in _brought - self.environment.keys():
             os.environ.pop(name, None)
         _brought.clear()

@@ -36,9 +36,9 @@ _SECRET_BYTES = 32
 #: Length of a challenge, and of its answer, in bytes.
 _PROOF_BYTES = 32
 _CONNECT_S = 10.0
-#: How long a connection may take to prove that it is a worker's, in seconds.
+#: Time in which a connection has to prove that it belongs to a worker, in seconds.
 _PROOF_S = 10.0
-#: How many connections that have not proved it are open; further ones wait in the listener's queue.
+#: Number of open connections without a proof; further ones wait in the listener's queue.
 _MOST_UNPROVED = 64
 _MOST_BYTES = 1 << 16
 _FLUSH_S = 2.0
@@ -169,12 +169,12 @@ class Line:
 
 @dataclass
 class _Unproved:
-    """A connection that has not proved that it is a worker's.
+    """State of a connection that has not proved that it belongs to a worker.
 
     Attributes:
-        challenge: What was sent to it.
-        deadline: Until when it may prove it, on the monotonic clock.
-        received: What has come from it.
+        challenge: Bytes that the connection received.
+        deadline: Time until which it may send the proof, on the monotonic clock, in seconds.
+        received: Bytes that it has sent.
     """
 
     challenge: bytes
@@ -194,6 +194,8 @@ class Switchboard:
         self.address = address, self._listening.getsockname()[1]
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         self._lines: dict[int, Line] = {}
+        self._unproved: dict[Any, _Unproved] = {}
+        self._selector = selectors.DefaultSelector()
         self._ours, self._theirs = socket.socketpair()
         threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext lines").start()
 
@@ -214,88 +216,76 @@ class Switchboard:
 
     def _serve(self) -> None:
         self._listening.setblocking(False)
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             selector.register(self._listening, selectors.EVENT_READ)
             selector.register(self._theirs, selectors.EVENT_READ)
-            unproved: dict[socket.socket, _Unproved] = {}
             is_open = True
             while is_open:
-                for key, _ in selector.select(_PROOF_S if unproved else None):
+                for key, _ in selector.select(_PROOF_S if self._unproved else None):
                     if key.fileobj is self._theirs:
                         is_open = False
                     elif key.fileobj is self._listening:
-                        self._accept(selector, unproved)
-                    elif key.fileobj in unproved:
-                        self._take_proof(selector, unproved, key.fileobj)
+                        self._accept()
+                    elif key.fileobj in self._unproved:
+                        self._take_proof(key.fileobj)
                     else:
-                        self._hear(selector, key)
-                self._drop_late(selector, unproved)
+                        self._hear(key)
+                now = time.monotonic()
+                for connected in [each for each, state in self._unproved.items() if now > state.deadline]:
+                    self._end_proof(connected)
+                    connected.close()
         for line in self._lines.values():
             line.close()
-        for ours in (self._listening, self._ours, self._theirs, *unproved):
+        for ours in (self._listening, self._ours, self._theirs, *self._unproved):
             ours.close()
 
-    def _accept(self, selector: selectors.BaseSelector, unproved: "dict[socket.socket, _Unproved]") -> None:
+    def _accept(self) -> None:
+        """Accepts a connection and sends a challenge; accepts no more while too many have not answered."""
         with suppress(OSError):
             connected, _ = self._listening.accept()
             connected.setblocking(False)
             challenge = secrets.token_bytes(_PROOF_BYTES)
             connected.send(challenge)
-            unproved[connected] = _Unproved(challenge, time.monotonic() + _PROOF_S)
-            selector.register(connected, selectors.EVENT_READ)
-            if len(unproved) == _MOST_UNPROVED:
-                selector.unregister(self._listening)
+            self._unproved[connected] = _Unproved(challenge, time.monotonic() + _PROOF_S)
+            self._selector.register(connected, selectors.EVENT_READ)
+            if len(self._unproved) == _MOST_UNPROVED:
+                self._selector.unregister(self._listening)
 
-    def _take_proof(
-        self, selector: selectors.BaseSelector, unproved: "dict[socket.socket, _Unproved]", connected: socket.socket
-    ) -> None:
-        """Makes a connection the line of a worker when it has proved that it is; the first one of each worker."""
-        of = unproved[connected]
-        part = b""
+    def _take_proof(self, connected: Any) -> None:
+        """Receives a proof, and makes the connection the line of the worker; the first connection of each worker."""
+        state, part = self._unproved[connected], b""
         with suppress(OSError):
-            part = connected.recv(_PROOF_BYTES + _NUMBER.size - len(of.received))
-        of.received += part
-        if part and len(of.received) < _PROOF_BYTES + _NUMBER.size:
+            part = connected.recv(_PROOF_BYTES + _NUMBER.size - len(state.received))
+        state.received += part
+        if part and len(state.received) < _PROOF_BYTES + _NUMBER.size:
             return
-        selector.unregister(connected)
-        self._forget(selector, unproved, connected)
-        line = self._line_of(of)
+        self._end_proof(connected)
+        line = self._line_of(state)
         if line is None:
             connected.close()
             return
         connected.setblocking(True)
         watch_peer(connected)
         line.connect(connected)
-        selector.register(connected, selectors.EVENT_READ, line)
+        self._selector.register(connected, selectors.EVENT_READ, line)
 
-    def _line_of(self, proved: "_Unproved") -> Line | None:
-        """The line whose number and proof a connection has sent; None if there is none that waits for a worker."""
-        proof, number = proved.received[:_PROOF_BYTES], proved.received[_PROOF_BYTES:]
-        # The secret itself is as good a proof; workers of this version do not send it.
-        expected = (_proof(self.secret, proved.challenge, number), self.secret)
+    def _end_proof(self, connected: Any) -> None:
+        if len(self._unproved) == _MOST_UNPROVED:
+            self._selector.register(self._listening, selectors.EVENT_READ)
+        self._selector.unregister(connected)
+        del self._unproved[connected]
+
+    def _line_of(self, state: _Unproved) -> Line | None:
+        """Returns the line that a connection has proved to belong to, or None if there is no proof or no free line."""
+        proof, number = state.received[:_PROOF_BYTES], state.received[_PROOF_BYTES:]
+        # A process that sends the secret itself has it as well; workers of this version do not send it.
+        expected = (_proof(self.secret, state.challenge, number), self.secret)
         if len(number) < _NUMBER.size or not any(hmac.compare_digest(proof, each) for each in expected):
             return None
         line = self._lines.get(*_NUMBER.unpack(number))
         return None if line is None or line.has_begun or line.closed.is_set() else line
 
-    def _drop_late(self, selector: selectors.BaseSelector, unproved: "dict[socket.socket, _Unproved]") -> None:
-        for connected, of in list(unproved.items()):
-            if time.monotonic() > of.deadline:
-                selector.unregister(connected)
-                self._forget(selector, unproved, connected)
-                connected.close()
-
-    def _forget(
-        self,
-        selector: selectors.BaseSelector,
-        unproved: "dict[socket.socket, _Unproved]",
-        connected: socket.socket,
-    ) -> None:
-        if len(unproved) == _MOST_UNPROVED:
-            selector.register(self._listening, selectors.EVENT_READ)
-        del unproved[connected]
-
-    def _hear(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    def _hear(self, key: selectors.SelectorKey) -> None:
         connected, line = key.fileobj, key.data
         assert isinstance(connected, socket.socket)
         data = b""
@@ -305,7 +295,7 @@ class Switchboard:
             if data:
                 line.hear(data)
                 return
-        selector.unregister(connected)
+        self._selector.unregister(connected)
         line.close()
 
 
@@ -437,7 +427,7 @@ class LineChannel:
 
 
 def _proof(secret: bytes, challenge: bytes, number: bytes) -> bytes:
-    """Proves to the end that made a challenge that this one has the secret."""
+    """Returns the answer to a challenge, which proves that the sender has the secret."""
     return hmac.digest(secret, challenge + number, "sha256")
 
 
