@@ -1,9 +1,15 @@
 """Command line: ``python -m lightning_strategies_ext [doctor | install-horovod]``."""
 
+import os
 import sys
 
-# ``python -m`` searches the working directory first, where other users may have written a ``json.py`` or ``pip.py``.
-if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False) and not __file__.startswith(sys.path[0]):
+# ``python -m`` searches the working directory first, where other users may have written a ``json.py`` or ``pip.py``. It
+# stays only if this package is in it.
+if (
+    __name__ == "__main__"
+    and not getattr(sys.flags, "safe_path", False)
+    and sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+):
     del sys.path[0]
 
 import argparse

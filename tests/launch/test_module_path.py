@@ -99,6 +99,19 @@ def test_the_command_of_this_package_imports_nothing_from_the_working_directory(
     assert_none_was_imported(planted)
 
 
+@pytest.mark.processes
+def test_the_command_of_a_package_below_the_working_directory_does_not_import_from_there(planted: Path) -> None:
+    """As where the working directory has a virtual environment with this package."""
+    for name in PLANTED:
+        if name not in ("json", "multiprocessing", "pip"):
+            (planted / f"{name}.py").unlink()
+    (planted / "site").mkdir()
+    (planted / "site" / "lightning_strategies_ext").symlink_to(REPOSITORY / "lightning_strategies_ext")
+    run = run_script("-m", "lightning_strategies_ext", cwd=planted, env={"PYTHONPATH": str(planted / "site")})
+    assert "works" in run.stdout
+    assert_none_was_imported(planted)
+
+
 def test_relative_directories_are_those_below_where_the_process_started(monkeypatch: pytest.MonkeyPatch) -> None:
     here = os.getcwd()
     monkeypatch.setattr(sys, "path", ["", "src", "/usr/lib"])
