@@ -19,6 +19,8 @@ _ASK_S = 2
 #: How long a store may take to answer on a connection that :func:`own_connection` has made.
 _STORE_TIMEOUT = timedelta(seconds=30)
 _spared: "WeakSet[socket.socket]" = WeakSet()
+# Sockets that listen at ports of stores that this process may serve later, by port.
+_reserved: dict[int, socket.socket] = {}
 
 
 def spare(connection: socket.socket) -> None:
@@ -62,8 +64,27 @@ def own_connection(store: dist.Store) -> dist.Store:
     """
     address = address_of(store)
     if address is None:
-        return _without_prefixes(store)
+        return without_prefixes(store)
     return dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+
+
+def reserve_port(address: str) -> int:
+    """Returns a port for a store that this process may serve later, where no other process can listen meanwhile.
+
+    Args:
+        address: An address of this host.
+    """
+    listening = socket.create_server((address, 0))
+    port: int = listening.getsockname()[1]
+    _reserved[port] = listening
+    return port
+
+
+def release_ports() -> None:
+    """Lets other processes listen at the ports that this process has reserved and does not use."""
+    for listening in _reserved.values():
+        listening.close()
+    _reserved.clear()
 
 
 def serve_store(
@@ -81,7 +102,7 @@ def serve_store(
         OSError: If the address does not belong to this host, or another process listens there.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.create_server(address[:2], family=family)
+    listening = _reserved.pop(port, None) or socket.create_server(address[:2], family=family)
     port = listening.getsockname()[1]
     fd = listening.detach()  # the store closes it; torch's default store, by libuv, accepts none in early versions
     can_listen = torch.__version__ >= "2.8" and os.environ.get("USE_LIBUV", "1") == "1"
@@ -100,11 +121,12 @@ def serve_store(
 
 def address_of(store: dist.Store) -> tuple[str, int] | None:
     """Where a store is served; None where it is in files, say."""
-    store = _without_prefixes(store)
+    store = without_prefixes(store)
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
-def _without_prefixes(store: dist.Store) -> dist.Store:
+def without_prefixes(store: dist.Store) -> dist.Store:
+    """Returns the store below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store

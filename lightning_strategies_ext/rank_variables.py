@@ -11,6 +11,8 @@ import re
 
 #: Which process the variables belong to, and by which values they are recognized.
 OWNER = "LIGHTNING_STRATEGIES_EXT_RANK_PROCESS"
+#: The name of the store of the ranks, where this package has started them on one host, see :mod:`.host_store`.
+STORE = "LIGHTNING_STRATEGIES_EXT_STORE"
 #: Variables that differ between two ranks, or between the ranks of two launches.
 _IDENTITY = (
     "LOCAL_RANK",
@@ -34,12 +36,14 @@ OF_RANKS = re.compile(
     r"|SLURM_(NTASKS|PROCID|LOCALID|NODEID)|JSM_NAMESPACE_\w+"
     r"|HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|GLOO_RENDEZVOUS_\w+|GLOO_IFACE|HOSTNAME|CONTROLLER|CPU_OPERATIONS|ELASTIC)"
     r"|OMPI_COMM_WORLD_\w+|OMPI_UNIVERSE_SIZE|OMPI_MCA_(ess|orte|pmix)_\w+|PRTE_\w+|PMIX_\w+|PMI_\w+|MPI_LOCAL\w+"
-    r"|LIGHTNING_STRATEGIES_EXT_HOROVOD_STARTED_BY)"
+    r"|LIGHTNING_STRATEGIES_EXT_(HOROVOD_STARTED_BY|STORE))"
 )
 
 
 def record_owner() -> None:
     """Records that the rank variables belong to the current process; called by a rank."""
+    if OWNER in os.environ and json.loads(os.environ[OWNER])[0] != os.getpid():
+        os.environ.pop(STORE, None)  # another launcher has started this rank from a rank, which uses that store
     os.environ[OWNER] = json.dumps([os.getpid(), _identity()])
 
 
@@ -54,11 +58,17 @@ def drop_inherited() -> bool:
     pid, identity = json.loads(os.environ[OWNER])
     if pid == os.getpid():
         return False
+    os.environ.pop(STORE, None)  # also where another launcher has started this process
     is_inherited = bool(identity == _identity())
     for name in _names() if is_inherited else []:
         del os.environ[name]
     del os.environ[OWNER]
     return is_inherited
+
+
+def store_name() -> str | None:
+    """Returns the name of the ranks' store; None if this package has not started them, or not on one host."""
+    return os.environ.get(STORE) or None
 
 
 def environment_for_ranks() -> dict[str, str]:

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_strategies_ext import forking, rank_variables
+from lightning_strategies_ext import forking, host_store, rank_variables
 from lightning_strategies_ext.connections import serve_store
 from lightning_strategies_ext.failure import watch
 from lightning_strategies_ext.horovod.launch import Launch, renew_rendezvous, told_as_by_a_launcher
@@ -104,6 +105,10 @@ def make_store() -> Store:
     """Makes a key-value store that all ranks share; called by all of them together."""
     import horovod.torch as hvd
 
+    if hvd.local_size() == hvd.size() and host_store.is_available():
+        place = (host_store.serve().name, uuid4().hex) if hvd.rank() == 0 else None
+        name, part = hvd.broadcast_object(place, 0, name="store")
+        return PrefixStore(part, host_store.connect(name))
     host = "127.0.0.1" if hvd.local_size() == hvd.size() else _own_address()
     if hvd.rank() == 0:
         store = serve_store(host)

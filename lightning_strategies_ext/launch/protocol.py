@@ -101,16 +101,15 @@ class Place:
     Attributes:
         rank: None if there is no use for the worker any more.
         size: Number of ranks.
-        number: Of the world.
-        address: Of the main process's host, where the key-value store is that all worlds share.
-        port: Of the store.
+        number: Of the world, also among those of other jobs.
+        store: Where the key-value store is that all worlds share: address and port, or the name of a
+            :class:`.HostStore` where all workers are on one host.
     """
 
     rank: int | None
     size: int = 0
     number: int = 0
-    address: str = ""
-    port: int = 0
+    store: tuple[str, int] | str = ""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_strategies_ext import rank_variables
+from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.failure.detection import how_it_ended
 from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
@@ -113,6 +113,10 @@ def _start(launcher: Any) -> None:
     os.environ["MASTER_PORT"] = str(environment.main_port)
     os.environ["NODE_RANK"] = str(environment.node_rank())
     os.environ["LOCAL_RANK"] = "0"
+    if launcher.num_nodes == 1 and host_store.is_available():
+        os.environ[rank_variables.STORE] = host_store.new_name()
+    else:
+        os.environ.pop(rank_variables.STORE, None)
     world_size = str(launcher.num_processes * launcher.num_nodes)
     inherited = {_WORLD_SIZE: world_size, **rank_variables.environment_for_ranks()}
     for rank, (command, directory) in commands.items():

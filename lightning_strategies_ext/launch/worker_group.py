@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_strategies_ext import rank_variables
+from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure import report
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
@@ -128,7 +128,8 @@ class Workers:
             goes_on = bool(self._rng) and self._rng[0].is_same(now)
             num_threads = self._num_threads()
             # For libraries that read it when they are loaded, and for processes that a worker starts.
-            variables = {"OMP_NUM_THREADS": str(num_threads), **os.environ, **self._rendezvous}
+            inherited = rank_variables.environment_for_ranks()
+            variables = {"OMP_NUM_THREADS": str(num_threads), **inherited, **self._rendezvous}
             conditions = [
                 self._starter.conditions(
                     os.getcwd(),
@@ -279,14 +280,18 @@ class Workers:
 def _rendezvous(strategy: WorkersStrategy) -> dict[str, str]:
     """Environment variables by which the workers find each other, the same for all of them.
 
-    On one host the port is always a new one: workers stay, and ``MASTER_PORT`` may be that of another Trainer's.
+    Workers that this process starts on one host share a store with a new name: workers stay, and the store of another
+    Trainer may still be in use. ``MASTER_PORT`` is for process groups of the user's own.
     """
     environment = strategy.cluster_environment
     if strategy.num_nodes > 1 or not isinstance(environment, LightningEnvironment):
-        return {"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        address, port, name = environment.main_address, environment.main_port, ""
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address, port = probe.getsockname()
+        name = host_store.new_name() if host_store.is_available() else ""
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), rank_variables.STORE: name}
 
 
 def raise_shown_in_short(error: BaseException, directory: str) -> NoReturn:

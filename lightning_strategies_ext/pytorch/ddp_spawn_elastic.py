@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_strategies_ext import host_store
 from lightning_strategies_ext._lightning import launching, user_modules
 from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.checks import check_flag, check_whole_number
@@ -190,13 +191,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         # is forked with them and crashes when it finds this garbage. And they hold as much memory as the next will.
         gc.collect()
         if self._store is None:
-            self._store = dist.TCPStore(
-                place.address,
-                place.port,
-                is_master=False,
-                timeout=timedelta(seconds=CONNECT_S),
-                wait_for_workers=False,
-            )
+            limit = timedelta(seconds=CONNECT_S)
+            if isinstance(place.store, str):
+                self._store = host_store.connect(place.store, limit)
+            else:
+                self._store = dist.TCPStore(*place.store, is_master=False, timeout=limit, wait_for_workers=False)
         self._world_store = dist.PrefixStore(f"world/{place.number}", self._store)
         backend = self._named_backend or process_group.default_backend(
             self.root_device, place.size, _num_hosts_of(members)

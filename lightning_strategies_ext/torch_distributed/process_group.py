@@ -4,10 +4,14 @@ Both front ends start the group here. It is left open between stages (``fit`` â†
 when the interpreter ends, so that no backend complains about a group that was not destroyed.
 """
 
+import atexit
 import logging
 import os
+import shutil
 import socket
+import stat
 import sys
+import tempfile
 import time
 import weakref
 from collections import deque
@@ -22,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_strategies_ext import forking, rank_variables, shm
-from lightning_strategies_ext.connections import noting_connections, serve_store
+from lightning_strategies_ext import forking, host_store, rank_variables, shm
+from lightning_strategies_ext.connections import noting_connections, serve_store, without_prefixes
 from lightning_strategies_ext.failure.ending import at_end
 from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
 from lightning_strategies_ext.peers import is_loopback
@@ -46,6 +50,7 @@ _AVAILABILITY = {
 
 _ROUNDS = "lightning_strategies_ext/rounds"
 _ROUND_POLL_S = 0.01
+_HOST_STORE = "lightning_strategies_ext/host_store"
 
 #: Those between ranks of groups that this package has made, by the addresses of both ends, this process's first.
 connections: set[tuple[Any, Any]] = set()
@@ -64,8 +69,14 @@ _excepthooks: list[Any] = []
 _own: "weakref.ref[Any] | None" = None
 _aside: Any = None
 
-# The store where this process has met the others: (process id, address, port, rank, world size) â†’ store, next number.
-_stores: dict[tuple[int, str, str, int, int], tuple[dist.Store, Iterator[int]]] = {}
+# The store of the group: of the default one that this package has made.
+_own_store: dist.Store | None = None
+
+# The store where this process has met the others, and the next number: by process id, place, rank, and world size.
+_stores: dict[tuple[Any, ...], tuple[dist.Store, Iterator[int]]] = {}
+
+# Backends whose threads do not use the group's store, so that it may be one that is written in Python.
+_ON_MAIN_THREAD = ("gloo", shm.NAME)
 
 
 def available_backends() -> list[str]:
@@ -253,10 +264,12 @@ def join(
     connections.clear()
     _left.clear()
     excepthook = sys.excepthook
+    is_python = isinstance(without_prefixes(store), host_store.HostStore)
+    of_torch = _file_store(store, rank, world_size) if is_python and backend not in _ON_MAIN_THREAD else store
     with noting_connections(connections):
         dist.init_process_group(
             backend,
-            store=store,
+            store=of_torch,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -264,8 +277,8 @@ def join(
             pg_options=options,
         )
     _excepthooks[:] = [sys.excepthook, excepthook]
-    global _own
-    _own = weakref.ref(dist.group.WORLD)
+    global _own, _own_store
+    _own, _own_store = weakref.ref(dist.group.WORLD), store
     # Ranks that are forked inherit the handlers registered before the fork; registering after it, in the process that
     # owns the group, closes each group once.
     global _at_end
@@ -281,24 +294,57 @@ def _next_store(rank: int, world_size: int, num_hosts: int, timeout: timedelta |
     was called in between: somebody may hold the group and so the store, which all in this process share that have its
     port.
     """
-    place = os.getpid(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank, world_size
+    if world_size == 1:
+        return dist.HashStore()
+    name = rank_variables.store_name() if num_hosts == 1 else None
+    place = os.getpid(), name or (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), rank, world_size
+    timeout = timeout or default_pg_timeout
     if place not in _stores:
         _stores.clear()
-        try:
-            store = _store_of_all(rank, world_size, num_hosts, timeout or default_pg_timeout)
-        except dist.DistNetworkError as error:
-            if rank == 0 and "EADDRINUSE" in str(error):
-                raise dist.DistNetworkError(f"{error}. {rank_variables.inherited_text()}") from error
-            raise
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = _of_this_round(store, rank, world_size, timeout or default_pg_timeout)
-        _stores[place] = store, count()
+        _stores[place] = _store_of_all(name, rank, world_size, num_hosts, timeout), count()
     store, numbers = _stores[place]
-    store.set_timeout(timeout or default_pg_timeout)
+    store.set_timeout(timeout)
     return dist.PrefixStore(f"lightning_strategies_ext/groups/{next(numbers)}", store)
 
 
-def _store_of_all(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
+def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
+    """Connects to the store that all ranks share, and returns when all ranks have connected.
+
+    Ranks of one host share a store on a Unix socket. Ranks that another launcher has started find its name in the store
+    at ``MASTER_ADDR``, which holds nothing else, since every user of the host can use it.
+    """
+    if name is not None:
+        return _host_store(name, rank, world_size, timeout)
+    try:
+        met = _store_at_address(rank, world_size, num_hosts, timeout)
+    except dist.DistNetworkError as error:
+        if rank == 0 and "EADDRINUSE" in str(error):
+            raise dist.DistNetworkError(f"{error}. {rank_variables.inherited_text()}") from error
+        raise
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        met = _of_this_round(met, rank, world_size, timeout)
+    if num_hosts > 1 or not host_store.is_available():
+        return met
+    if rank == 0:
+        met.set(_HOST_STORE, host_store.serve().name)
+    return _host_store(met.get(_HOST_STORE).decode(), rank, world_size, timeout)
+
+
+def _host_store(name: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    store = host_store.serve(name) if rank == 0 else host_store.connect(name, timeout)
+    store.set_timeout(timeout)
+    met = dist.PrefixStore(f"lightning_strategies_ext/met/{world_size}", store)
+    met.set(str(rank), "")
+    ranks = [str(other) for other in range(world_size)]
+    try:
+        met.wait(ranks, timeout)
+    except dist.DistStoreError as error:
+        late = " and ".join(other for other in ranks if not met.check([other]))
+        raise dist.DistStoreError(f"Rank {late} has not come within {timeout.total_seconds():g} s.") from error
+    return store
+
+
+def _store_at_address(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
     """Connects to the store at ``MASTER_ADDR``; rank 0 serves it, at that address only if it is one of this host's."""
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         address = os.environ["MASTER_ADDR"]
@@ -309,6 +355,41 @@ def _store_of_all(rank: int, world_size: int, num_hosts: int, timeout: timedelta
     store: dist.Store
     store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
     return store
+
+
+def _file_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """Makes a store in a file of this user, for a backend whose threads use the store and must not wait for Python.
+
+    Args:
+        store: The store of the group, through which the ranks find the file.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+
+    Raises:
+        PermissionError: If the file belongs to another user, or other users can open it.
+    """
+    if rank == 0:
+        memory = "/dev/shm"
+        directory = tempfile.mkdtemp(
+            prefix="lightning_strategies_ext-", dir=memory if os.access(memory, os.W_OK) else None
+        )
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        os.close(os.open(os.path.join(directory, "store"), os.O_CREAT | os.O_EXCL, 0o600))
+        store.set("file", os.path.join(directory, "store"))
+    path = store.get("file").decode()
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:
+        raise PermissionError(
+            f"{path}, the store of rank 0, belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o};"
+            f" it must belong to user {os.geteuid()} with mode 600."
+        )
+    of_descriptor = f"/proc/self/fd/{descriptor}"
+    is_reachable = os.access(of_descriptor, os.R_OK | os.W_OK)  # it is not in a process that is not dumpable
+    store.set(f"file/{rank}", str(is_reachable))
+    if rank == 0 and all(store.get(f"file/{other}") == b"True" for other in range(world_size)):
+        shutil.rmtree(directory)
+    return dist.FileStore(of_descriptor if is_reachable else path)
 
 
 def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -428,13 +509,12 @@ def _destroy(group: Any) -> None:
 
 
 def default_store() -> dist.Store:
-    """The key-value store behind the default process group; every rank reaches it, on any number of hosts.
-
-    torch has no public accessor for it (read in torch 2.5 to 2.13).
-    """
+    """The key-value store of the default process group; every rank reaches it, on any number of hosts."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return _get_default_store()
+    if _own_store is not None and _own is not None and _own() is dist.group.WORLD:
+        return _own_store
+    return _get_default_store()  # torch has no public accessor for it (read in torch 2.5 to 2.13)
 
 
 def _backends_in(backend: str) -> list[str]:

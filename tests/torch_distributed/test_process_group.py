@@ -79,9 +79,9 @@ def test_a_process_that_multiprocessing_has_started_leaves_its_group_when_it_end
 # --- the store ---
 
 
-def meet_twice() -> tuple[list[float], list[str]]:
+def meet_twice() -> tuple[list[float], list[bool]]:
     """In a group of ours, and in one that the user makes from the same variables."""
-    environment, sums = LightningEnvironment(), []
+    environment, sums, listened = LightningEnvironment(), [], []
     environment.set_global_rank(environment.local_rank())
     environment.set_world_size(2)
     os.environ |= {"RANK": os.environ["LOCAL_RANK"], "WORLD_SIZE": "2"}
@@ -96,20 +96,24 @@ def meet_twice() -> tuple[list[float], list[str]]:
         dist.barrier()
         port = int(os.environ["MASTER_PORT"])
         connections = psutil.Process().net_connections("tcp")
-        listeners = [each.laddr.ip for each in connections if each.status == "LISTEN" and each.laddr.port == port]
+        listen = any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in connections)
+        listened.append(listen)
         dist.destroy_process_group()
-    return sums, listeners
+    return sums, listened
 
 
-def test_the_store_listens_at_the_address_of_rank_0_and_serves_the_groups_of_the_user_as_well():
-    assert run_ranks(meet_twice) == [([2.0] * 2, ["127.0.0.1"]), ([2.0] * 2, [])]
+def test_rank_0_listens_at_the_port_no_longer_than_until_the_ranks_have_met_and_the_user_can_make_groups_there():
+    assert run_ranks(meet_twice) == [([2.0] * 2, [False, True]), ([2.0] * 2, [False, False])]
 
 
 def serve_while_the_port_is_taken() -> None:
+    os.environ["LOCAL_RANK"] = "0"
+    environment = LightningEnvironment()
+    environment.set_world_size(2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
         with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):
-            process_group.start(LightningEnvironment(), "gloo", torch.device("cpu"), None)
+            process_group.start(environment, "gloo", torch.device("cpu"), None)
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it():

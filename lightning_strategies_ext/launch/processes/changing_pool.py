@@ -15,11 +15,14 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import wait
 from typing import Any
 
+from lightning_strategies_ext import host_store
 from lightning_strategies_ext.connections import serve_store
 from lightning_strategies_ext.exceptions import JoinError, WorkerDiedError, WorkerRaisedError
+from lightning_strategies_ext.host_store import HostStore
 from lightning_strategies_ext.launch.processes.conditions import Conditions
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, INTERRUPT_GRACE_S, Outcome, WorkerPool
 from lightning_strategies_ext.launch.processes.starter import SentJob, Worker
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 #: How many worlds in a row ranks may leave on account of an error though none of them has died.
 _MOST_STRAYS = 3
+_world_numbers = count()
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,8 @@ class _Run:
         self._conditions = conditions
         self._continues = continues
         self._allowance = allowance
-        self._address = pool.address
-        self._store = serve_store(self._address)  # here, so that no worker takes it away when it dies
+        # The store is served here, so that no worker takes it away when it dies.
+        self._store = host_store.serve() if pool.address is None else serve_store(pool.address)
         self._number = -1  # of the newest world
         self._world: list[Worker] = []
         self._forming: list[Worker] | None = None
@@ -336,12 +340,13 @@ class _Run:
         )
 
     def _form(self, world: Sequence[Worker]) -> None:
-        self._number += 1
+        self._number = next(_world_numbers)
         self._too_few_since = None
         self._forming = list(world)
         self._ready = [worker for worker in self._ready if worker not in world]
+        store = self._store.name if isinstance(self._store, HostStore) else (self._store.host, self._store.port)
         for rank, worker in enumerate(world):
-            self._tell(worker, Place(rank, len(world), self._number, self._address, self._store.port))
+            self._tell(worker, Place(rank, len(world), self._number, store))
 
     def _settled(self, error: BaseException) -> BaseException:
         """Lets the others end as well, which tells who failed first."""

@@ -110,8 +110,8 @@ class WorkerPool:
         return self._workers
 
     @property
-    def address(self) -> str:
-        """Of this process's host, as the workers reach it."""
+    def address(self) -> str | None:
+        """See :attr:`.Starter.address`."""
         return self._starter.address
 
     @property

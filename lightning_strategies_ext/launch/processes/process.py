@@ -15,6 +15,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from lightning_strategies_ext import host_store
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.conditions import Conditions, is_interactive
@@ -234,7 +235,7 @@ class ProcessStarter:
     """
 
     conditions = Conditions
-    address = "127.0.0.1"
+    address = None if host_store.is_available() else "127.0.0.1"
     ends_by_calls = False
 
     def __init__(self, start_method: WorkerStartMethod) -> None:

@@ -137,8 +137,8 @@ class Starter(Protocol):
         """What has to be alike in two of them for the workers of one to be of use to the other."""
 
     @property
-    def address(self) -> str:
-        """Of this process's host, as the workers reach it."""
+    def address(self) -> str | None:
+        """Of this process's host, as the workers reach it; None if they share it and use a :class:`.HostStore`."""
 
     def num_cpus(self, num_workers: int) -> int:
         """How many CPUs a worker has for its computations."""

@@ -4,7 +4,6 @@ import gc
 import importlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import psutil
 import ray
 
+from lightning_strategies_ext.connections import release_ports, reserve_port
 from lightning_strategies_ext.launch.processes.worker import Service, WorkerState
 from lightning_strategies_ext.launch.protocol import Failure, Order, Start
 from lightning_strategies_ext.launch.ray.line import MainLine
@@ -29,7 +29,7 @@ class Facts:
         host: Ray's id of its host.
         address: Of its host, as others reach it.
         interface: The network interface with that address, if it can be found.
-        port: One that is free.
+        port: One that it has reserved.
         versions: Of the packages that have to be alike.
     """
 
@@ -69,14 +69,14 @@ class WorkerActor:
             importlib.import_module(module)
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
+        port = reserve_port(address)
         return Facts(os.getpid(), context.get_node_id(), address, _interface_with(address), port, versions(packages))
 
     def start(self, start: Start) -> Failure | None:
         """Gets ready for jobs; returns why that has failed, if it has."""
         main_is_elsewhere()
+        if start.seat is None or start.seat.rank > 0 or start.seat.num_hosts == 1:  # it serves no store at the port
+            release_ports()
         _let_signals_in()
         self._service = Service(WorkerState(start, self._line.channel))
         return self._service.prepare(start)

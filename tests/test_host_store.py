@@ -1,0 +1,258 @@
+"""The store of ranks of one host: what torch expects of a store, and what other users of the host can do with it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_strategies_ext import host_store, rank_variables
+from lightning_strategies_ext.host_store import HostStore
+from lightning_strategies_ext.torch_distributed import process_group
+from tests.support.ranks import REPOSITORY, run_command, run_ranks, run_script
+
+NOBODY = 65_500
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def store() -> HostStore:
+    return host_store.serve(host_store.new_name())
+
+
+# --- a store ---
+
+
+def use(store: dist.Store) -> list[Any]:
+    """Uses all that torch uses of a store, and returns what came back."""
+    store.set("key", "value")
+    found = [store.get("key"), store.add("sum", 2), store.add("sum", 3), store.get("sum")]
+    found += [store.check(["key"]), store.check(["key", "other"]), store.num_keys()]
+    found += [store.compare_set("new", "", "first"), store.compare_set("new", "x", "y")]
+    found += [store.compare_set("new", "first", "second"), store.compare_set("missing", "x", "y")]
+    store.append("list", "a")
+    store.append("list", "b")
+    store.multi_set(["m1", "m2"], ["1", "2"])
+    store.wait(["m1", "m2"])
+    store.wait(["m1"], timedelta(seconds=5))
+    found += [store.get("list"), store.multi_get(["m1", "m2"]), store.has_extended_api()]
+    store.set("m1", "0" * 300_000)  # more than a socket holds
+    return [*found, len(store.get("m1")), store.delete_key("m1"), store.delete_key("m1"), store.check(["m1"])]
+
+
+def test_it_does_what_the_store_of_torch_does_directly_and_through_a_prefix(store: HostStore):
+    expected = use(dist.HashStore())
+    assert use(store) == expected
+    for key in store.list_keys():
+        store.delete_key(key)
+    assert use(dist.PrefixStore("part", store)) == expected
+
+
+def test_waiting_ends_with_an_error_that_names_the_keys(store: HostStore):
+    with pytest.raises(dist.DistStoreError, match=re.escape("0.2 s waiting for the keys ['a', 'part/b']")):
+        store.wait(["a", "part/b"], timedelta(seconds=0.2))
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError, match="part/c"):
+        dist.PrefixStore("part", store).get("c")
+    store.set_timeout(timedelta(seconds=30))
+    store.set("part/c", "here")
+    assert dist.PrefixStore("part", store).get("c") == b"here", "an abandoned request changes no later one"
+
+
+def test_a_thread_that_waits_delays_no_other(store: HostStore):
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(store.get("late")))
+    thread.start()
+    assert store.add("n", 1) == 1
+    assert thread.is_alive()
+    store.set("late", "value")
+    thread.join(30)
+    assert found == [b"value"]
+
+
+@pytest.mark.processes
+def test_a_rank_learns_at_once_that_the_process_with_the_store_has_ended():
+    program = (
+        "import sys; from lightning_strategies_ext import host_store; host_store.serve(sys.argv[1]).get('stop');"
+        " print('stopped')"
+    )
+    name = host_store.new_name()
+    server = subprocess.Popen([sys.executable, "-c", program, name], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    client = host_store.connect(name)  # before it is served
+    client.set("key", "value")
+    client.set("stop", "")
+    assert server.communicate(timeout=60)[0] == "stopped\n"
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(dist.DistNetworkError, match="The process that serves the store of these ranks has ended"):
+            client.get("another key")
+    assert time.monotonic() - began < 30
+
+
+# --- groups ---
+
+
+def join_by_files(path: str) -> tuple[Any, ...]:
+    """In a group of a backend whose threads may use the store, and which therefore has one in a file."""
+    environment = LightningEnvironment()
+    environment.set_global_rank(environment.local_rank())
+    environment.set_world_size(2)
+    before = set(os.listdir("/dev/shm"))
+    found = []
+    for _ in range(2):
+        process_group.start(environment, "cpu:gloo", torch.device("cpu"), timedelta(seconds=60))
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        group = dist.new_group([0, 1])
+        dist.all_reduce(tensor, group=group)
+        below = dist.distributed_c10d._get_default_store()
+        while isinstance(below, dist.PrefixStore):
+            below = below.underlying_store
+        ours = process_group.default_store()
+        ours.set(f"from {environment.global_rank()}", "")
+        ours.wait(["from 0", "from 1"])
+        found.append((tensor.item(), type(below).__name__))
+        dist.destroy_process_group()
+    named = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("lightning_strategies_ext-")}
+    return found, named
+
+
+@pytest.mark.processes
+def test_a_backend_with_threads_of_its_own_gets_a_store_in_a_file_without_a_name(tmp_path: Path):
+    assert run_ranks(join_by_files, str(tmp_path)) == [([(4.0, "FileStore")] * 2, set())] * 2
+
+
+def join_and_start_a_launcher() -> str:
+    """In a rank that this package has started: another launcher starts ranks of its own from it."""
+    os.environ[rank_variables.STORE] = "the store of this rank"
+    rank_variables.record_owner()
+    program = "from lightning_strategies_ext import rank_variables as r; r.record_owner(); print(r.store_name())"
+    variables = {**os.environ, "RANK": "0", "MASTER_PORT": "1"}
+    return run_command(sys.executable, "-c", program, env=variables).stdout + str(rank_variables.store_name())
+
+
+@pytest.mark.processes
+def test_ranks_that_another_launcher_has_started_from_a_rank_do_not_use_its_store():
+    assert run_ranks(join_and_start_a_launcher, world_size=1) == ["None\nthe store of this rank"]
+
+
+# --- other users ---
+
+
+def as_another_user(program: str, *args: str) -> "subprocess.CompletedProcess[str]":
+    become = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+    imported = "import sys, torch.distributed as dist; from lightning_strategies_ext import host_store\n"
+    command = [sys.executable, "-c", imported + become + program, *args]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.processes
+@needs_root
+def test_another_user_can_neither_read_nor_write_it(store: HostStore):
+    store.set("token", "secret")
+    took = as_another_user("s = host_store.connect(sys.argv[1]); print(s.get('token'))", store.name)
+    assert "is served by user 0, and this process belongs to user 65500" in took.stderr
+    raw = "host_store.is_of_this_user = lambda connection: True; s = host_store.connect(sys.argv[1]);"
+    for request in ("print(s.get('token'))", "s.set('token', 'other')", "s.delete_key('token')"):
+        took = as_another_user(raw + request, store.name)
+        assert "DistNetworkError" in took.stderr, took
+        assert not took.stdout
+    assert store.get("token") == b"secret"
+
+
+@pytest.mark.processes
+@needs_root
+def test_a_rank_sends_nothing_to_a_store_of_another_user():
+    name = host_store.new_name()
+    program = (
+        "import os, sys\nfrom lightning_strategies_ext import host_store\n"
+        f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "host_store.is_of_this_user = lambda connection: True\n"
+        "host_store.serve(sys.argv[1]); print('ready', flush=True); sys.stdin.read()"
+    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program, name], cwd=REPOSITORY, **pipes) as squatter:
+        assert squatter.stdout.readline() == "ready\n"
+        with pytest.raises(dist.DistNetworkError, match="served by user 65500, and this process belongs to user 0"):
+            host_store.connect(name).set("token", "secret")
+        squatter.stdin.close()
+
+
+JOB = """
+import sys
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
+from tests.support.models import MLP, loader
+from tests.test_host_store import report
+
+class Model(MLP):
+    def on_train_end(self):
+        report(self.global_rank)
+
+def run(fabric):
+    report(fabric.global_rank)
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        if name.startswith("fabric:"):
+            name = name.partition(":")[2]
+            fabric = Fabric(strategy=name, accelerator="cpu", devices=2)
+            fabric.launch(run)
+        else:
+            quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
+            Trainer(strategy=name, accelerator="cpu", devices=2, max_steps=2, **quiet).fit(Model(), loader())
+"""
+
+
+def report(rank: int) -> None:
+    """Prints the sockets at which this process listens, as JSON, and the keys of the store of another launcher."""
+    connections = psutil.Process().net_connections("tcp")
+    found = sorted(each.laddr for each in connections if each.status == psutil.CONN_LISTEN)
+    sys.stdout.write(f"\nlistens {json.dumps([rank, [tuple(address) for address in found]])}\n")
+    if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(dist.Store, "list_keys"):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        sys.stdout.write(f"keys {json.dumps(store.list_keys())}\n")
+    sys.stdout.flush()
+
+
+LAUNCHED = ["ddp_spawn_ext", "ddp_fork_ext", "ddp_spawn_elastic_ext", "fabric:ddp_spawn_ext"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("names", [LAUNCHED, ["ddp_ext"], ["fabric:ddp_ext"]], ids=" ".join)
+def test_ranks_that_we_start_on_one_host_listen_nowhere_but_for_gloo(names: list[str], tmp_path: Path):
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    ran = run_script(str(script), *names)
+    assert ran.returncode == 0, ran.stderr
+    listeners = [json.loads(line) for line in re.findall(r"listens (\[.*\])", ran.stdout)]
+    assert sorted(rank for rank, _ in listeners) == sorted([0, 1] * len(names)), ran.stdout
+    for _, addresses in listeners:  # gloo listens for what `shm` does not carry, once it is used
+        assert len(addresses) <= 1, listeners
+        assert {address for address, _ in addresses} <= {"127.0.0.1"}, listeners
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not hasattr(dist.Store, "list_keys"), reason="this torch does not list the keys of a store")
+def test_the_store_of_torchrun_holds_nothing_but_the_name_of_ours(tmp_path: Path):
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ran = run_script(*torchrun, str(script), "ddp_ext")
+    assert ran.returncode == 0, ran.stdout
+    (keys, _) = (json.loads(line) for line in re.findall(r"keys (\[.*\])", ran.stdout))
+    ours = {
+        re.sub("[0-9a-f]{32}", "ID", key.rpartition("lightning_strategies_ext/")[2]) for key in keys if "ext" in key
+    }
+    assert ours == {"rounds/newest", "rounds/ID/question 1", "rounds/ID/answer 1", "host_store"}, keys
