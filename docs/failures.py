@@ -150,11 +150,11 @@ def pickle(strategy: str) -> None:
 
 
 def port(strategy: str) -> None:
-    """The port of the rendezvous is taken."""
+    """The port at which ranks of two hosts meet is taken."""
     if "LOCAL_RANK" not in os.environ:
         taken = socket.create_server(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
-    fit(strategy, Net())
+    fit(strategy, Net(), num_nodes=2)
 
 
 def state_in_a_step(strategy: str) -> None:

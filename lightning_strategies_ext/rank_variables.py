@@ -42,7 +42,7 @@ OF_RANKS = re.compile(
 
 def record_owner() -> None:
     """Records that the rank variables belong to the current process; called by a rank."""
-    if OWNER in os.environ and json.loads(os.environ[OWNER])[0] != os.getpid():
+    if (record := os.environ.get(OWNER)) and json.loads(record)[0] != os.getpid():
         os.environ.pop(STORE, None)  # another launcher has started this rank from a rank, which uses that store
     os.environ[OWNER] = json.dumps([os.getpid(), _identity()])
 

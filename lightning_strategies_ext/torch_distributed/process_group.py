@@ -326,21 +326,24 @@ def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, 
     if num_hosts > 1 or not host_store.is_available():
         return met
     if rank == 0:
-        met.set(_HOST_STORE, host_store.serve().name)
-    return _host_store(met.get(_HOST_STORE).decode(), rank, world_size, timeout)
+        met.set(_HOST_STORE, f"{host_store.serve().name} {uuid4().hex}")  # they may meet more than once
+    name, part = met.get(_HOST_STORE).decode().split()
+    return _host_store(name, rank, world_size, timeout, part)
 
 
-def _host_store(name: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    store = host_store.serve(name) if rank == 0 else host_store.connect(name, timeout)
-    store.set_timeout(timeout)
-    met = dist.PrefixStore(f"lightning_strategies_ext/met/{world_size}", store)
-    met.set(str(rank), "")
-    ranks = [str(other) for other in range(world_size)]
+def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part: str = "ranks") -> dist.Store:
+    whole = host_store.serve(name) if rank == 0 else host_store.connect(name)
+    whole.set_timeout(timeout)
+    store = dist.PrefixStore(part, whole)
+    keys = [f"rank {other}" for other in range(world_size)]
+    store.set(keys[rank], "")
     try:
-        met.wait(ranks, timeout)
+        store.wait(keys, timeout)
     except dist.DistStoreError as error:
-        late = " and ".join(other for other in ranks if not met.check([other]))
-        raise dist.DistStoreError(f"Rank {late} has not come within {timeout.total_seconds():g} s.") from error
+        late = " and ".join(key for key in keys if not store.check([key]))
+        raise dist.DistStoreError(
+            f"{late} of {world_size} has not come within {timeout.total_seconds():g} s."
+        ) from error
     return store
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.ranks import kill_tree, start_script
+from tests.support.ranks import kill_tree, run_script, start_script
 
 pytestmark = pytest.mark.processes
 
@@ -26,7 +26,7 @@ if __name__ == "__main__":
     if "LOCAL_RANK" not in os.environ:
         taken = socket.create_server(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
-    make_trainer("ddp_ext", devices=3).fit(MLP(), loader())
+    make_trainer("ddp_ext", devices=3, num_nodes=2).fit(MLP(), loader())
 """
 LAST_LINE = PORT_IS_TAKEN.splitlines()[-1]
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     import time
 
     try:
-        make_trainer("ddp_ext", devices=3).fit(MLP(), loader())
+        make_trainer("ddp_ext", devices=3, num_nodes=2).fit(MLP(), loader())
     except Exception as error:
         assert "LOCAL_RANK" in os.environ
         time.sleep(2)
@@ -74,6 +74,14 @@ def test_where_the_port_of_the_rendezvous_is_taken_all_processes_end(tmp_path):
         for pid in left:
             kill_tree(pid)
     assert left == []
+
+
+def test_ranks_of_one_host_need_no_port(tmp_path):
+    script, pids = tmp_path / "script.py", tmp_path / "pids"
+    script.write_text(PORT_IS_TAKEN.replace(", num_nodes=2", ", max_steps=1"))
+    pids.mkdir()
+    ran = run_script(script, pids)
+    assert ran.returncode == 0, ran.stdout
 
 
 def runs(pid: int, script: Path) -> bool:

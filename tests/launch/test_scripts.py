@@ -62,8 +62,10 @@ def test_a_child_drops_the_variables_of_the_rank_and_neither_the_rank_nor_a_rank
     monkeypatch.setenv(rank_variables.OWNER, "")
     for name, value in {**of_rank, "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv(rank_variables.STORE, "of the rank")
     rank_variables.record_owner()
     assert not rank_variables.drop_inherited()  # the rank
+    assert rank_variables.store_name() == "of the rank"
     of_another_process(monkeypatch.setenv)
     with monkeypatch.context() as other_launch:
         for name, value in of_other_launch.items():
@@ -71,6 +73,7 @@ def test_a_child_drops_the_variables_of_the_rank_and_neither_the_rank_nor_a_rank
         other_launch.setenv(rank_variables.OWNER, os.environ[rank_variables.OWNER])
         assert not rank_variables.drop_inherited()
         assert of_rank.keys() <= os.environ.keys()
+        assert rank_variables.store_name() is None
     assert rank_variables.drop_inherited()
     assert not (of_rank.keys() - {"SLURM_STEP_ID"}) & os.environ.keys()
     assert os.environ["SLURM_JOB_ID"] == "7"  # of the job, for its children too
