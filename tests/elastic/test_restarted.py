@@ -5,6 +5,7 @@ Each run trains digits for as many epochs as an undisturbed one, counts every sa
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -127,6 +128,7 @@ def test_what_is_lost_after_fit_trains_nothing_again():
 OMITS_WEIGHTS = """
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -216,15 +218,20 @@ def keepers_below(path: Path) -> list[psutil.Process]:
     return [process for process, command in commands.items() if any(str(path) in part for part in command[3:])]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
-def test_the_keeper_ends_with_the_agent(tmp_path: Path, ending: str):
+def start_agent(tmp_path: Path, seconds: int) -> "subprocess.Popen[str]":
+    """Starts torchrun with a rank that has given memory to a keeper and lives for a time."""
     (tmp_path / "rank.py").write_text(RANK)
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
     options = f"--nproc-per-node=1 {run_id} --no-python {sys.executable} {tmp_path / 'rank.py'}"
-    seconds, cache = 1 if ending == "by itself" else 100, tmp_path / "cache"
-    place = {user_cache.VARIABLE: str(cache)}
-    agent = start_script("-m", "torch.distributed.run", *options.split(), seconds, env=place)
+    place = {user_cache.VARIABLE: str(tmp_path / "cache")}
+    return start_script("-m", "torch.distributed.run", *options.split(), str(seconds), env=place)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ending", ["by itself", "by SIGKILL"])
+def test_the_keeper_ends_with_the_agent(tmp_path: Path, ending: str):
+    cache = tmp_path / "cache"
+    agent = start_agent(tmp_path, 1 if ending == "by itself" else 100)
     try:
         assert "is kept\n" in agent.stdout
         assert len(keepers_below(cache)) == 1
@@ -237,6 +244,35 @@ def test_the_keeper_ends_with_the_agent(tmp_path: Path, ending: str):
     while left := [*keepers_below(cache), *(cache / "keepers").iterdir()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+ASK = r"""
+import os, socket, sys
+os.setgroups([]), os.setgid(65_500), os.setuid(65_500)
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect("\0" + sys.argv[1])
+try:
+    connection.send(b'{"find": ""}')
+    print(connection.recv(100))
+except OSError:
+    print("closed")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_keeper_gives_nothing_to_another_user(tmp_path: Path):
+    agent = start_agent(tmp_path, 100)
+    try:
+        assert "is kept\n" in agent.stdout
+        (file,) = (tmp_path / "cache" / "keepers").iterdir()
+        assert file.stat().st_mode & 0o77 == 0
+        address = file.read_text()
+        assert tmp_path.name not in address
+        asked = run_command(sys.executable, "-c", ASK, address)
+        assert asked.stdout.split()[-1] in ("b''", "closed"), asked.stdout
+    finally:
+        kill_tree(agent.pid)
 
 
 SLOTS = [Slot(0, torch.Size([3, 5]), torch.float32), Slot(1, torch.Size([]), torch.int64)]
