@@ -75,6 +75,13 @@ def test_every_link_leads_to_a_file_and_to_a_heading_in_it(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    named_tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())
+    missing = [name for file, name in named_tests if f"def {name}(" not in (REPOSITORY / file).read_text()]
+    assert not missing
+
+
 def test_the_site_has_every_page_once():
     outside = pages_from_outside()
     assert sorted(NAV) == sorted({*(str(page.relative_to(DOCS)) for page in PAGES), *outside.values()})
