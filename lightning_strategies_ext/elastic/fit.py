@@ -43,6 +43,7 @@ from lightning_strategies_ext._lightning import trainer_data, trainer_signals, t
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit, copy_model
 from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipLostError
+from lightning_strategies_ext.elastic.options import check_callbacks
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
 from lightning_strategies_ext.elastic.sampler import share_out
 from lightning_strategies_ext.exceptions import JoinError, WorldTooSmallError
@@ -143,6 +144,7 @@ class ElasticFit:
         self._strategy = strategy
         self._trainer = trainer
         self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        check_callbacks(self._callbacks)
         self._membership = membership
         self._commit_every_n_steps = commit_every_n_steps
         self._policy = policy_of(self._callbacks, ScaleLearningRate() if scales_learning_rate else WorldSizePolicy())

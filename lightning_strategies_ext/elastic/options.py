@@ -1,6 +1,10 @@
 """What a user can say of elastic training, whatever engine carries it."""
 
+from collections.abc import Iterable
 from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 
@@ -42,6 +46,22 @@ def check_can_change(uneven_inputs: str, averages_models: str | None) -> None:
         raise ValueError(
             f"`{averages_models}` with `elastic=True`: ranks go back to one state, and"
             " models that are averaged differ in between. Leave one of them out."
+        )
+
+
+def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuses callbacks that replace parameters during training.
+
+    Args:
+        callbacks: Those of the Trainer.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    if any(isinstance(callback, ModelPruning) for callback in callbacks):
+        raise ValueError(
+            "`ModelPruning` in elastic training: it replaces parameters, and a rank that joins creates a module that"
+            " still has them. Prune with `strategy='ddp_spawn_ext'` or `'ddp_ext'`, or after `fit`."
         )
 
 

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import ModelPruning
 
 from tests.support.elastic_runs import Run, run_torchrun, run_workers
 from tests.support.elastic_training import Net, joins_later, kill, once
+from tests.support.models import MLP, loader, make_trainer
 
 pytestmark = pytest.mark.processes
 
@@ -51,3 +53,9 @@ def test_workers_that_join_end_with_what_the_others_have():
     sizes = [size for size, _ in run.worlds]
     assert sizes.count(1) == 2
     assert sizes[-1] == 2
+
+
+def test_pruning_is_refused():
+    trainer = make_trainer("ddp_spawn_elastic_ext", callbacks=[ModelPruning("l1_unstructured", amount=0.3)])
+    with pytest.raises(ValueError, match="`ModelPruning` in elastic training"):
+        trainer.fit(MLP(), loader())
