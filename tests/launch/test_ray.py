@@ -59,7 +59,8 @@ def test_what_is_said_in_the_middle_of_a_job_arrives_as_it_was_and_nothing_else_
         Ready(),
         Ready("lost"),
         Arrived(members[0]),
-        Place(1, 2, 3, "10.0.0.1", 80),
+        Place(1, 2, 3, ("10.0.0.1", 80)),
+        Place(None),
         Members(members),
         Members(None),
     ]

@@ -36,7 +36,8 @@ def decoded(data: bytes) -> Word:
     if name == "Arrived":
         return Arrived(Member.of(said))
     if name == "Place":
-        return Place(**said)
+        store = said.pop("store")
+        return Place(**said, store=store if isinstance(store, str) else tuple(store))
     if name == "Members":
         return Members(None if said is None else [Member.of(member) for member in said])
     if name == "Notice":
