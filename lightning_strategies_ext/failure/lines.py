@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -34,8 +35,10 @@ _CALL_NUM_BYTES = 128
 ROOM_NUM_BYTES = 1 << 15
 #: How many bytes are taken from a line at once.
 _HEARD_NUM_BYTES = 1 << 16
-#: How many callers may not have said yet who they are: anybody can connect.
+#: Number of open connections that have not sent a call yet; every process that reaches the port can open connections.
 _MOST_STRANGERS = 64
+#: For how long such a connection is kept in any case, in seconds.
+_STRANGER_S = 1.0
 #: How connections end that a process's end has closed; others have met no answer.
 _OF_PROCESSES = (errno.ECONNRESET, errno.EPIPE)
 
@@ -70,7 +73,7 @@ class Lines:
         self._received: dict[int, bytes] = {}
         self._unsent: dict[int, bytes] = {}
         self._unheard: dict[int, deque[int]] = {}
-        self._strangers: list[socket.socket] = []
+        self._strangers: dict[socket.socket, float] = {}  # and when each was accepted, the oldest first
         self._expected: dict[int, bytes] = {}
         _all.add(self)
 
@@ -89,7 +92,8 @@ class Lines:
         """
         is_any = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if ":" in host or is_any else socket.AF_INET
-        backlog = len(ranks) + _MOST_STRANGERS
+        # Connections wait there while too many others have not sent a call.
+        backlog = max(len(ranks) + _MOST_STRANGERS, socket.SOMAXCONN)
         with suppress(OSError):
             self._listener = socket.create_server((host, 0), family=family, backlog=backlog, dualstack_ipv6=is_any)
             self._expected = {rank: _call(token, rank) for rank in ranks}
@@ -166,7 +170,7 @@ class Lines:
         """Closes this process's ends without a word."""
         for end in (*self._ends, *self._strangers, *([self._listener] if self._listener is not None else [])):
             end.close()
-        self._ends, self._strangers, self._listener = {}, [], None
+        self._ends, self._strangers, self._listener = {}, {}, None
 
     def _send(self, end: socket.socket, more: bytes = b"") -> None:
         rank = self._ends[end]
@@ -183,17 +187,24 @@ class Lines:
             self.asked.add(rank)
 
     def _accept(self, listener: socket.socket) -> bool:
+        """Accepts a connection; where there are too many without a call, an old one is closed first."""
+        is_urgent = False
+        if len(self._strangers) >= _MOST_STRANGERS:
+            oldest, accepted_at = next(iter(self._strangers.items()))
+            if (too_early_s := accepted_at + _STRANGER_S - time.monotonic()) > 0:
+                self._waiting.pause(listener, too_early_s)
+                return False
+            is_urgent = self._ask(oldest)  # its call may have arrived just now
         with suppress(OSError):
             stranger, _ = listener.accept()
-            if len(self._strangers) == _MOST_STRANGERS:
-                self._drop(self._strangers.pop(0))
             stranger.setblocking(False)
             self._waiting.add(stranger, partial(self._ask, stranger))
-            self._strangers.append(stranger)
-        return False
+            self._strangers[stranger] = time.monotonic()
+        return is_urgent
 
     def _ask(self, stranger: socket.socket) -> bool:
-        self._strangers.remove(stranger)
+        """Reads the call of a connection, and closes the connection if there is none."""
+        del self._strangers[stranger]
         self._waiting.remove(stranger)
         said = b""
         with suppress(OSError):

@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -168,6 +169,50 @@ def test_whoever_does_not_know_the_token_is_no_rank_and_takes_no_ranks_place(hub
     wait_until_gone(hub, {2})
     for stranger in silent:
         stranger.close()
+
+
+def connect(hub: Lines) -> socket.socket:
+    """Connects, and has the connection accepted."""
+    connection = socket.create_connection(("127.0.0.1", hub.port))
+    wait(hub, 0.0)
+    return connection
+
+
+def test_a_caller_that_has_connected_is_kept_when_strangers_connect_before_its_call_is_sent(hub):
+    with ExitStack() as stack:
+        caller = stack.enter_context(connect(hub))
+        for _ in range(module._MOST_STRANGERS + 10):
+            stack.enter_context(connect(hub))
+        caller.sendall(f"{TOKEN} 2\n".encode())
+        wait(hub, 0.0)
+        assert hub.ranks == {2}
+
+
+def test_a_caller_whose_call_was_not_read_for_seconds_is_kept_when_another_stranger_connects(hub, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_STRANGERS", 5)
+    with ExitStack() as stack:
+        caller = stack.enter_context(connect(hub))
+        for _ in range(4):
+            stack.enter_context(connect(hub))
+        time.sleep(1.1)  # the thread is busy meanwhile
+        stack.enter_context(socket.create_connection(("127.0.0.1", hub.port)))
+        caller.sendall(f"{TOKEN} 2\n".encode())
+        wait(hub, 0.0)
+        assert hub.ranks == {2}
+
+
+def test_strangers_that_are_older_than_a_second_make_room_for_a_caller(hub):
+    with ExitStack() as stack:
+        for _ in range(module._MOST_STRANGERS + 10):
+            stack.enter_context(connect(hub))
+        caller = Ends()
+        caller.call_hub(hub, 2)
+        busy, deadline = time.process_time(), time.monotonic() + 30
+        while not hub.ranks and time.monotonic() < deadline:
+            wait(hub, 0.1)
+        assert hub.ranks == {2}
+        assert time.process_time() - busy < 0.5, "connections that wait keep the thread from nothing"
+        caller.close()
 
 
 def test_who_cannot_be_reached_is_not_gone():
