@@ -9,6 +9,7 @@ or of ``ModelCheckpoint(save_last="link")``, which removes the link before it ma
 """
 
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,9 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.gpus import wait_until_computed
+
+#: End of the name of a file that has all of its contents and is about to replace another one.
+_WHOLE = ".whole"
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -70,20 +74,21 @@ class SavesWholeCheckpoints:
 @contextmanager
 def _put_in_place(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that gets its name when the block ends, in the place of what had it; not if it raises."""
+    # Other users may create files in the directory, so they must not be able to predict the name.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = _open_nameless(path.parent)
     if descriptor is None:
         # What a killed process leaves of it stays.
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         descriptor, has_name = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
     else:
-        beside, has_name = path.with_name(f".{path.name}.whole"), False
+        beside, has_name = beside.with_name(f"{beside.name}{_WHOLE}"), False
     try:
         with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(descriptor)
             if not has_name:
-                beside.unlink(missing_ok=True)  # of one that was killed just before it replaced
+                _remove_whole(path)
                 _name(descriptor, beside)
                 has_name = True
         os.replace(beside, path)
@@ -102,6 +107,15 @@ def _open_nameless(directory: Path) -> int | None:
         return os.open(directory, os.O_WRONLY | os.O_TMPFILE, 0o666)
     except OSError:  # NFS has none
         return None
+
+
+def _remove_whole(path: Path) -> None:
+    """Removes whole files of this user's processes that were killed before they replaced the checkpoint."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}{re.escape(_WHOLE)}")
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if name.fullmatch(entry.name) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                os.unlink(entry.path)
 
 
 def _name(descriptor: int, path: Path) -> None:

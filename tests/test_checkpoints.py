@@ -166,6 +166,53 @@ def test_with_model_checkpoint_the_last_and_the_best_load(tmp_path: Path, save_t
             assert checkpoint["state_dict"]["steps"].eq(checkpoint["global_step"]).all()
 
 
+OTHER_USER, USER = 65534, 65533
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("has_names", [False, True])
+def test_files_of_another_user_do_not_keep_it_from_being_saved(has_names: bool, monkeypatch: pytest.MonkeyPatch):
+    if has_names:
+        monkeypatch.delattr(os, "O_TMPFILE")
+    names: set[str] = set()
+
+    def save_as_user(path: Path) -> None:
+        os.setgroups([])
+        os.setgid(USER)
+        os.setuid(USER)
+        replace = os.replace
+        for number in range(3):
+            checkpoints.os.replace = lambda old, new: (names.add(Path(old).name), replace(old, new))
+            WholeCheckpointIO().save_checkpoint(numbered(number), path)
+        os._exit(7 if len(names) == 3 else 1)
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        path = Path(directory, "last.ckpt")
+        os.chmod(directory, 0o1777)
+        for name in (".last.ckpt.whole", ".last.ckpt.01234567.whole", ".last.ckpt.01234567"):
+            path.with_name(name).touch()
+            os.chown(path.with_name(name), OTHER_USER, OTHER_USER)
+        planted = set(os.listdir(directory))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                save_as_user(path)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert set(os.listdir(directory)) == {"last.ckpt", *planted}
+
+
+def test_what_a_process_has_left_that_was_killed_before_it_replaced_is_removed_by_the_next(tmp_path: Path):
+    if not hasattr(os, "O_TMPFILE"):
+        pytest.skip("all files have names on this system, and what a killed process leaves stays")
+    (tmp_path / ".last.ckpt.01234567.whole").touch()
+    (tmp_path / ".other.ckpt.01234567.whole").touch()  # its process may be about to replace
+    WholeCheckpointIO().save_checkpoint(numbered(1), tmp_path / "last.ckpt")
+    assert sorted(os.listdir(tmp_path)) == [".other.ckpt.01234567.whole", "last.ckpt"]
+
+
 def write_much(path: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
