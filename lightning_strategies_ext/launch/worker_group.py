@@ -128,8 +128,7 @@ class Workers:
             goes_on = bool(self._rng) and self._rng[0].is_same(now)
             num_threads = self._num_threads()
             # For libraries that read it when they are loaded, and for processes that a worker starts.
-            inherited = rank_variables.environment_for_ranks()
-            variables = {"OMP_NUM_THREADS": str(num_threads), **inherited, **self._rendezvous}
+            variables = {"OMP_NUM_THREADS": str(num_threads), **self._starter.environment(), **self._rendezvous}
             conditions = [
                 self._starter.conditions(
                     os.getcwd(),

@@ -7,7 +7,7 @@ those on one host are its local ranks.
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.ray.cluster import check_address, check_has_ray
+from lightning_strategies_ext.launch.ray.conditions import check_environment_variables
 from lightning_strategies_ext.launch.ray.demand import Demand, Placement, check_demand
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
@@ -55,6 +56,9 @@ class DDPRayStrategy(DDPSpawnStrategy):
             (``ray.init``), else that of ``RAY_ADDRESS``, else "local".
         runtime_env: What workers find on their hosts, as ``ray.init`` takes it: ``{"working_dir": "."}`` brings your
             modules. Where this process is connected already, give it there.
+        environment_variables: Which of the main process's environment variables workers receive, by names and patterns:
+            ``["WANDB_*", "HF_TOKEN"]`` only these, ``["!AWS_*"]`` all but these. Never those of Ray or of a host, such
+            as ``RAY_AUTH_TOKEN``, ``PATH``, or ``HOME``; all others if None.
         accelerator: See :class:`.DDPSpawnStrategy`.
         parallel_devices: See :class:`.DDPSpawnStrategy`; their type is what counts.
         checkpoint_io: See :class:`.DDPSpawnStrategy`.
@@ -103,6 +107,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         placement: Placement = "PACK",
         address: str | None = None,
         runtime_env: dict[str, Any] | None = None,
+        environment_variables: Sequence[str] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -145,6 +150,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         check_address(address)
         if runtime_env is not None and not isinstance(runtime_env, dict):
             raise TypeError(f"`runtime_env` must be a dict, as `ray.init` takes it, or None, got {runtime_env!r}.")
+        check_environment_variables(environment_variables)
         check_has_ray()
         super().__init__(
             accelerator=accelerator,
@@ -171,6 +177,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         self._placement: Placement = placement
         self._address = address
         self._runtime_env = runtime_env
+        self._environment_variables = environment_variables
         self._signs: list[str] = []
 
     # --- environment, launch ---
@@ -196,7 +203,10 @@ class DDPRayStrategy(DDPSpawnStrategy):
         from lightning_strategies_ext.launch.ray.starter import RayStarter
 
         modules = (pl.__name__, __name__)
-        return RayStarter(self._demand(), self._address, self._runtime_env, self._wait_s, modules, self._may_change)
+        variables = self._environment_variables
+        return RayStarter(
+            self._demand(), self._address, self._runtime_env, variables, self._wait_s, modules, self._may_change
+        )
 
     @property
     def _wait_s(self) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+import torch
 
 from lightning_strategies_ext import DDPRayStrategy
 from lightning_strategies_ext.elastic.membership import Member
@@ -87,6 +88,18 @@ def test_variables_of_ray_and_of_the_host_are_not_sent_to_workers(monkeypatch):
     sent = pickle.dumps(ConditionsElsewhere("/", dict(os.environ), RngState.now(), 1))
     assert b"value of WANDB_API_KEY" in sent
     assert sent.count(b"value of ") == 1
+
+
+@needs_ray
+@pytest.mark.parametrize("names", [None, ["*"], ["R*", "?DG_RUNTIME_DIR", "?ATH"], ["!OTHER"]])
+def test_no_choice_of_the_user_sends_variables_of_ray_or_of_the_host(monkeypatch, names):
+    unsent = ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS", "XDG_RUNTIME_DIR", "SSH_AUTH_SOCK", "KRB5CCNAME"]
+    for name in (*unsent, "R_HOME"):
+        monkeypatch.setenv(name, "1")
+    strategy = DDPRayStrategy(1, parallel_devices=[torch.device("cpu")], environment_variables=names)
+    environment = strategy._make_starter().environment()
+    assert environment["R_HOME"] == "1"
+    assert not environment.keys() & {*unsent, "PATH", "HOME"}
 
 
 # --- the lines of workers ---

@@ -146,6 +146,27 @@ def test_a_function_runs_without_a_trainer():
         assert strategy.spawn(lambda: 7) == 7
 
 
+@pytest.mark.parametrize(
+    ("chosen", "received"),
+    [
+        (None, ["CHOSEN_1", "CHOSEN_2", "OTHER"]),
+        (["CHOSEN_*"], ["CHOSEN_1", "CHOSEN_2"]),
+        (["!CHOSEN_*"], ["OTHER"]),
+        (["CHOSEN_*", "*", "!CHOSEN_2"], ["CHOSEN_1", "OTHER"]),
+        ([], []),
+    ],
+)
+def test_workers_receive_the_variables_that_the_user_chooses(monkeypatch, chosen, received):
+    names = ["CHOSEN_1", "CHOSEN_2", "OTHER", "RAY_AUTH_TOKEN", "SSH_AUTH_SOCK"]
+    for name in names:
+        monkeypatch.setenv(name, "value of the main process")  # Ray has started before
+    devices = [torch.device("cpu")]
+    with DDPRayStrategy(1, **HALF, parallel_devices=devices, environment_variables=chosen) as strategy:
+        seen = strategy.spawn(lambda: [name for name in names if os.environ.get(name) == "value of the main process"])
+        assert seen == received
+        assert strategy.spawn(lambda: os.environ["OMP_NUM_THREADS"]) == os.environ.get("OMP_NUM_THREADS", "1")
+
+
 def sum_of_ranks() -> int:
     tensor = torch.tensor(torch.distributed.get_rank())
     torch.distributed.all_reduce(tensor)
@@ -362,6 +383,10 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
         ({"placement": "pack"}, ValueError, "'PACK'"),
         ({"address": 6379}, TypeError, "address"),
         ({"runtime_env": "."}, TypeError, "runtime_env"),
+        ({"environment_variables": "HF_TOKEN"}, TypeError, "environment_variables"),
+        ({"environment_variables": ["HF_TOKEN=1"]}, ValueError, "HF_TOKEN=1.*env_vars"),
+        ({"environment_variables": ["RAY_AUTH_TOKEN"]}, ValueError, "RAY_AUTH_TOKEN.*never sent"),
+        ({"environment_variables": ["PATH"]}, ValueError, "PATH.*never sent"),
         ({"elastic": "yes"}, TypeError, "elastic"),
         ({"start_method": "fork"}, ValueError, "Ray starts"),
         ({"max_restarts": 3}, ValueError, "max_restarts=3` is for `elastic=True"),

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from lightning_strategies_ext import host_store
+from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.conditions import Conditions, is_interactive
@@ -247,6 +247,10 @@ class ProcessStarter:
     def kind(self) -> Any:
         """What has to be alike in two of them for the workers of one to be of use to the other."""
         return self._start_method
+
+    def environment(self) -> dict[str, str]:
+        """Returns the environment variables of the main process that its workers receive: all but a rank's own."""
+        return rank_variables.environment_for_ranks()
 
     def num_cpus(self, num_workers: int) -> int:
         """How many CPUs a worker has for its computations: its share of those of this process."""

@@ -140,6 +140,9 @@ class Starter(Protocol):
     def address(self) -> str | None:
         """Of this process's host, as the workers reach it; None if they share it and use a :class:`.HostStore`."""
 
+    def environment(self) -> dict[str, str]:
+        """Returns the environment variables of the main process that its workers receive."""
+
     def num_cpus(self, num_workers: int) -> int:
         """How many CPUs a worker has for its computations."""
 

@@ -1,19 +1,26 @@
 """What makes a worker on another host like the main process: as far as hosts may be alike."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 from lightning_strategies_ext.launch.processes.conditions import Conditions
 
-#: Environment variables that say something of a host, or of the process that Ray has started on it.
+#: Environment variables that describe a host, or a process or session on it. They are never sent to another host.
 OF_A_HOST = frozenset(
     {
         *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH"),
         *("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "HOSTNAME", "HOME", "USER", "LOGNAME", "SHELL", "SHLVL"),
         *("PWD", "OLDPWD", "TMPDIR", "TEMP", "TMP", "LANG", "TERM", "DISPLAY", "_"),
-        *("SSH_AUTH_SOCK", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY"),
+        *("SSH_AUTH_SOCK", "SSH_AGENT_PID", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY"),
+        *("DBUS_SESSION_BUS_ADDRESS", "GPG_AGENT_INFO", "GPG_TTY", "KRB5CCNAME", "WAYLAND_DISPLAY", "XAUTHORITY"),
+        *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "INVOCATION_ID", "JOURNAL_STREAM", "MAIL", "TMUX", "STY"),
     }
 )
+#: The same for prefixes of their names; Ray's variables include its authentication token.
+_PREFIXES_OF_A_HOST = ("RAY_", "XDG_")
 
 _brought: set[str] = set()
 
@@ -24,11 +31,7 @@ class ConditionsElsewhere(Conditions):
 
     def __post_init__(self) -> None:
         """Removes variables of the host and of Ray, with its token, before the main process sends them."""
-        self.environment = {
-            name: value
-            for name, value in self.environment.items()
-            if name not in OF_A_HOST and not name.startswith(("RAY_", "XDG_"))
-        }
+        self.environment = {name: value for name, value in self.environment.items() if not _is_of_a_host(name)}
 
     def enter_directory(self) -> None:
         """Changes to the main process's directory where there is one, and stays where Ray has put it otherwise."""
@@ -42,3 +45,56 @@ class ConditionsElsewhere(Conditions):
         _brought.clear()
         _brought.update(self.environment)
         os.environ.update(self.environment)
+
+
+def check_environment_variables(names: Any) -> None:
+    """Rejects a value of the argument `environment_variables` that cannot work.
+
+    Raises:
+        TypeError: If it is no list of names.
+        ValueError: If an entry is no name, or names a variable that is never sent.
+    """
+    if names is None:
+        return
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            "`environment_variables` must be a list of names and patterns, such as ['WANDB_*'] or ['!AWS_*'], or None,"
+            f" got {names!r}."
+        )
+    for name in names:
+        if not name.removeprefix("!") or "=" in name:
+            raise ValueError(
+                f"`environment_variables` contains {name!r}, which is no name of a variable. Use the name without a"
+                " value; `runtime_env={'env_vars': {...}}` sets variables on workers."
+            )
+        if _is_of_a_host(name):
+            raise ValueError(
+                f"`environment_variables` contains {name!r}: variables of Ray or of a host are never sent to workers."
+                " Leave it out; `runtime_env={'env_vars': {...}}` sets variables on workers."
+            )
+
+
+def selected(environment: Mapping[str, str], names: Sequence[str] | None) -> dict[str, str]:
+    """The variables of an environment that workers receive.
+
+    Args:
+        environment: All variables.
+        names: Names and patterns as in the argument `environment_variables`.
+    """
+    denied = [name[1:] for name in names or () if name.startswith("!")]
+    allowed = [name for name in names or () if not name.startswith("!")]
+    if names is None or (denied and not allowed):
+        allowed = ["*"]
+    return {
+        name: value
+        for name, value in environment.items()
+        if _matches(name, allowed) and not _matches(name, denied) and not _is_of_a_host(name)
+    }
+
+
+def _is_of_a_host(name: str) -> bool:
+    return name in OF_A_HOST or name.startswith(_PREFIXES_OF_A_HOST)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

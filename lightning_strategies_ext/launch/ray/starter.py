@@ -13,11 +13,12 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext.launch.processes.worker import Job
 from lightning_strategies_ext.launch.protocol import Seat, Start
 from lightning_strategies_ext.launch.ray import cluster
 from lightning_strategies_ext.launch.ray.actor import WorkerActor, versions
-from lightning_strategies_ext.launch.ray.conditions import ConditionsElsewhere
+from lightning_strategies_ext.launch.ray.conditions import ConditionsElsewhere, selected
 from lightning_strategies_ext.launch.ray.demand import Demand
 from lightning_strategies_ext.launch.ray.line import Switchboard
 from lightning_strategies_ext.launch.ray.messages import Parcel, dump_for_ray
@@ -41,6 +42,7 @@ class RayStarter:
         demand: What each worker needs.
         address: See :func:`.cluster.join`.
         runtime_env: What workers find on their hosts, as Ray takes it.
+        environment_variables: Names of variables that workers receive, see :func:`.conditions.selected`.
         timeout_s: How long to wait for room in the cluster.
         modules: What workers import before they get a job: the Lightning that the main process has.
         may_change: Whether workers may be replaced in the middle of a job.
@@ -57,6 +59,7 @@ class RayStarter:
         demand: Demand,
         address: str | None,
         runtime_env: dict[str, Any] | None,
+        environment_variables: Sequence[str] | None,
         timeout_s: float,
         modules: Sequence[str],
         may_change: bool = False,
@@ -64,6 +67,7 @@ class RayStarter:
         self._demand = demand
         self._address = address
         self._runtime_env = runtime_env
+        self._environment_variables = environment_variables
         self._timeout_s = timeout_s
         self._modules = list(modules)
         self._may_change = may_change
@@ -86,6 +90,10 @@ class RayStarter:
         demand = self._demand
         bundles = sorted(demand.bundle.items()), demand.placement
         return "ray", self._address, repr(self._runtime_env), bundles, self._may_change
+
+    def environment(self) -> dict[str, str]:
+        """Returns the environment variables of the main process that its workers receive."""
+        return selected(rank_variables.environment_for_ranks(), self._environment_variables)
 
     def num_cpus(self, num_workers: int) -> int:
         """How many CPUs a worker has for its computations."""
