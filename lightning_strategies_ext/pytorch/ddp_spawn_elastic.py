@@ -211,7 +211,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             self._process_group_options if place.size > 1 else None,
         )
         self._process_group_backend = backend
-        if place.size > 1 and not process_group.uses_gloo():
+        if place.size > 1 and process_group.can_abort():
             self._loss = CutOffOnLoss([member.peer for member in members], process_group.abort)
 
     def _part(self, agreed: bool) -> None:
@@ -262,12 +262,12 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         Args:
             agreed: Whether all ranks leave before the same step; otherwise some may be gone.
         """
-        self._end_compression()
         if isinstance(self.model, DistributedDataParallel):
             # Which would exchange what the next one does, as long as anything, such as a trace, holds it.
             self.model._remove_autograd_hooks()
             self.model = self.lightning_module
         super().leave_world(agreed=agreed)
+        self._end_compression()  # after the groups are aborted: to leave one of them waits for what has begun in it
 
     @override
     def fall_silent(self) -> None:

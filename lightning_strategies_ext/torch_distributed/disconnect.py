@@ -16,9 +16,9 @@ from lightning_strategies_ext.torch_distributed import process_group
 def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
     """Closes this process's connections to other ranks, but for the key-value store's.
 
-    A rank inside a collective of gloo or shm wakes up with an error once a connection in it closes. NCCL is aborted,
-    which wakes this rank. Other backends do not notice: nothing is done then. `destroy_process_group` does not close
-    gloo's connections: the model in DDP keeps the group, and traces keep the model (torch 2.13).
+    A rank inside a collective of gloo or shm wakes up with an error once a connection in it closes. NCCL is aborted, in
+    all groups, which wakes this rank. With ``"cpu:gloo,cuda:nccl"`` both is done. `destroy_process_group` does not
+    close gloo's connections: the model in DDP keeps the group, and traces keep the model (torch 2.13).
 
     Those of the groups that this package has made are known, also where a rank is gone and what it has forked holds
     them. Those of other groups are told by who is at their other end.
@@ -27,8 +27,8 @@ def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
         peers: The other ranks.
         by_host: Whether a connection to another host of theirs, whatever it is for, is one to them.
     """
+    process_group.abort()
     if not process_group.uses_gloo():
-        process_group.abort()
         return
     close_all()
     here = host_identity()

@@ -12,10 +12,11 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -75,6 +76,9 @@ _own_store: dist.Store | None = None
 # The store where this process has met the others, and the next number: by process id, place, rank, and world size.
 _stores: dict[tuple[Any, ...], tuple[dist.Store, Iterator[int]]] = {}
 
+# Classes of backends that fail when their connections close. What aborts them, if anything, depends on torch's version.
+_NOT_ABORTED = ("ProcessGroupGloo", "GlooBeside", "ShmProcessGroup")
+
 # Backends whose threads do not use the group's store, so that it may be one that is written in Python.
 _ON_MAIN_THREAD = ("gloo", shm.NAME)
 
@@ -90,8 +94,8 @@ def is_initialized() -> bool:
 
 
 def uses_gloo() -> bool:
-    """Whether there is a process group and gloo carries it, or what ``shm`` does not carry."""
-    return is_initialized() and dist.get_backend() in ("gloo", shm.NAME)
+    """Whether gloo carries tensors of some device in the default process group, or what ``shm`` does not carry."""
+    return is_initialized() and any(name in ("gloo", shm.NAME) for name in _backends_in(dist.get_backend()))
 
 
 def is_carried_by_gloo(group: Any) -> bool:
@@ -425,17 +429,48 @@ def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timed
     raise dist.DistStoreError(f"rank 0 has not come within {timeout.total_seconds():g} s.")
 
 
-def abort() -> None:
-    """Lets what the default group waits for on GPUs fail, if its backend can: NCCL's can (``ProcessGroup.abort``).
+def can_abort() -> bool:
+    """Whether :func:`abort` has something to abort."""
+    return is_initialized() and bool(_abortable())
 
-    torch 2.5 has it on the backend only. Its watchdog would do it too, at the timeout.
+
+def abort() -> None:
+    """Aborts all groups of this process, so that collectives that wait on GPUs fail: the default one and all others.
+
+    gloo and ``shm`` are not aborted; closed connections end their collectives. Each backend is aborted in a thread of
+    its own: to abort NCCL's waits for the GPU, which the collective of another group may occupy until that is aborted.
     """
-    if is_initialized() and not is_cut_off():
-        group: Any = dist.group.WORLD
-        with suppress(AttributeError, RuntimeError):
-            backend = group if hasattr(group, "abort") else group._get_backend(torch.device("cuda"))
-            note_cut_off(group)  # before: what is computed from there on is not to be kept
-            backend.abort()
+    if not is_initialized() or is_cut_off():
+        return
+    backends = _abortable()
+    if not backends:
+        return
+    note_cut_off(dist.group.WORLD)  # before: what is computed from there on is not to be kept
+    threads = [threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True) for backend in backends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abortable() -> list[Any]:
+    """The backends of all groups of this process, except gloo. torch 2.5 can abort backends, but no groups."""
+    from torch.distributed.distributed_c10d import _world
+
+    found: list[Any] = []
+    for group in list(_world.pg_map):
+        backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+        for backend in backends or [group]:
+            # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps backends in one that passes no abort on.
+            backend = getattr(backend, "wrapped_pg", backend)
+            if type(backend).__name__ not in _NOT_ABORTED and all(backend is not each for each in found):
+                found.append(backend)
+    return found
+
+
+def _abort(backend: Any) -> None:
+    with suppress(AttributeError, RuntimeError):  # it cannot, or has failed
+        backend.abort()
 
 
 def has_others() -> bool:
@@ -474,11 +509,14 @@ def stop() -> None:
     if _excepthooks and sys.excepthook is _excepthooks[0]:
         sys.excepthook = _excepthooks[1]
     # A group that was aborted would wait for what it has not done (seen in torch 2.11). A private name of torch's, read
-    # in 2.13, which earlier versions need not have.
+    # in 2.13, which earlier versions need not have. It aborts all groups that torch has names of; `abort` has
+    # done so, and to abort gloo raises a RuntimeError in versions that cannot.
     forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_cut_off() else None
     if forget is None:
         _destroy(None)
     else:
+        _keep_gloo(dist.distributed_c10d._world.pg_map)
+        dist.distributed_c10d._world.pg_names.clear()
         forget()
 
 
@@ -488,10 +526,13 @@ def _stop_at_exit() -> None:
 
 
 def leave(group: Any) -> None:
-    """Leaves a group that was made beside the default one. A second call does no harm."""
+    """Leaves a group that was made beside the default one. A second call does no harm.
+
+    One that was aborted is left together with the default group: to leave it alone would wait, see :func:`stop`.
+    """
     from torch.distributed.distributed_c10d import _world
 
-    if group in _world.pg_map:
+    if group in _world.pg_map and not is_cut_off():
         _destroy(group)
 
 
@@ -505,10 +546,13 @@ def _destroy(group: Any) -> None:
     """
     from torch.distributed.distributed_c10d import _world
 
-    cpu = torch.device("cpu")
-    groups = _world.pg_map if group is None else [group]
-    _left.append([each._get_backend(cpu) for each in groups if cpu in each._device_types])
+    _keep_gloo(_world.pg_map if group is None else [group])
     dist.destroy_process_group(group)
+
+
+def _keep_gloo(groups: Iterable[Any]) -> None:
+    cpu = torch.device("cpu")
+    _left.append([each._get_backend(cpu) for each in groups if cpu in each._device_types])
 
 
 def default_store() -> dist.Store:

@@ -59,12 +59,14 @@ def test_all_end_soon_and_say_why(case: Case, two_ranks: Ranks, tmp_path: Path) 
     print(f"{case}: {result.seconds:.1f} s, exit codes {result.exit_codes}\n{result.output}")
 
 
-def save_what_was_cut_off(where: dict[str, Any], directory: Path) -> list[str]:
+def save_what_was_cut_off(where: dict[str, Any], directory: Path, waits_in: tuple[bool, ...]) -> list[str]:
     """On rank 0: for how long other threads stood still while it saved, and which checkpoints are there."""
     fabric = Fabric(strategy="ddp_ext", **where)
     fabric.launch()
     tensor = torch.ones(1000, device=fabric.device)
-    dist.all_reduce(tensor)
+    groups = {False: dist.group.WORLD, True: dist.new_group()}
+    for group in groups.values():
+        dist.all_reduce(tensor, group=group)
     fabric.strategy.checkpoint_io.save_checkpoint({"tensor": tensor}, directory / f"good{fabric.global_rank}.ckpt")
     fabric.barrier()
     stood_still: list[float] = [0.0]
@@ -78,7 +80,8 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path) -> list[str]:
         process_group.abort()
 
     if fabric.global_rank == 0:
-        dist.all_reduce(tensor)  # to which the other one does not come
+        for is_made_beside in waits_in:
+            dist.all_reduce(tensor.clone(), group=groups[is_made_beside])  # to which the other one does not come
         threading.Thread(target=cut_off).start()
         with pytest.raises(dist.DistBackendError, match="was cut off"):
             fabric.strategy.checkpoint_io.save_checkpoint({"tensor": tensor}, directory / "bad.ckpt")
@@ -89,7 +92,10 @@ def save_what_was_cut_off(where: dict[str, Any], directory: Path) -> list[str]:
 
 
 @cuda_only
-def test_what_an_exchange_that_was_cut_off_has_left_is_in_no_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
-    stood_still, *names = two_ranks.run(save_what_was_cut_off, tmp_path)[0]
+@pytest.mark.parametrize("waits_in", [(False,), (True,), (False, True)], ids=["default group", "another", "both"])
+def test_what_an_exchange_that_was_cut_off_has_left_is_in_no_checkpoint(
+    waits_in: tuple[bool, ...], two_ranks: Ranks, tmp_path: Path
+) -> None:
+    stood_still, *names = two_ranks.run(save_what_was_cut_off, tmp_path, waits_in)[0]
     assert names == ["good0.ckpt", "good1.ckpt"]
     assert float(stood_still.removesuffix(" s")) < 1

@@ -6,12 +6,14 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_strategies_ext.gpus import is_cut_off
 from lightning_strategies_ext.peers import Peer, meet_peers
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
@@ -25,12 +27,12 @@ FOREVER_S = 60
 LIMIT_S = FOREVER_S / 2
 
 
-def join() -> tuple[int, Peer]:
+def join(backend: str = "gloo") -> tuple[int, Peer]:
     rank = int(os.environ["LOCAL_RANK"])
     environment = LightningEnvironment()
     environment.set_global_rank(rank)
     environment.set_world_size(2)
-    process_group.start(environment, "gloo", torch.device("cpu"), timedelta(seconds=FOREVER_S))
+    process_group.start(environment, backend, torch.device("cpu"), timedelta(seconds=FOREVER_S))
     return rank, meet_peers(process_group.default_store(), rank, 2)[1 - rank]
 
 
@@ -80,3 +82,90 @@ def cut_off_and_see_what_is_left() -> list[bytes]:
 
 def test_connections_of_others_and_the_stores_stay():
     assert run_ranks(cut_off_and_see_what_is_left) == [[b"still here", b"too"]] * 2
+
+
+def wait_over_gloo_beside_another_backend() -> float:
+    rank, other = join("cpu:gloo,cuda:gloo")
+    store, waited_s = process_group.default_store(), 0.0
+    if rank == 0:
+        waited_s = fails_once_it_is_cut_off(other)
+        store.set("done", "")
+    store.get("done")
+    store.set(f"seen {rank}", "")
+    store.get("seen 1")  # the store is in rank 0's process
+    return waited_s
+
+
+def test_a_rank_that_waits_over_gloo_is_cut_off_also_where_gpus_have_another_backend():
+    waited_s, _ = run_ranks(wait_over_gloo_beside_another_backend)
+    assert 0.4 < waited_s < LIMIT_S
+
+
+# --- NCCL, for which stand in groups and backends that record that they are aborted ---
+
+
+def abort_groups_that_wait_for_each_other() -> list[Any]:
+    aborted, have_begun = [], threading.Barrier(3)
+
+    class Waiting(dist.ProcessGroup):
+        """As one of NCCL's, whose abort waits for the GPU, which the collective of another group may occupy."""
+
+        def abort(self) -> None:
+            have_begun.wait(LIMIT_S)
+            aborted.append(self)
+
+        def getBackendName(self) -> str:
+            return "waiting"
+
+    dist.Backend.register_backend("waiting", lambda store, rank, size, timeout: Waiting(rank, size), devices=["cpu"])
+    dist.init_process_group("waiting", store=dist.HashStore(), rank=0, world_size=1)
+    groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
+    can_abort = process_group.can_abort()
+    disconnect([])
+    found = [can_abort, is_cut_off(), [aborted.count(group) for group in groups]]
+    process_group.leave(groups[2])  # the other one is left with the default group
+    process_group.stop()
+    return [*found, dist.is_initialized(), len(aborted)]
+
+
+def test_all_groups_are_aborted_at_once_since_one_may_hold_up_another_ones_abort():
+    assert run_ranks(abort_groups_that_wait_for_each_other, world_size=1) == [[True, True, [1, 1, 1], False, 3]]
+
+
+def abort_one_that_has_gloo_too() -> list[Any]:
+    aborted = []
+
+    class OfDevice:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self) -> None:
+            if self.name == "cpu":
+                raise RuntimeError("Backend gloo does not support abort")  # as in some versions of torch
+            aborted.append(self.name)
+
+    backends = {name: OfDevice(name) for name in ("cpu", "cuda")}
+
+    class OfTwo(dist.ProcessGroup):
+        _device_types = (torch.device("cpu"), torch.device("cuda"))
+
+        def _get_backend(self, device: torch.device) -> OfDevice:
+            return backends[device.type]
+
+        def abort(self) -> None:  # as torch's does in C++
+            for backend in backends.values():
+                backend.abort()
+
+        def getBackendName(self) -> str:
+            return "of two"
+
+    dist.Backend.register_backend("of_two", lambda store, rank, size, timeout: OfTwo(rank, size), devices=["cpu"])
+    dist.init_process_group("of_two", store=dist.HashStore(), rank=0, world_size=1)
+    disconnect([])
+    found = [*aborted, is_cut_off()]
+    process_group.stop()
+    return [*found, dist.is_initialized()]
+
+
+def test_a_backend_that_cannot_be_aborted_does_not_keep_that_of_the_gpus_from_it():
+    assert run_ranks(abort_one_that_has_gloo_too, world_size=1) == [["cuda", True, False]]
