@@ -8,10 +8,12 @@ was there. Who keeps something of it, in a checkpoint or in a commit, asks here 
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _cut_off: "weakref.ref[Any] | None" = None
 
@@ -42,6 +44,25 @@ def wait_until_computed() -> None:
             raise dist.DistBackendError(
                 "An exchange between GPUs was cut off, and what was computed since may be wrong: it is not kept."
             )
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream in which this package works beside the current one; the same at each call for a device.
+
+    torch's allocator gives memory that was freed in a stream to that stream only, so that each further stream would
+    need as much memory again.
+    """
+    return torch.cuda.Stream(device)
+
+
+def note_use(tensor: Tensor) -> None:
+    """Keeps the memory of a tensor that is about to be freed until the current stream has used it.
+
+    The memory belongs to the stream in which the tensor was made, which may be another one and get it back at once.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def clock_of(device: torch.device) -> Callable[[], int]:

@@ -6,8 +6,8 @@ is frozen later is waited for in vain. :class:`TrainableParameters` notices both
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from operator import attrgetter, not_
 from typing import Any
@@ -18,6 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
+
+from lightning_strategies_ext.gpus import side_stream
 
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
@@ -299,9 +301,21 @@ def check_has_trainable_parameters(module: Module) -> None:
         )
 
 
-def _stream_for_ddp(device: torch.device) -> AbstractContextManager[Any]:
-    """On a GPU a side stream, where DDP must be made for CUDA graphs to work later (torch's CUDA notes)."""
-    return torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext()
+@contextmanager
+def _stream_for_ddp(device: torch.device) -> Generator[None, None, None]:
+    """On a GPU a side stream, where DDP must be made for CUDA graphs to work later (torch's CUDA notes).
+
+    DDP reads and, before torch 2.7, overwrites the module there. The current stream may still be at an optimizer step
+    before, and at the next forward pass after it, so each of the two streams waits for the other.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    current, side = torch.cuda.current_stream(device), side_stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+    current.wait_stream(side)
 
 
 def _device_ids(device: torch.device) -> list[int | None] | None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.torch_distributed.compression import levels, top_k
 from lightning_strategies_ext.torch_distributed.compression.exchange import begin
 from lightning_strategies_ext.torch_distributed.compression.levels import Levels
+from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 from tests.support.models import make_trainer
 from tests.support.ranks import run_ranks
 
@@ -258,3 +259,29 @@ def test_each_tensor_is_in_one_share(num_inside: int, sizes: list[int]) -> None:
     assert len(shares) == num_inside
     largest = max(sum(sizes[index] for index in share) for share in shares)
     assert largest <= sum(sizes) / num_inside + max(sizes)
+
+
+# --- GPU memory, for which stands in a tensor that records which stream uses it ---
+
+
+class OnGPU(Tensor):
+    """As on a GPU, where freed memory goes back to the stream that it was made in."""
+
+    is_cuda = True
+    uses: ClassVar[list[tuple[list[float], str]]] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.uses.append((self.tolist(), stream))
+
+
+def test_a_residual_that_is_freed_in_the_exchanges_stream_is_kept_until_that_has_used_it(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream of the exchange")
+    monkeypatch.setattr(OnGPU, "uses", [])
+    residuals, parameters = Residuals(), [torch.zeros(2).as_subclass(OnGPU) for _ in range(2)]
+    for parameter in parameters:  # in the stream of the training, as when a checkpoint is loaded
+        residuals.put(parameter, torch.full((2,), 6.0), 2)
+    assert residuals.flat(parameters[:1], parameters[0]).tolist() == [3, 3]
+    gradients = torch.ones(2).as_subclass(OnGPU)
+    residuals.hand_over(parameters[1:], gradients, 2)
+    assert gradients.tolist() == [7, 7]
+    assert OnGPU.uses == [([3, 3], "stream of the exchange"), ([0, 0], "stream of the exchange")]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_strategies_ext.gpus import side_stream
+
 
 class _Given(NamedTuple):
     work: Callable[[], None]
@@ -29,7 +31,7 @@ class InOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = side_stream(device) if device.type == "cuda" else None
         self._works: SimpleQueue[_Given | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 

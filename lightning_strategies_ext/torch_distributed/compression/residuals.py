@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_strategies_ext.gpus import note_use
+
 
 class Residuals:
     """Of one rank, for each parameter: its part of what is missing from the sum over all ranks, in float32 at least."""
@@ -26,8 +28,9 @@ class Residuals:
             flat = torch.zeros_like(like)
             views = flat.split([parameter.numel() for parameter in parameters])
             for parameter, view in zip(parameters, views, strict=True):
-                if parameter in self._of:
-                    view.copy_(self._of[parameter])
+                if (before := self._of.get(parameter)) is not None:
+                    view.copy_(before)
+                    note_use(before)
                 self._of[parameter] = view
             moved = set(key)
             self._flats = {old: kept for old, kept in self._flats.items() if not moved.intersection(old)}
@@ -47,6 +50,7 @@ class Residuals:
             if (own := self._of.pop(parameter, None)) is not None:
                 piece.add_(own, alpha=size)
                 own.zero_()
+                note_use(own)
 
     def take_together(
         self, parameters: Sequence[Tensor], sum_over_ranks: Callable[[Sequence[Tensor]], None], size: int
@@ -76,5 +80,5 @@ class Residuals:
         own = self._of.get(parameter)
         if own is None:
             dtype = torch.promote_types(parameter.dtype, torch.float32)
-            own = self._of[parameter] = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+            own = self._of[parameter] = parameter.new_zeros(parameter.numel(), dtype=dtype)
         return own

@@ -1,0 +1,63 @@
+"""What the package does in a side stream does not overtake the training, and needs no more memory each time."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_strategies_ext.gpus import side_stream
+from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
+from lightning_strategies_ext.torch_distributed.wrapping import wrap_again, wrap_in_ddp
+from tests.gpu.devices import Ranks, cuda_only
+
+pytestmark = [pytest.mark.processes, cuda_only]
+
+#: Cycles of a GPU: about half a second.
+LONG = 10**9
+#: Elements: more than the allocator gives out of what it has split.
+SIZE = 1 << 22
+
+
+def free_a_residual(where: dict[str, Any]) -> float:
+    device = torch.device("cuda", 0)
+    parameter, residuals = torch.zeros(SIZE, device=device), Residuals()
+    residuals.put(parameter, torch.ones(SIZE, device=device), 1)
+    side = side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        moved = residuals.flat([parameter], parameter)
+    others = [torch.full((SIZE,), 7.0, device=device) for _ in range(3)]  # in freed memory, if there is some
+    torch.cuda.synchronize()
+    assert len(others) == 3
+    return (moved - 1).abs().max().item()
+
+
+def test_the_memory_of_a_residual_is_kept_until_the_exchange_has_used_it() -> None:
+    assert Ranks(1).run(free_a_residual) == [0.0]
+
+
+def wrap_often(where: dict[str, Any]) -> tuple[float, int, int]:
+    fabric = Fabric(strategy="ddp_ext", **where)
+    fabric.launch()
+    module = nn.Linear(SIZE // 1024, 1024, bias=False).to(fabric.device)
+    model, reserved = wrap_in_ddp(module, fabric.device), []
+    for number in range(12):
+        torch.cuda._sleep(LONG // 10)
+        with torch.no_grad():
+            module.weight.fill_(number)  # as an optimizer step that the GPU has yet to do
+        wrap_again(model, fabric.device)
+        assert (module.weight == number).all().item()
+        model(torch.ones(1, SIZE // 1024, device=fabric.device)).sum().backward()
+        reserved.append(torch.cuda.memory_reserved())
+    dist.barrier()
+    return module.weight.detach().max().item(), reserved[3], reserved[-1]
+
+
+def test_ddp_that_is_made_again_has_the_weights_of_the_last_step_and_needs_no_more_memory(ranks: Ranks) -> None:
+    for weight, early, late in ranks.run(wrap_often):
+        assert weight == 11
+        assert late == early
