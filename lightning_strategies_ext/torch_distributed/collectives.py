@@ -81,18 +81,47 @@ class TorchCollectives(Collectives):
             reduced.item()
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
-        if op != "mean":
-            dist.all_reduce(tensor, op=_OPS[op], group=group)
-        elif dist.get_backend(group) == "nccl":  # only NCCL averages by itself
-            dist.all_reduce(tensor, op=ReduceOp.AVG, group=group)
-        else:
-            dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
-            tensor.div_(dist.get_world_size(group))
+        try:
+            if op != "mean":
+                dist.all_reduce(tensor, op=_OPS[op], group=group)
+            elif dist.get_backend(group) == "nccl":  # only NCCL averages by itself
+                dist.all_reduce(tensor, op=ReduceOp.AVG, group=group)
+            else:
+                dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
+                tensor.div_(dist.get_world_size(group))
+        except RuntimeError:
+            moved = self._moved(tensor, group)
+            if moved is None:
+                raise
+            self._all_reduce(moved, op, group)
+            tensor.copy_(moved)
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
         if tensor.is_cpu and process_group.is_carried_by_gloo(group):
             self._check_sizes(tensor, group)
-        dist.all_gather_into_tensor(output, tensor, group=group)
+        try:
+            dist.all_gather_into_tensor(output, tensor, group=group)
+        except RuntimeError:
+            moved = self._moved(tensor, group)
+            if moved is None:
+                raise
+            gathered = moved.new_empty(output.shape)
+            dist.all_gather_into_tensor(gathered, moved, group=group)
+            output.copy_(gathered)
+
+    def _moved(self, tensor: Tensor, group: Any) -> Tensor | None:
+        """Copies a tensor of the host, for which a collective has raised, to the device of this rank.
+
+        torch raises before anything is sent if a group, such as one of NCCL, has no backend for the host's tensors.
+        This is found out afterwards, which costs nothing where there is one.
+
+        Returns:
+            None if the collective has raised for another reason.
+        """
+        device, ranks = self._device(), group or dist.group.WORLD
+        if not tensor.is_cpu or device.type == "cpu" or tensor.device in ranks._device_types:
+            return None
+        return tensor.to(device)
 
     def _check_sizes(self, tensor: Tensor, group: Any) -> None:
         # gloo ends the process if sizes differ, and returns at once on a rank whose tensor is empty.

@@ -99,7 +99,7 @@ def uses_gloo() -> bool:
 
 
 def is_carried_by_gloo(group: Any) -> bool:
-    """Whether gloo carries the collectives of a group: itself, or for ``shm`` between hosts or without room in memory.
+    """Whether gloo carries a group's collectives of tensors of the host: for ``shm`` between hosts or without memory.
 
     Args:
         group: A process group, default all ranks.
@@ -109,7 +109,8 @@ def is_carried_by_gloo(group: Any) -> bool:
     ranks: Any = group or dist.group.WORLD
     if isinstance(ranks, ShmProcessGroup):
         return ranks.spans_hosts
-    return dist.get_backend(group) in ("gloo", shm.NAME)
+    backends = dist.get_backend_config(group)
+    return "cpu:gloo" in backends or f"cpu:{shm.NAME}" in backends
 
 
 def check_timeout(timeout: timedelta | None) -> None:

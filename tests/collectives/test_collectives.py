@@ -243,7 +243,7 @@ def gather_sizes(backend: str) -> tuple[tuple[int, ...], str, str]:
 
 @pytest.mark.processes
 def test_a_rank_whose_tensor_is_empty_takes_part_in_all_gather():
-    for shape, first, second in run_ranks(gather_sizes, "gloo"):
+    for shape, first, second in [*run_ranks(gather_sizes, "gloo"), *run_ranks(gather_sizes, "cpu:gloo,cuda:gloo")]:
         assert shape == (2, 0, 2)
         assert "with these numbers of elements: rank 0: 0, rank 1: 6." in first
         assert second == "[7.0, 8.0]"
@@ -342,6 +342,58 @@ def leave_many_groups(backend: str) -> int:
         process_group.stop()
         num_left += 1
     return num_left
+
+
+def use_tensors_of_the_host_over_a_backend_of_gpus() -> list[list[float]]:
+    """For NCCL stands in a group that carries tensors which were copied to a GPU, for which stand copies."""
+    on_gpu: list[torch.Tensor] = []
+    move, device = torch.Tensor.to, torch.device("cuda", 0)
+
+    def to(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if args[:1] != (device,):
+            return move(tensor, *args, **kwargs)
+        on_gpu.append(tensor.clone())
+        return on_gpu[-1]
+
+    class OfGPUs(dist.ProcessGroup):
+        def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+            super().__init__(rank, size)
+            self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+
+        def allreduce(self, tensors, opts):
+            self._check(tensors[0])
+            return self.gloo.allreduce(tensors, opts)
+
+        def _allgather_base(self, output, tensor, opts=None):
+            self._check(tensor)
+            return self.gloo.allgather([list(output.chunk(self.size()))], [tensor])
+
+        all_gather_single = _allgather_base  # its name from torch 2.13 on
+
+        def _check(self, tensor: torch.Tensor) -> None:
+            if all(tensor.data_ptr() != each.data_ptr() for each in on_gpu):
+                raise RuntimeError("No backend type associated with device type cpu")
+
+        def getBackendName(self) -> str:
+            return "of_gpus"
+
+    torch.Tensor.to = to  # type: ignore[method-assign]
+    dist.Backend.register_backend("of_gpus", lambda store, rank, size, timeout: OfGPUs(store, rank, size))
+    number = rank_env() + 1
+    dist.init_process_group("of_gpus")
+    collectives = TorchCollectives(lambda: device)
+    mean = torch.tensor([float(number), 5.0])
+    same = collectives.reduce(mean)
+    assert same is mean
+    total = collectives.reduce(torch.tensor([number == 1]), reduce_op="sum")
+    gathered = collectives.all_gather(torch.tensor([[number]], dtype=torch.int16))
+    state = collectives.gather_list(torch.tensor([float(number)]))
+    return [mean.tolist(), total.tolist(), gathered.flatten().tolist(), torch.cat(state).tolist()]
+
+
+@pytest.mark.processes
+def test_tensors_of_the_host_are_reduced_and_gathered_over_a_backend_that_carries_those_of_gpus():
+    assert run_ranks(use_tensors_of_the_host_over_a_backend_of_gpus) == [[[1.5, 5.0], [1], [1, 2], [1.0, 2.0]]] * 2
 
 
 @pytest.mark.processes

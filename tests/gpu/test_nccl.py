@@ -131,6 +131,23 @@ def test_tensors_of_the_host_are_broadcast_too(ranks: Ranks) -> None:
     assert ranks.run(broadcast_tensors_of_the_host) == [expected] * ranks.world_size
 
 
+def reduce_and_gather_tensors_of_the_host(where: dict[str, Any]) -> list[Any]:
+    fabric = launched(where)
+    number = fabric.global_rank + 1
+    mean = fabric.all_reduce(torch.tensor([float(number)]), reduce_op="mean")
+    votes = fabric.all_reduce(torch.tensor([True]), reduce_op="sum")
+    gathered = fabric.all_gather(torch.tensor([number], dtype=torch.int16))
+    collectives = fabric.strategy.collectives
+    return [each.tolist() for each in (mean, votes, gathered.flatten(), *collectives.gather_list(torch.ones(2)))]
+
+
+def test_tensors_of_the_host_are_reduced_and_gathered_too(ranks: Ranks) -> None:
+    n = ranks.world_size
+    numbers = [rank + 1 for rank in range(n)]
+    expected = [[sum(numbers) / n], [n], numbers, *[[1.0, 1.0]] * n]
+    assert ranks.run(reduce_and_gather_tensors_of_the_host) == [expected] * n
+
+
 def use_gloo(where: dict[str, Any]) -> tuple[str, float]:
     _, model = fit(DDPStrategy(process_group_backend="gloo"), max_steps=2, **where)
     return dist.get_backend(), sum(parameter.sum().item() for parameter in model.parameters())
