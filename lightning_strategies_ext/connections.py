@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+#: Environment variables with the secret of a job on several hosts, or with the path of a file that contains it.
+SECRET = "LIGHTNING_STRATEGIES_EXT_SECRET"
+SECRET_FILE = "LIGHTNING_STRATEGIES_EXT_SECRET_FILE"
 #: A host that has not answered for so long, in seconds, is lost; when nothing is said, its kernel is asked so often.
 LOST_S = 8
 _ASK_S = 2
@@ -21,6 +24,24 @@ _STORE_TIMEOUT = timedelta(seconds=30)
 _spared: "WeakSet[socket.socket]" = WeakSet()
 # Sockets that listen at ports of stores that this process may serve later, by port.
 _reserved: dict[int, socket.socket] = {}
+
+
+def job_secret() -> bytes:
+    """Returns the secret of a job on several hosts, by which its ranks recognize each other; empty if there is none.
+
+    Raises:
+        PermissionError: If other users could read or write the file with the secret.
+    """
+    if not (named := os.environ.get(SECRET_FILE)):
+        return os.environ.get(SECRET, "").encode()
+    with open(named, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
+            raise PermissionError(
+                f"{SECRET_FILE}: {named} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}; it must"
+                f" belong to user {os.geteuid()} with mode 600."
+            )
+        return file.read().strip()
 
 
 def spare(connection: socket.socket) -> None:

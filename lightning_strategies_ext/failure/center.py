@@ -1,15 +1,17 @@
 """The center of a star of lines: the first rank of all, whom others call."""
 
+import hmac
 import json
 import logging
 import secrets
 import socket
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.connections import address_of
+from lightning_strategies_ext.connections import SECRET, SECRET_FILE, address_of, job_secret
 from lightning_strategies_ext.failure.lines import Lines
 from lightning_strategies_ext.peers import Peer, is_loopback
 
@@ -42,8 +44,15 @@ class Center:
         self._rank = rank
         self._first = min(peers)
         if rank == self._first:
-            store.set(key, json.dumps(self._listen(store, callers)))
-        self._token, self._addresses, self._port = json.loads(store.get(key))
+            place = self._listen(store, callers)
+            store.set(key, json.dumps([*place, _signature(*place)]))
+        *place, signature = json.loads(store.get(key))
+        if not hmac.compare_digest(signature, _signature(*place)):
+            raise RuntimeError(
+                f"Rank {rank} has another secret than rank 0, or no rank has written what is in the store. Set"
+                f" {SECRET} or {SECRET_FILE} alike on all hosts, or on none."
+            )
+        self._token, self._addresses, self._port = place
 
     def call(self, *, may_have_ended: bool = False) -> None:
         """Calls it; says so if it cannot be reached.
@@ -51,7 +60,7 @@ class Center:
         Args:
             may_have_ended: Whether its process need not be there any more, so that nobody may answer.
         """
-        error = self._lines.call(self._addresses, self._port, self._first, self._token, self._rank)
+        error = self._lines.call(self._addresses, self._port, self._first, _proof(self._token), self._rank)
         if error is not None and not (may_have_ended and isinstance(error, ConnectionRefusedError)):
             log.warning(
                 "rank %d cannot reach rank 0 (%s) at %s, port %s (%s): what fails on one of their hosts is not known on"
@@ -72,8 +81,20 @@ class Center:
             is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
             if address is not None and is_loopback(address) and not is_one_machine:
                 address = None
-        self._lines.listen(callers, token, address or "")
+        self._lines.listen(callers, _proof(token), address or "")
         return token, list(all_addresses) if address is None else [address], self._lines.port
+
+
+def _signature(*place: Any) -> str:
+    """Returns what only a process with the secret of the job can write beside the place; nothing without a secret."""
+    secret = job_secret()
+    return hmac.digest(secret, json.dumps(place).encode(), "sha256").hex() if secret else ""
+
+
+def _proof(token: str) -> str:
+    """Returns what a caller must know: derived from the token and the secret of the job, if there is one."""
+    secret = job_secret()
+    return hmac.digest(secret, token.encode(), "sha256").hex() if secret else token
 
 
 def _own_address(towards: str, port: int) -> str | None:

@@ -29,7 +29,7 @@ _GOODBYE = b"\0"
 _HEARD = b"\1"
 _END_OF_WORDS = b"\n"
 _CALL_S = 2.0
-#: What a caller says, at once, is one line: the token and its rank.
+#: What a caller sends, at once, is one line: a proof that it knows the token, and its rank.
 _CALL_NUM_BYTES = 128
 #: How much an end may be told before it has heard it, in bytes: what a kernel has room for, and half of it.
 ROOM_NUM_BYTES = 1 << 15
@@ -255,7 +255,8 @@ class Lines:
 
 
 def _call(token: str, rank: int) -> bytes:
-    return f"{token} {rank}\n".encode()
+    """Returns the call of one rank, which shows that it knows the token, and does not show the token."""
+    return f"{hmac.digest(token.encode(), b'%d' % rank, 'sha256').hex()} {rank}\n".encode()
 
 
 def _close_inherited() -> None:

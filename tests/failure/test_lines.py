@@ -1,17 +1,23 @@
 """Lines between hosts say at once that a process at the other end is gone, and only then."""
 
+import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from lightning_strategies_ext.connections import SECRET, SECRET_FILE, job_secret
 from lightning_strategies_ext.failure import lines as module
+from lightning_strategies_ext.failure.center import Center
 from lightning_strategies_ext.failure.lines import Lines
 from lightning_strategies_ext.failure.waiting import Waiting
+from lightning_strategies_ext.peers import Peer
 
 TOKEN = "c0ffee"
 
@@ -124,7 +130,7 @@ def test_what_finds_no_room_is_said_later(hub):
 
 def test_words_that_are_cut_off_are_none(hub):
     with socket.create_connection(("127.0.0.1", hub.port)) as caller:
-        caller.sendall(f"{TOKEN} 2\n".encode())
+        caller.sendall(module._call(TOKEN, 2))
         while not hub.ranks:
             wait(hub, 0.1)
         caller.sendall(b"rank 3 has fai")
@@ -151,7 +157,8 @@ def test_the_other_end_notices_too(hub):
 
 def test_whoever_does_not_know_the_token_is_no_rank_and_takes_no_ranks_place(hub, monkeypatch):
     monkeypatch.setattr(module, "_MOST_STRANGERS", 5)
-    for said in (b"wrong 2\n", b"\xff\xfe 2\n", f"{TOKEN} 3\n".encode(), f"{TOKEN} 2".encode(), b""):
+    of_others = f"{TOKEN} 2\n".encode(), module._call(TOKEN, 3), module._call(TOKEN, 2)[:-1], module._call("", 2)
+    for said in (b"wrong 2\n", b"\xff\xfe 2\n", *of_others, b""):
         with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
             stranger.sendall(said)
         wait(hub, 0.1)
@@ -183,7 +190,7 @@ def test_a_caller_that_has_connected_is_kept_when_strangers_connect_before_its_c
         caller = stack.enter_context(connect(hub))
         for _ in range(module._MOST_STRANGERS + 10):
             stack.enter_context(connect(hub))
-        caller.sendall(f"{TOKEN} 2\n".encode())
+        caller.sendall(module._call(TOKEN, 2))
         wait(hub, 0.0)
         assert hub.ranks == {2}
 
@@ -196,7 +203,7 @@ def test_a_caller_whose_call_was_not_read_for_seconds_is_kept_when_another_stran
             stack.enter_context(connect(hub))
         time.sleep(1.1)  # the thread is busy meanwhile
         stack.enter_context(socket.create_connection(("127.0.0.1", hub.port)))
-        caller.sendall(f"{TOKEN} 2\n".encode())
+        caller.sendall(module._call(TOKEN, 2))
         wait(hub, 0.0)
         assert hub.ranks == {2}
 
@@ -238,3 +245,80 @@ def test_one_address_of_several_is_enough_and_nobody_listens_at_more_than_it_has
         wait(everywhere, 0.1)
     for lines in (caller, everywhere):
         lines.close()
+
+
+# --- the secret of a job on several hosts ---
+
+
+def centers(monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callable[[str], str] = str) -> list[Ends]:
+    """The lines of two ranks that have met in a store, each with a secret; the store's entry is changed in between."""
+    store, peers = dist.HashStore(), {rank: Peer(rank, str(rank), 1, 0.0, "", ("127.0.0.1",)) for rank in range(2)}
+    ends = [Ends(), Ends()]
+    for rank, secret in enumerate(secrets):
+        monkeypatch.setenv(SECRET, secret)
+        center = Center(store, "center", peers, rank, [1], ends[rank])
+        store.set("center", change(store.get("center").decode()))
+    center.call()
+    for _ in range(100):
+        wait(ends[0], 0.1 if not ends[0].ranks else 0.0)
+    return ends
+
+
+@pytest.mark.parametrize("secret", ["", "a secret"])
+def test_ranks_with_the_same_secret_or_none_have_a_line(monkeypatch: pytest.MonkeyPatch, secret: str):
+    ends = centers(monkeypatch, [secret, secret])
+    assert ends[0].ranks == {1}
+    for lines in ends:
+        lines.close()
+
+
+def without_signature(entry: str) -> str:
+    return json.dumps([*json.loads(entry)[:3], ""])
+
+
+def at_another_address(entry: str) -> str:
+    token, _, port, signature = json.loads(entry)
+    return json.dumps([token, ["127.0.0.2"], port, signature])
+
+
+@pytest.mark.parametrize(
+    ("secrets", "change"),
+    [
+        (["a secret", "another"], str),
+        (["a secret", ""], str),
+        (["", "a secret"], str),
+        (["a secret", "a secret"], without_signature),
+        (["a secret", "a secret"], at_another_address),
+    ],
+)
+def test_a_rank_does_not_call_what_another_process_has_written_in_the_store(
+    monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callable[[str], str]
+):
+    with pytest.raises(RuntimeError, match="LIGHTNING_STRATEGIES_EXT_SECRET"):
+        centers(monkeypatch, secrets, change)
+
+
+def test_what_is_in_the_store_does_not_suffice_to_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(SECRET, "a secret")
+    store, hub = dist.HashStore(), Ends()
+    peers = {rank: Peer(rank, str(rank), 1, 0.0, "", ("127.0.0.1",)) for rank in range(2)}
+    Center(store, "center", peers, 0, [1], hub)
+    token, _, port, signature = json.loads(store.get("center"))
+    for guess in (token, signature):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(module._call(guess, 1))
+            wait(hub, 0.1)
+            wait(hub, 0.1)
+    assert hub.ranks == set()
+    hub.close()
+
+
+def test_the_secret_may_be_in_a_file_that_others_cannot_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    file = tmp_path / "secret"
+    file.write_text("a secret\n")
+    monkeypatch.setenv(SECRET_FILE, str(file))
+    file.chmod(0o600)
+    assert job_secret() == b"a secret"
+    file.chmod(0o640)
+    with pytest.raises(PermissionError, match="with mode 640; it must belong to user"):
+        job_secret()
