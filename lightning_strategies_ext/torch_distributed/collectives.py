@@ -118,8 +118,8 @@ class TorchCollectives(Collectives):
         Returns:
             None if the collective has raised for another reason.
         """
-        device = self._device()
         ranks: Any = group or dist.group.WORLD
+        device = self._device()
         if not tensor.is_cpu or device.type == "cpu" or tensor.device in ranks._device_types:
             return None
         return tensor.to(device)

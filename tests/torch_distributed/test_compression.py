@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from lightning_strategies_ext import (
     TopK,
 )
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
-from lightning_strategies_ext.torch_distributed.compression import levels, top_k
+from lightning_strategies_ext.torch_distributed.compression import in_order, levels, top_k
 from lightning_strategies_ext.torch_distributed.compression.exchange import begin
 from lightning_strategies_ext.torch_distributed.compression.levels import Levels
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
@@ -285,3 +287,72 @@ def test_a_residual_that_is_freed_in_the_exchanges_stream_is_kept_until_that_has
     residuals.hand_over(parameters[1:], gradients, 2)
     assert gradients.tolist() == [7, 7]
     assert OnGPU.uses == [([3, 3], "stream of the exchange"), ([0, 0], "stream of the exchange")]
+
+
+# --- groups of GPUs, for which stands a device that says that it is one ---
+
+
+def groups_on_a_gpu(backend: str) -> list[bool]:
+    dist.init_process_group(backend, rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    found = []
+    for device in ("cuda", "cpu"):
+        of_ranks = Levels.of_all_ranks(torch.device(device), None)
+        found.append(of_ranks.between is dist.group.WORLD)
+        of_ranks.close()
+        found.append(dist.is_initialized())
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.processes
+def test_gradients_on_gpus_are_exchanged_in_the_group_of_sync_batch_norm_since_those_of_nccl_must_not_overlap() -> None:
+    assert run_ranks(groups_on_a_gpu, "cpu:gloo") == [[True, True, False, True]] * 2
+    assert run_ranks(groups_on_a_gpu, "gloo") == [[False, True, False, True]] * 2
+
+
+def exchange_beside_others(size: int) -> dict[str, list[str]]:
+    """What happens in a backward pass of a model that has collectives of the default group beside the exchange."""
+    rank = int(os.environ["LOCAL_RANK"])
+    levels.host_identity = lambda: f"host {rank * 2 // size}"
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    events: list[str] = []
+
+    class Waited(torch.futures.Future):
+        def __new__(cls, devices: Any = None) -> "Waited":
+            return super().__new__(cls)
+
+        def __init__(self, devices: Any = None) -> None:
+            super().__init__()
+
+        def wait(self) -> Any:
+            events.append("wait")
+            return super().wait()
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            events.append("exchange")
+
+    in_order.side_stream, in_order.Future = lambda device: Stream(), Waited  # type: ignore[assignment]
+    torch.cuda.current_stream, torch.cuda.stream = Mock(), lambda stream: nullcontext()  # type: ignore[assignment]
+    Tensor.record_stream = Mock()  # type: ignore[method-assign]
+    found = {}
+    for name, options in {"none": {}, "unused parameters": {"find_unused_parameters": True}, "sparse": {}}.items():
+        events.clear()
+        module = nn.Embedding(4, 4, sparse=name == "sparse")
+        model = DistributedDataParallel(nn.Sequential(module, nn.Linear(4, 1)), bucket_cap_mb=1e-5, **options)
+        model.device = torch.device("cuda", 0)
+        exchange = begin(BFloat16(), model)
+        assert exchange is not None
+        model.device = torch.device("cpu")
+        model.register_comm_hook(None, exchange.hook)
+        model(torch.tensor([rank % 4])).sum().backward()
+        exchange.close()
+        found[name] = list(dict.fromkeys(events))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.processes
+def test_an_exchange_in_groups_of_its_own_takes_turns_with_collectives_of_the_default_group() -> None:
+    apart = {"none": ["exchange"], "unused parameters": ["exchange", "wait"], "sparse": ["exchange", "wait"]}
+    assert run_ranks(exchange_beside_others, 4, world_size=4) == [apart] * 4

@@ -93,6 +93,7 @@ class CompressedGradients:
         self._model = for_its_hook(model)
         self._group = model.process_group
         self._levels = Levels.of_all_ranks(model.device, timeout)
+        self._must_wait = self._levels.must_take_turns(model)
         self._in_order = InOrder(model.device)
         self._parameters: dict[str, Tensor] = {}  # that have been trained
         self.follow()
@@ -117,11 +118,17 @@ class CompressedGradients:
         self._num_steps += bucket.is_last()
         if is_warming_up or flat.is_sparse:
             self.num_bytes += (flat._values() if flat.is_sparse else flat).nbytes
-            return all_reduced(flat.mul_(self._scale), self._group)
+            summed = all_reduced(flat.mul_(self._scale), self._group)
+            if self._must_wait:
+                summed.wait()
+            return summed
         if self._cast is not None and self._levels.inside is None:
             self.num_bytes += flat.numel() * self._cast.itemsize
             return self._cast_and_sum(flat.mul_(self._scale), self._cast)
-        return self._in_order.submit(lambda: self._sum(parameters, flat), flat)
+        future = self._in_order.submit(lambda: self._sum(parameters, flat), flat)
+        if self._must_wait:
+            future.wait()  # the stream waits, and this thread does not
+        return future
 
     def _cast_and_sum(self, flat: Tensor, dtype: torch.dtype) -> Future[Tensor]:
         """On CPUs in pieces: one is cast while another is on its way."""

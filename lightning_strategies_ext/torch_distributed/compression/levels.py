@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import shm
 from lightning_strategies_ext.connections import noting_connections
@@ -19,7 +21,11 @@ from lightning_strategies_ext.torch_distributed import process_group
 
 
 class Levels(NamedTuple):
-    """The groups of one rank. They are its own: nobody else's collectives come between those of an exchange.
+    """The groups of one rank.
+
+    They are its own, so that no other collectives come between those of an exchange. One level on GPUs uses the default
+    group: one thread starts all collectives of a backward pass there, and NCCL may deadlock when those of two groups
+    overlap, those of the exchange and of SyncBatchNorm (``torch.distributed.new_group``, "Safe concurrent usage").
 
     Attributes:
         inside: The ranks of its host; None where the ranks do not make two levels.
@@ -51,7 +57,8 @@ class Levels(NamedTuple):
         counts = Counter(hosts)
         num_inside = next(iter(counts.values()))
         if len(counts) == 1 or num_inside == 1 or len(set(counts.values())) > 1:
-            return cls(None, dist.new_group(timeout=timeout), 1, 0, device)
+            has_own = device.type == "cpu" or f"{device.type}:gloo" in dist.get_backend_config()
+            return cls(None, dist.new_group(timeout=timeout) if has_own else dist.group.WORLD, 1, 0, device)
         ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
         is_cpu = device.type == "cpu"
         backend = shm.NAME if is_cpu and shm.is_available() else None
@@ -111,10 +118,24 @@ class Levels(NamedTuple):
             for tensor, summed in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(summed.view_as(tensor))
 
+    def must_take_turns(self, model: DistributedDataParallel) -> bool:
+        """Whether the backward pass has to wait, on the GPU, for each exchange before it begins other collectives.
+
+        Those of the default group are SyncBatchNorm's, DDP's for unused parameters, and the sparse gradients'.
+
+        Args:
+            model: In DDP.
+        """
+        if self.device.type == "cpu" or self.inside is None:
+            return False
+        return model.find_unused_parameters or any(
+            isinstance(module, SyncBatchNorm) or getattr(module, "sparse", False) for module in model.modules()
+        )
+
     def close(self) -> None:
         """Leaves the groups."""
         for group in (self.inside, self.between):
-            if group is not None:
+            if group is not None and group is not dist.group.WORLD:
                 process_group.leave(group)
 
     def _sum(self, flat: Tensor) -> None:

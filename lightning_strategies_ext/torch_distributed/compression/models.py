@@ -34,6 +34,7 @@ class LocalModels:
         self._options = options
         self._world_size = dist.get_world_size()
         self._levels = Levels.of_all_ranks(model.device, timeout)
+        self._must_wait = self._levels.must_take_turns(model)
         self._outer = _OuterSteps(options.learning_rate, options.momentum) if isinstance(options, DiLoCo) else None
         self._optimizers: list[Optimizer] = []
         self._num_steps: list[int] = []
@@ -63,7 +64,10 @@ class LocalModels:
             return future
         self.num_bytes += 0 if self._is_apart else flat.nbytes
         flat.mul_(1.0 / group.size())
-        return all_reduced(flat, group)
+        future = all_reduced(flat, group)
+        if self._must_wait:
+            future.wait()  # the stream waits, and this thread does not
+        return future
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer, and brings its parameters together when it is time."""
