@@ -7,7 +7,7 @@ proves with two processes that it reduces. Read :mod:`.command` first; it calls,
 - :mod:`.requirements`: what must be there before anything is fetched, and what of it is not;
 - :mod:`.key`: for which torch, Python, platform and options a wheel is good;
 - :mod:`.cache`: wheels of earlier builds;
-- :mod:`.source`: the released source, checked and unpacked;
+- :mod:`.source`: the released source and the packages that its build imports, checked and unpacked;
 - :mod:`.fixes`: what is changed in it, and why;
 - :mod:`.wheel`: the build itself, with its progress and its log;
 - :mod:`.proof`: the all-reduce that shows that it works.

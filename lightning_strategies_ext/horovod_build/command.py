@@ -23,7 +23,6 @@ from lightning_strategies_ext.horovod_build.wheel import BuildError, build_wheel
 from lightning_strategies_ext.interpreters import python_module
 
 SUCCESS, FAILED, MISSING = 0, 1, 2
-_DEPENDENCIES = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
 
 
 class InstallError(Exception):
@@ -120,15 +119,15 @@ def _build(cache: WheelCache, key: BuildKey, toolchain: Toolchain, console: Cons
 
 
 def _install(wheel: Path) -> None:
-    """Installs a wheel over whatever Horovod is there; its dependencies first, which do not include torch."""
-    pip = python_module("pip", "install", "--quiet", "--disable-pip-version-check")
-    for arguments in ([*_DEPENDENCIES], ["--no-deps", "--no-index", "--force-reinstall", str(wheel)]):
-        done = subprocess.run([*pip, *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        if done.returncode != 0:
-            raise InstallError(
-                f"pip could not install {' '.join(arguments)}:\n{done.stdout.strip()}\n"
-                f"The wheel is kept: correct what pip says, then run {COMMAND} again; it will not build again."
-            )
+    """Installs a wheel over whatever Horovod is there, and no other package."""
+    command = python_module("pip", "install", "--quiet", "--disable-pip-version-check")
+    command += ["--no-deps", "--no-index", "--force-reinstall", str(wheel)]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        raise InstallError(
+            f"pip could not install {wheel}:\n{done.stdout.strip()}\n"
+            f"The wheel is kept: correct what pip says, then run {COMMAND} again; it will not build again."
+        )
 
 
 @contextmanager

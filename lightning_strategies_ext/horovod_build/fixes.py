@@ -101,6 +101,12 @@ def fixes(cxx_standard: int, library_directories: Sequence[str] = (), with_cuda:
         "from shutil import which as find_executable",
         "Python 3.12 has no distutils, and horovodrun imports this module at its start",
     )
+    yield Fix(
+        "setup.py",
+        "setup_requires=require_list if is_build_action() else [],",
+        "setup_requires=[],",
+        "setuptools would download what is missing, of any version and without a hash; the build imports none of it",
+    )
     yield from _fixes_of_hangs()
 
 

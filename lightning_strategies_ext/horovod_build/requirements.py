@@ -22,9 +22,9 @@ from lightning_strategies_ext.horovod_build.installed import (
     value_in,
 )
 
-#: Module → pip package. Without build isolation they must be here already; torch must be the one that Horovod is for.
-_BUILD_MODULES = {"setuptools": "setuptools", "wheel": "wheel", "packaging": "packaging", "cffi": "cffi"}
-_BUILD_MODULES |= {"cloudpickle": "cloudpickle", "psutil": "psutil", "yaml": "pyyaml"}
+#: Module → pip package: what Horovod's metadata requires. They belong to the user, so that the command installs none.
+_MODULES = {"packaging": "packaging", "cffi": "cffi", "cloudpickle": "cloudpickle", "psutil": "psutil"}
+_MODULES |= {"yaml": "pyyaml"}
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,10 @@ def _missing(environment: Mapping[str, str], with_mpi: bool, with_nccl: bool) ->
         yield Missing("PyTorch, which Horovod is built for", "pip: torch", for_build=False)
     if find_spec("pip") is None:
         yield Missing("pip in this environment", "run: python -m ensurepip", for_build=False)
-    absent = [package for module, package in _BUILD_MODULES.items() if find_spec(module) is None]
+    absent = [package for module, package in _MODULES.items() if find_spec(module) is None]
     if absent:
         fix = f"pip: {' '.join(absent)} (all of them: pip install 'lightning-strategies-ext[horovod]')"
-        yield Missing(f"Python packages that Horovod's build imports: {', '.join(absent)}", fix)
+        yield Missing(f"Python packages that Horovod requires: {', '.join(absent)}", fix, for_build=False)
     named = environment.get("CXX", "").split()[:1]  # CMake takes no other when it is set
     if not program(*(named or ("c++", "g++", "clang++"))):
         what = f"the C++ compiler that CXX names, {named[0]}" if named else "a C++ compiler"

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from lightning_strategies_ext.horovod_build.requirements import Toolchain, cuda_directory, nccl_directory
+from lightning_strategies_ext.horovod_build.source import with_build_packages
 from lightning_strategies_ext.interpreters import python_module
 
 _TAIL_LINES = 40
@@ -45,7 +46,8 @@ def build_wheel(source: Path, directory: Path, log: Path, toolchain: Toolchain, 
 
     Args:
         source: Its root.
-        directory: An existing directory for the wheel and for what only the build needs.
+        directory: An existing directory for the wheel and for what only the build needs, such as the packages of
+            :func:`.source.fetch_build_packages`.
         log: Gets all output.
         toolchain: What was found here.
         console: Gets the progress.
@@ -75,7 +77,7 @@ def build_environment(toolchain: Toolchain, directory: Path) -> dict[str, str]:
         for name, value in toolchain.environment.items()
         if not name.startswith("HOROVOD_") or name.startswith(kept)
     }
-    environment |= {
+    environment = with_build_packages(environment, directory) | {
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",

