@@ -102,6 +102,14 @@ def test_no_choice_of_the_user_sends_variables_of_ray_or_of_the_host(monkeypatch
     assert not environment.keys() & {*unsent, "PATH", "HOME"}
 
 
+@needs_ray
+@pytest.mark.parametrize(("names", "is_sent"), [([], True), (["WANDB_*"], True), (["!LIGHTNING_*"], False)])
+def test_the_secret_of_a_job_is_sent_unless_it_is_denied(monkeypatch, names, is_sent):
+    monkeypatch.setenv("LIGHTNING_STRATEGIES_EXT_SECRET", "1")
+    strategy = DDPRayStrategy(1, parallel_devices=[torch.device("cpu")], environment_variables=names)
+    assert ("LIGHTNING_STRATEGIES_EXT_SECRET" in strategy._make_starter().environment()) == is_sent
+
+
 # --- the lines of workers ---
 
 

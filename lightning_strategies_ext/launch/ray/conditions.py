@@ -85,6 +85,7 @@ def selected(environment: Mapping[str, str], names: Sequence[str] | None) -> dic
     allowed = [name for name in names or () if not name.startswith("!")]
     if names is None or (denied and not allowed):
         allowed = ["*"]
+    allowed.append("LIGHTNING_STRATEGIES_EXT_*")  # such as the secret of a job, which all ranks need
     return {
         name: value
         for name, value in environment.items()
