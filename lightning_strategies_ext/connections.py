@@ -2,10 +2,12 @@
 
 import os
 import socket
+import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import psutil
@@ -21,6 +23,8 @@ LOST_S = 8
 _ASK_S = 2
 #: How long a store may take to answer on a connection that :func:`own_connection` has made.
 _STORE_TIMEOUT = timedelta(seconds=30)
+#: Where /proc is missing, descriptors below this number are tried.
+_MAX_DESCRIPTORS = 1 << 16
 _spared: "WeakSet[socket.socket]" = WeakSet()
 # Sockets that listen at ports of stores that this process may serve later, by port.
 _reserved: dict[int, socket.socket] = {}
@@ -171,10 +175,45 @@ def noting_connections(noted: set[tuple[Any, Any]]) -> Iterator[None]:
 
 def _connections_now() -> list[Any] | None:
     try:
-        found = psutil.Process().net_connections("tcp")
+        found = _tcp_sockets()
     except psutil.Error:  # nobody is to fail for that: it matters once another one does
         return None
     return [connection for connection in found if connection.raddr]
+
+
+def _tcp_sockets() -> list[Any]:
+    """Returns the TCP sockets of this process, as psutil describes them."""
+    try:
+        return list(psutil.Process().net_connections("tcp"))
+    except (psutil.Error, OSError):
+        if sys.platform != "linux":
+            raise
+        return list(_tcp_sockets_without_proc())
+
+
+class _Address(NamedTuple):
+    ip: str
+    port: int
+
+
+class _Socket(NamedTuple):
+    fd: int
+    laddr: tuple[Any, ...]
+    raddr: tuple[Any, ...]
+
+
+def _tcp_sockets_without_proc() -> Iterator[_Socket]:
+    for fd in range(min(os.sysconf("SC_OPEN_MAX"), _MAX_DESCRIPTORS)):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as twin:
+                if twin.family not in (socket.AF_INET, socket.AF_INET6) or twin.type != socket.SOCK_STREAM:
+                    continue
+                other: tuple[Any, ...] = ()
+                with suppress(OSError):  # a socket that listens
+                    other = _Address(*twin.getpeername()[:2])
+                yield _Socket(fd, _Address(*twin.getsockname()[:2]), other)
 
 
 def _ends_of(connection: Any) -> tuple[Any, Any]:
@@ -188,7 +227,7 @@ def shut_down_connections(is_meant: Callable[[Any], bool]) -> None:
         is_meant: Says of a connection, as psutil describes it, whether it is meant.
     """
     spared = {connection.fileno() for connection in _spared}
-    for connection in psutil.Process().net_connections("tcp"):
+    for connection in _tcp_sockets():
         if connection.fd not in spared and is_meant(connection):
             with suppress(OSError), _twin_of(connection) as twin:
                 twin.shutdown(socket.SHUT_RDWR)

@@ -3,12 +3,14 @@
 The kernel ends a process that takes more, without a word; so whoever is about to take much asks first.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+_UNLIMITED = 1 << 62
 _CGROUPS = Path("/sys/fs/cgroup")
 #: Limit, use, and what of that use the kernel would give back, in versions 2 and 1 of control groups.
 _FILES_2 = "memory.max", "memory.current", "inactive_file"
@@ -17,7 +19,15 @@ _FILES_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_fil
 
 def free_memory() -> int:
     """Bytes that this process could still get: what the host has available, or less if a control group allows less."""
-    return min(int(psutil.virtual_memory().available), *_left_in_groups())
+    return min(_available(), *_left_in_groups())
+
+
+def _available() -> int:
+    try:
+        return int(psutil.virtual_memory().available)
+    except OSError:  # /proc is missing: glibc asks the kernel, in early versions it fails
+        pages = os.sysconf("SC_AVPHYS_PAGES")
+        return pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else _UNLIMITED
 
 
 def _left_in_groups() -> Iterator[int]:
@@ -29,7 +39,7 @@ def _left_in_groups() -> Iterator[int]:
                     yield from _left_in_group(root, path, *_FILES_2)
             elif "memory" in controllers.split(","):
                 yield from _left_in_group(_CGROUPS / controllers, path, *_FILES_1)
-    yield 1 << 62
+    yield _UNLIMITED
 
 
 def _left_in_group(root: Path, path: str, limit: str, use: str, given_back: str) -> Iterator[int]:

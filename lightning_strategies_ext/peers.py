@@ -2,8 +2,11 @@
 
 import json
 import os
+import select
+import signal
 import socket
 import struct
+import sys
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,6 +16,7 @@ from typing import Protocol
 
 import psutil
 
+_IS_LINUX = sys.platform == "linux"
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 #: User id that the kernel reports for users without an id in the user namespace of the process.
@@ -37,7 +41,7 @@ class Peer:
         rank: Global rank.
         host: Identity of its host, see :func:`host_identity`.
         pid: Process id there.
-        start_time: Tells the process from a later one with the same number.
+        start_time: See :func:`start_time`.
         host_name: What people call the host.
         addresses: Of the host's network interfaces, but for the loopback.
     """
@@ -55,16 +59,12 @@ class Peer:
         interfaces = psutil.net_if_addrs().values()
         addresses = {entry.address for entries in interfaces for entry in entries if entry.family in _INTERNET}
         others = tuple(sorted(address for address in addresses if not is_loopback(address)))
-        start_time = psutil.Process().create_time()
-        return cls(rank, host_identity(), os.getpid(), start_time, socket.gethostname(), others)
+        started = start_time(os.getpid())
+        return cls(rank, host_identity(), os.getpid(), started, socket.gethostname(), others)
 
     def is_running(self) -> bool:
         """Whether the process is alive; only meaningful on its own host."""
-        try:
-            process = psutil.Process(self.pid)
-            return bool(process.create_time() == self.start_time and process.status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return False
+        return is_running(self.pid, self.start_time)
 
     def kill(self, spared: Collection[int] = ()) -> None:
         """Kills the process, if it is alive, and what it has forked; only on its own host.
@@ -74,6 +74,70 @@ class Peer:
         """
         if self.is_running():
             kill_with_forked(self.pid, spared)
+
+
+def start_time(pid: int) -> float:
+    """Returns the time at which a process of this host started, in a unit of the system.
+
+    It distinguishes the process from a later one with the same pid. It is 0.0 if the system does not report it: where
+    /proc is missing or hides the process.
+    """
+    if _IS_LINUX:
+        return _read_stat(pid)[1]
+    with suppress(psutil.Error):
+        return float(psutil.Process(pid).create_time())
+    return 0.0
+
+
+def is_running(pid: int, started: float = 0.0) -> bool:
+    """Returns whether a process of this host runs; a process that has ended and is not reaped yet does not run.
+
+    Args:
+        pid: The process id.
+        started: What :func:`start_time` has returned for the process.
+    """
+    if not _IS_LINUX:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            is_same = started in (0.0, process.create_time())
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
+        return False
+    state, start = _read_stat(pid)
+    if not state:
+        return _exists(pid)
+    return state not in "ZX" and started in (0.0, start)
+
+
+def _read_stat(pid: int) -> tuple[str, float]:
+    """Reads the state and the start time of a process from /proc, which are ``""`` and 0.0 where that has no entry.
+
+    The start time that psutil returns changes when the clock is set.
+    """
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0], float(fields[19])
+    return "", 0.0
+
+
+def _exists(pid: int) -> bool:
+    """Returns whether a process runs that /proc does not show: /proc may be missing, or hide the process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # a process of another user
+        return True
+    with suppress(OSError, AttributeError):  # seccomp may forbid it, and old systems do not have it
+        descriptor = os.pidfd_open(pid)
+        try:
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            return not poller.poll(0)
+        finally:
+            os.close(descriptor)
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return True
 
 
 def kill_with_forked(pid: int, spared: Collection[int] = ()) -> None:
@@ -86,11 +150,15 @@ def kill_with_forked(pid: int, spared: Collection[int] = ()) -> None:
         spared: Processes that are left alone in any case.
     """
     forked: list[psutil.Process] = []
-    with suppress(psutil.Error):
+    try:
         process = psutil.Process(pid)
-        with suppress(psutil.Error):
+        with suppress(psutil.Error, OSError):
             forked = [child for child in process.children() if child.cmdline() == process.cmdline()]
         process.kill()
+    except (psutil.Error, OSError):
+        if _IS_LINUX:  # /proc may be missing, or hide the process
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
     for child in forked:
         with suppress(psutil.Error):
             if child.pid not in spared:

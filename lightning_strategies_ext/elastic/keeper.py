@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +28,15 @@ import psutil
 
 from lightning_strategies_ext import user_cache
 from lightning_strategies_ext.interpreters import python_module
-from lightning_strategies_ext.peers import host_identity, is_of_this_user
+from lightning_strategies_ext.peers import host_identity, is_of_this_user, is_running, start_time
 
 #: What torchrun says to its ranks about the job.
 RUN_ID = "TORCHELASTIC_RUN_ID"
 #: How long a keeper may take to start, in seconds.
 START_S = 60.0
 _POLL_S = 0.02
+#: How often the keeper checks whether the agent runs where the system has no descriptors of processes, in seconds.
+_AGENT_POLL_S = 1.0
 _MESSAGE_BYTES = 1 << 16
 _MOST_FILES = 250  # Linux sends 253 at most
 
@@ -61,16 +64,22 @@ class Job:
         """The job that this process is a rank of; None if torchrun has not started it.
 
         The agent is the nearest ancestor that does not know of the job: between it and a rank there may be a shell.
+        Where /proc is missing or hides the ancestors, it is the parent.
         """
         run_id = os.environ.get(RUN_ID)
         if run_id is None:
             return None
-        for ancestor in psutil.Process().parents():
-            with suppress(psutil.Error):  # one of another user, or that has ended
-                if ancestor.environ().get(RUN_ID) == run_id:
-                    continue
-            return cls(run_id, ancestor.pid, ancestor.create_time())
-        return None
+        agent = os.getppid()
+        with suppress(psutil.Error, OSError):
+            for ancestor in psutil.Process().parents():
+                agent = ancestor.pid
+                with suppress(psutil.Error):  # one of another user, or that has ended
+                    if ancestor.environ().get(RUN_ID) == run_id:
+                        continue
+                break
+            else:
+                return None
+        return cls(run_id, agent, start_time(agent))
 
     @property
     def file(self) -> Path:
@@ -174,10 +183,12 @@ def _serve(path: str, agent_pid: int, agent_start: float) -> None:
     """
     import fcntl  # not on Windows, where this module can be imported
 
-    with suppress(OSError, psutil.NoSuchProcess), open(path, "a+b", opener=_for_this_user) as file:
+    with suppress(OSError), open(path, "a+b", opener=_for_this_user) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        agent = os.pidfd_open(agent_pid)
-        if psutil.Process(agent_pid).create_time() == agent_start:
+        agent = None
+        with suppress(OSError):  # seccomp may forbid it
+            agent = os.pidfd_open(agent_pid)
+        if is_running(agent_pid, agent_start):
             address = b"lightning-strategies-ext-" + secrets.token_hex(16).encode()
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
                 listener.bind(b"\0" + address)
@@ -185,7 +196,7 @@ def _serve(path: str, agent_pid: int, agent_start: float) -> None:
                 file.truncate(0)
                 file.write(address)
                 file.flush()
-                _hold(listener, agent)
+                _hold(listener, agent, lambda: is_running(agent_pid, agent_start))
         os.unlink(path)
 
 
@@ -193,13 +204,14 @@ def _for_this_user(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, mode=0o600)
 
 
-def _hold(listener: socket.socket, agent: int) -> None:
+def _hold(listener: socket.socket, agent: int | None, is_agent_running: Callable[[], bool]) -> None:
     selector = selectors.DefaultSelector()
-    selector.register(agent, selectors.EVENT_READ)
+    if agent is not None:
+        selector.register(agent, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
     kept: dict[str, int] = {}
-    while True:
-        for key, _ in selector.select():
+    while agent is not None or is_agent_running():
+        for key, _ in selector.select(None if agent is not None else _AGENT_POLL_S):
             if key.fileobj == agent:
                 return
             if key.fileobj is listener:

@@ -9,12 +9,13 @@ import mmap
 import os
 import pickle
 import struct
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -62,7 +63,10 @@ class Memory:
             raise CommitTooLargeError(
                 f"A commit has {num_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of this host's memory are free."
             )
-        fd = os.memfd_create("lightning_strategies_ext-commit")
+        try:
+            fd = _create_file()
+        except OSError as error:
+            raise CommitTooLargeError(f"No file for a commit can be created: {error}") from error
         try:
             os.posix_fallocate(fd, 0, _HEADER_BYTES + num_bytes)  # or a write where there is none would be a SIGBUS
         except OSError as error:
@@ -127,6 +131,18 @@ class Memory:
 
     def _header(self) -> tuple[Any, ...]:
         return _HEADER.unpack_from(self.head)
+
+
+def _create_file() -> int:
+    try:
+        return os.memfd_create("lightning_strategies_ext-commit")
+    except OSError as error:  # seccomp may forbid it
+        with tempfile.TemporaryFile() as file:
+            rank_zero_warn(
+                f"Commits are kept in unnamed files in {tempfile.gettempdir()}, not in memory: the system forbids"
+                f" `memfd_create` ({error.strerror})."
+            )
+            return os.dup(file.fileno())
 
 
 def layout_of(slots: Sequence[Slot]) -> tuple[list[int], int]:
@@ -232,5 +248,5 @@ class KeptCommit(Commit):
                 self._memory.close()
             else:
                 size = starts_at / 2**20
-                rank_zero_info(f"Each commit has {size:.0f} MiB, kept in the memory of this host by each of its ranks.")
+                rank_zero_info(f"Each commit has {size:.0f} MiB, kept on this host by each of its ranks.")
             self._memory, self._slots = memory, shared.slots

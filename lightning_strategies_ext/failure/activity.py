@@ -60,12 +60,19 @@ class Counts(NamedTuple):
         )
 
     @classmethod
-    def of_process(cls, process: psutil.Process) -> "Counts":
-        """Those of a process.
+    def of_process(cls, pid: int) -> "Counts":
+        """Those of a process; only the CPU time where /proc does not show it.
 
         Raises:
             psutil.Error: If it has ended.
+            OSError: The same, where /proc does not show it.
         """
+        try:
+            process = psutil.Process(pid)
+        except psutil.Error:
+            if sys.platform != "linux":
+                raise
+            return cls(time.clock_gettime(~pid << 3 | 2))  # the clock of clock_getcpuclockid(3)
         with process.oneshot():
             cpu, is_running = process.cpu_times(), process.status() == psutil.STATUS_RUNNING
             return cls(cpu.user + cpu.system, process.num_ctx_switches().voluntary, _num_bytes_of(process), is_running)
@@ -90,7 +97,9 @@ class Activity:
         self._place: tuple[tuple[int, int], ...] = ()
         self._counts = Counts()
         self._of_workers: dict[int, Counts] = {}
-        self._process = psutil.Process()
+        self._process: psutil.Process | None = None
+        with suppress(psutil.Error):  # where there is no /proc
+            self._process = psutil.Process()
         self.still_s = 0.0
         self.idle_s = 0.0
         self.module = ""
@@ -140,8 +149,8 @@ class Activity:
         before, now = self._of_workers, dict[int, Counts]()
         # `multiprocessing.active_children()` would take note of those that have ended, before torch asks how they did.
         for pid in [worker.pid for worker in list(getattr(multiprocessing.process, "_children", ())) if worker.pid]:
-            with suppress(psutil.Error):
-                now[pid] = Counts.of_process(psutil.Process(pid))
+            with suppress(psutil.Error, OSError):
+                now[pid] = Counts.of_process(pid)
         self._of_workers = now
         return any(pid not in before or counts.is_more_than(before[pid], elapsed_s) for pid, counts in now.items())
 
@@ -155,8 +164,8 @@ class Activity:
         return frames
 
 
-def _num_bytes_of(process: psutil.Process) -> int:
-    if hasattr(psutil.Process, "io_counters"):  # not on macOS
+def _num_bytes_of(process: psutil.Process | None) -> int:
+    if process is not None and hasattr(psutil.Process, "io_counters"):  # not on macOS
         with suppress(psutil.Error, OSError):
             counters = process.io_counters()
             return int(counters.read_bytes + counters.write_bytes)

@@ -4,6 +4,7 @@ Writing takes no lock and asks nobody, so that a rank which is stopped, or whose
 keep the others from reading. What was last written stays readable when its writer has died.
 """
 
+import ctypes
 import mmap
 import os
 import stat
@@ -24,6 +25,7 @@ _ATTEMPTS = 5
 if hasattr(os, "memfd_create"):
     import fcntl
 
+    _PR_GET_DUMPABLE = 3
     #: Seals that fix the size of the memory.
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -51,7 +53,8 @@ class Board:
         """The board of this host; called by all its ranks together.
 
         On Linux the memory has no name in any directory, so that nothing of it is left, however the ranks end.
-        Elsewhere it is a file among the temporary ones, which the first rank removes when it lets go of it.
+        Elsewhere, and where /proc is missing or other ranks cannot open descriptors there, it is a file among the
+        temporary ones, which the first rank removes when it lets go of it.
 
         Args:
             store: Shared by the ranks.
@@ -115,12 +118,20 @@ def _create(num_bytes: int) -> tuple[int, str, str | None]:
     if hasattr(os, "memfd_create"):
         with suppress(OSError):  # a container may forbid it
             descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(descriptor, num_bytes)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}", None
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            if os.access(path, os.R_OK | os.W_OK) and _is_dumpable():
+                os.ftruncate(descriptor, num_bytes)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+                return descriptor, path, None
+            os.close(descriptor)
     descriptor, path = tempfile.mkstemp(prefix=f"{_NAME}_")
     os.ftruncate(descriptor, num_bytes)
     return descriptor, path, path
+
+
+def _is_dumpable() -> bool:
+    """Returns whether other processes of this user can open the descriptors of this process in /proc."""
+    return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
 def _is_board(descriptor: int, path: str, num_bytes: int) -> bool:

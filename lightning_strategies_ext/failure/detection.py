@@ -117,7 +117,7 @@ def _state(peer: Peer, own_host: str, is_silent: bool) -> str:
     if peer.host != own_host:
         return "says nothing: it is stopped, or something in it holds Python's lock" if is_silent else ""
     status = None
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.Error, OSError):
         status = psutil.Process(peer.pid).status()
     if status == psutil.STATUS_TRACING_STOP:
         return _IS_TRACED

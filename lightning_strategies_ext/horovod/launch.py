@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
+from lightning_strategies_ext.peers import is_running
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -71,7 +71,7 @@ def is_started_by_us() -> bool:
 def lost_starter() -> int | None:
     """The pid of the process that had started this rank, if it has ended since."""
     starter = int(os.environ.get(_STARTED_BY, os.getpid()))
-    return None if psutil.pid_exists(starter) else starter
+    return None if is_running(starter) else starter
 
 
 def serve_rendezvous(num_processes: int) -> None:

@@ -148,7 +148,7 @@ def let_go(peers: Sequence[Peer]) -> None:
     here = host_identity()
     for peer in peers:
         if peer.host == here:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error, OSError):
                 process = psutil.Process(peer.pid)
                 if process.status() == psutil.STATUS_STOPPED:
                     process.kill()

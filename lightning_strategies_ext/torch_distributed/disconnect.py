@@ -36,7 +36,7 @@ def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
     hosts: set[str] = set()
     for peer in peers:
         if peer.host == here:
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, OSError):
                 theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
         elif by_host:
             hosts.update(peer.addresses)

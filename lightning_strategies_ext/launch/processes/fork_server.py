@@ -19,9 +19,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-import psutil
-
-from lightning_strategies_ext import names
+from lightning_strategies_ext import names, peers
 from lightning_strategies_ext.interpreters import python_module
 
 #: The module of ours with all that workers run, which the server imports before it forks, for the Lightning in use.
@@ -123,9 +121,9 @@ def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:
 
     context = multiprocessing.get_context("fork")
     children: dict[int, BaseProcess] = {}
-    main_process = psutil.Process(main_pid)
+    started = peers.start_time(main_pid)
     # No thread watches the main process here: threads do not survive a fork.
-    while worker.is_running(main_process):
+    while peers.is_running(main_pid, started):
         running = [child.sentinel for child in children.values() if child.exitcode is None]
         wait([requests, *running], worker.PARENT_POLL_S)
         with suppress(BlockingIOError):

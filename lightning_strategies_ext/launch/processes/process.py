@@ -12,7 +12,6 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-import psutil
 import torch
 
 from lightning_strategies_ext import host_store, rank_variables
@@ -33,7 +32,7 @@ from lightning_strategies_ext.launch.protocol import Order, Ping, Start
 from lightning_strategies_ext.launch.transport.channel import Channel, Packed
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, WithMainPickler, dump, dump_with
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
-from lightning_strategies_ext.peers import kill_with_forked
+from lightning_strategies_ext.peers import is_running, kill_with_forked, start_time
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -58,9 +57,7 @@ class WorkerProcess:
         with theirs:
             start = {"spawn": self._spawn, "fork": self._fork, "forkserver": self._fork_from_server}[start_method]
             self.pid, self._exit_code = start(theirs, inherited)
-        self._process: psutil.Process | None = None
-        with suppress(psutil.NoSuchProcess):
-            self._process = psutil.Process(self.pid)
+        self._started = start_time(self.pid)
         self._pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):
@@ -175,9 +172,7 @@ class WorkerProcess:
         """Whether the process runs."""
         if self._pidfd is not None:
             return not wait([self._pidfd], 0)
-        with suppress(psutil.NoSuchProcess):
-            return self._process is not None and self._process.status() != psutil.STATUS_ZOMBIE
-        return False
+        return is_running(self.pid, self._started)
 
     def death(self) -> WorkerDiedError:
         """Describes how the worker ended; waits a moment for it to have ended."""

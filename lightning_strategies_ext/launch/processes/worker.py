@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
-import psutil
 import torch
 
 from lightning_strategies_ext.interpreters import python
@@ -26,6 +25,7 @@ from lightning_strategies_ext.launch.protocol import Done, End, Failure, Notice,
 from lightning_strategies_ext.launch.transport import unreadable
 from lightning_strategies_ext.launch.transport.channel import Channel, Envelope, JobChannel
 from lightning_strategies_ext.launch.transport.messages import Pickled, main_is_elsewhere
+from lightning_strategies_ext.peers import is_running, start_time
 
 #: How often a worker looks whether the main process is alive, in seconds.
 PARENT_POLL_S = 0.5
@@ -298,21 +298,14 @@ def die_with(pid: int) -> None:
 
     The workers of its dataloaders notice within five seconds, and clean up behind them.
     """
-    process = psutil.Process(pid)
+    started = start_time(pid)
 
     def watch() -> None:
-        while is_running(process):
+        while is_running(pid, started):
             time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="lightning-strategies-ext parent watch").start()
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether a process runs; one that has ended and that nobody has asked about does not."""
-    with suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 def command(connected: socket.socket, main_pid: int) -> list[str]:

@@ -1,0 +1,133 @@
+"""Runs a command as on a hardened host, on x86-64.
+
+    python -m tests.support.hardened_hosts no_proc no_pidfd -- python train.py
+
+Each condition holds for the command and for all processes that it starts, and for no other process of this host.
+"""
+
+import ctypes
+import os
+import platform
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import REPOSITORY, clean_environment, run_command
+
+_CLONE_NEWNS = 0x20000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+_PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
+_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN = 1, 2, 19, 21
+_EPERM, _MEMFD_CREATE, _PIDFD_OPEN = 1, 319, 434
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_SECCOMP_MODE_FILTER, _SECCOMP_RET_ERRNO, _SECCOMP_RET_ALLOW = 2, 0x50000, 0x7FFF0000
+
+#: Makes a process that executes it closed to other processes of its user.
+NOT_DUMPABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"
+
+
+def run_hardened(
+    *command: object, conditions: str, timeout_s: float = 150, **env: str
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a command under conditions, separated by spaces; skips the test where this host cannot have them."""
+    if platform.machine() != "x86_64" or sys.platform != "linux":
+        pytest.skip("the numbers of system calls are those of Linux on x86-64")
+    prefix = [sys.executable, "-m", "tests.support.hardened_hosts", *conditions.split(), "--"]
+    probe = subprocess.run(
+        [*prefix, "true"], env={**clean_environment(), "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
+    )
+    if probe.returncode != 0:
+        pytest.skip(f"{conditions} cannot be made: {(probe.stderr.splitlines() or ['no reason'])[-1]}")
+    with tempfile.TemporaryDirectory() as directory:
+        return run_command(*prefix, *map(str, command), env=env, timeout_s=timeout_s, cwd=Path(directory))
+
+
+def _call(function: str, *args: object) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, function)(*args) != 0:
+        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+
+
+def _mount(source: str, target: str, kind: str, flags: int = 0, options: str = "") -> None:
+    _call("mount", source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def _no_proc() -> None:
+    _call("umount2", b"/proc", 2)
+
+
+def _proc_of_processes_only() -> None:
+    _no_proc()
+    _mount("proc", "/proc", "proc", 0, "subset=pid,hidepid=invisible")
+
+
+def _hidden_processes() -> None:
+    _mount("none", "/proc", "none", _MS_REMOUNT, "hidepid=invisible")
+
+
+def _full_shared_memory() -> None:
+    _mount("tmpfs", "/dev/shm", "tmpfs", 0, "size=64k")
+    with open("/dev/shm/full", "wb") as file:
+        file.write(bytes(1 << 16))
+
+
+def _read_only(directory: str) -> None:
+    _mount(directory, directory, "none", _MS_BIND)
+    _mount("none", directory, "none", _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
+
+
+def _read_only_home() -> None:
+    _read_only(os.environ["HOME"])
+
+
+def _no_capabilities() -> None:
+    """Takes from root, once the command is executed, what other users cannot do either."""
+    for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN):
+        _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+def _forbid(system_call: int) -> None:
+    """Makes a system call fail, as container runtimes do with those that their seccomp profile does not list."""
+    instructions = [
+        (_LOAD, 0, 0, 0),
+        (_JUMP_IF_EQUAL, 0, 1, system_call),
+        (_RETURN, 0, 0, _SECCOMP_RET_ERRNO | _EPERM),
+        (_RETURN, 0, 0, _SECCOMP_RET_ALLOW),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+    described = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(program)))
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0)
+
+
+_CONDITIONS: dict[str, Callable[[], None]] = {
+    "no_proc": _no_proc,
+    "proc_of_processes_only": _proc_of_processes_only,
+    "hidden_processes": _hidden_processes,
+    "full_shared_memory": _full_shared_memory,
+    "read_only_shared_memory": partial(_read_only, "/dev/shm"),
+    "read_only_home": _read_only_home,
+    "no_capabilities": _no_capabilities,
+    "no_pidfd": partial(_forbid, _PIDFD_OPEN),
+    "no_memfd": partial(_forbid, _MEMFD_CREATE),
+}
+
+
+def main() -> None:
+    """Makes the conditions of the command line, and executes its command."""
+    at = sys.argv.index("--")
+    _call("unshare", _CLONE_NEWNS)
+    _mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
+    for condition in sys.argv[1:at]:
+        _CONDITIONS[condition]()
+    os.execvp(sys.argv[at + 1], sys.argv[at + 1 :])
+
+
+if __name__ == "__main__":
+    main()
