@@ -71,15 +71,17 @@ class Job:
             return None
         agent = os.getppid()
         with suppress(psutil.Error, OSError):
-            for ancestor in psutil.Process().parents():
+            ancestors = psutil.Process().parents()
+            for ancestor in ancestors:
                 agent = ancestor.pid
                 with suppress(psutil.Error):  # one of another user, or that has ended
                     if ancestor.environ().get(RUN_ID) == run_id:
                         continue
                 break
             else:
-                return None
-        return cls(run_id, agent, start_time(agent))
+                if ancestors:
+                    return None
+        return cls(run_id, agent, start_time(agent)) if agent else None  # 0: outside of the container
 
     @property
     def file(self) -> Path:

@@ -79,6 +79,8 @@ _stores: dict[tuple[Any, ...], tuple[dist.Store, Iterator[int]]] = {}
 # Classes of backends that fail when their connections close. What aborts them, if anything, depends on torch's version.
 _NOT_ABORTED = ("ProcessGroupGloo", "GlooBeside", "ShmProcessGroup")
 
+#: Space for a store in a file.
+_STORE_BYTES = 1 << 24
 # Backends whose threads do not use the group's store, so that it may be one that is written in Python.
 _ON_MAIN_THREAD = ("gloo", shm.NAME)
 
@@ -377,10 +379,7 @@ def _file_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
         PermissionError: If the file belongs to another user, or other users can open it.
     """
     if rank == 0:
-        memory = "/dev/shm"
-        directory = tempfile.mkdtemp(
-            prefix="lightning_strategies_ext-", dir=memory if os.access(memory, os.W_OK) else None
-        )
+        directory = tempfile.mkdtemp(prefix="lightning_strategies_ext-", dir="/dev/shm" if _has_memory() else None)
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         os.close(os.open(os.path.join(directory, "store"), os.O_CREAT | os.O_EXCL, 0o600))
         store.set("file", os.path.join(directory, "store"))
@@ -398,6 +397,13 @@ def _file_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     if rank == 0 and all(store.get(f"file/{other}") == b"True" for other in range(world_size)):
         shutil.rmtree(directory)
     return dist.FileStore(of_descriptor if is_reachable else path)
+
+
+def _has_memory() -> bool:
+    """Returns whether ``/dev/shm`` has space for a store in a file, which has some KiB for each rank."""
+    with suppress(OSError):
+        return os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > _STORE_BYTES
+    return False
 
 
 def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
