@@ -7,7 +7,7 @@ was there. Who keeps something of it, in a checkpoint or in a commit, asks here 
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -44,6 +44,11 @@ def wait_until_computed() -> None:
             raise dist.DistBackendError(
                 "An exchange between GPUs was cut off, and what was computed since may be wrong: it is not kept."
             )
+
+
+def sees_one_gpu(devices: Sequence[torch.device]) -> bool:
+    """Whether a process sees one GPU only, and these are it, as with SLURM's ``--gpus-per-task=1``."""
+    return len(devices) == 1 and devices[0].type == "cuda" and torch.cuda.device_count() == 1
 
 
 @cache

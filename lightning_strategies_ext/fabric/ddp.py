@@ -32,6 +32,7 @@ from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
 from lightning_strategies_ext.launch.launchers import FabricScriptLauncher, FabricWorkerLauncher
+from lightning_strategies_ext.launch.scripts import devices_of_ranks
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
@@ -143,6 +144,11 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
 
     @override
     def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        devices = self.parallel_devices or []
+        self.parallel_devices = devices_of_ranks(devices, self.cluster_environment, self.num_nodes)
+        if len(self.parallel_devices) != len(devices):
+            self._set_world_ranks()
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
         check_start_method_here(self._start_method)
         if self._start_method == "popen":

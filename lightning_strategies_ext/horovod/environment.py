@@ -7,6 +7,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._lightning import launching
+from lightning_strategies_ext.gpus import sees_one_gpu
 from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us, lost_starter
 
 
@@ -143,7 +144,12 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
 
 
 def device_of_rank(devices: list[torch.device], local_rank: int) -> torch.device:
-    """The device of a rank of this host. With one GPU named, it is that which has the number of the rank."""
+    """The device of a rank of this host. With one GPU named, it is that which has the number of the rank.
+
+    Where each process sees one GPU only, it is that.
+    """
     if len(devices) == 1 and devices[0].type != "cpu":
+        if sees_one_gpu(devices):
+            return devices[0]
         return torch.device(devices[0].type, (devices[0].index or 0) + local_rank)
     return devices[local_rank if len(devices) > 1 else 0]

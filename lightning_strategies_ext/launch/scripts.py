@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from math import inf
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._lightning import launching
@@ -24,6 +25,7 @@ from lightning_strategies_ext.failure.detection import how_it_ended
 from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
 from lightning_strategies_ext.failure.report import say, show_block
 from lightning_strategies_ext.failure.watch import GRACE_S, MARGIN_S, failure_known, of_process
+from lightning_strategies_ext.gpus import sees_one_gpu
 from lightning_strategies_ext.launch.command import find_command
 
 #: How often a process is asked whether it has ended, in seconds.
@@ -86,6 +88,24 @@ def environment_of_child(environment: ClusterEnvironment | None) -> ClusterEnvir
     if environment is None and rank_variables.drop_inherited():
         return LightningEnvironment()
     return environment
+
+
+def devices_of_ranks(
+    devices: list[torch.device], environment: ClusterEnvironment, num_nodes: int
+) -> list[torch.device]:
+    """The devices of this host's ranks; where each process sees one GPU only, that one for each of them.
+
+    With SLURM's ``--gpus-per-task=1``, for example: a process cannot name the GPUs of the others.
+
+    Args:
+        devices: As the Trainer or Fabric was told.
+        environment: Where ranks come from.
+        num_nodes: Number of hosts.
+    """
+    if not environment.creates_processes_externally or not sees_one_gpu(devices):
+        return devices
+    num_tasks = os.environ.get("SLURM_NTASKS_PER_NODE") if isinstance(environment, SLURMEnvironment) else None
+    return devices * (int(num_tasks) if num_tasks else max(1, environment.world_size() // num_nodes))
 
 
 def tear_down(environment: ClusterEnvironment) -> None:

@@ -49,6 +49,7 @@ from lightning_strategies_ext.launch.processes.process import ProcessStarter
 from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.ray import train as ray_train
+from lightning_strategies_ext.launch.scripts import devices_of_ranks
 from lightning_strategies_ext.launch.seat_environment import SeatEnvironment
 from lightning_strategies_ext.launch.stage.job import WorkerContext
 from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
@@ -191,7 +192,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if self.local_rank >= len(self.parallel_devices):
             raise RuntimeError(
                 f"This process is local rank {self.local_rank}, as its environment says, and `devices` gives this host"
-                f" {len(self.parallel_devices)}. Give the Trainer as many `devices` as processes were started per host."
+                f" {len(self.parallel_devices)}. Give the Trainer as many `devices` as processes were started per host,"
+                " or start as many processes as there are devices. If each process is to have its own GPU, let it see"
+                " no other (`--gpus-per-task=1` under SLURM), with `devices=1`."
             )
         return self.parallel_devices[self.local_rank]
 
@@ -212,7 +215,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         seat = ray_train.seat_here()
         if seat is not None:
             self._join_ray_train(seat)
-        elif process_group.has_others() and self.num_nodes * self.num_processes == 1:
+        else:
+            self._have_one_device_each()
+        if seat is None and process_group.has_others() and self.num_nodes * self.num_processes == 1:
             assert self.parallel_devices is not None
             self._sit(_ALONE, self.parallel_devices[0])
             self.set_world_ranks()
@@ -223,6 +228,13 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             self._launcher = ScriptLauncher(self)
         else:
             self._launcher = WorkerLauncher(self, self._make_starter())
+
+    def _have_one_device_each(self) -> None:
+        assert self.cluster_environment is not None
+        devices = self.parallel_devices or []
+        self.parallel_devices = devices_of_ranks(devices, self.cluster_environment, self.num_nodes)
+        if len(self.parallel_devices) != len(devices):
+            self.set_world_ranks()
 
     def _join_ray_train(self, seat: Seat) -> None:
         """Takes the rank, the device and the process group that Ray Train has given to this process."""

@@ -15,8 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import KubeflowEnvironment
 
+from lightning_strategies_ext.horovod.environment import device_of_rank
 from tests.support import models
 from tests.support.ranks import WITHOUT_MPI, free_port, kill_tree, run_ranks, run_script, start_script
 from tests.support.slurm import variables_of_job, variables_of_task
@@ -106,6 +108,30 @@ def look_around(
 def test_each_rank_finds_its_place_in_a_cluster(tmp_path, variables_of, environment, port):
     found = run_ranks(look_around, variables_of, tmp_path, {"devices": 2, "num_nodes": 2}, world_size=4)
     assert found == [(expected_place(environment, rank), "host7", port) for rank in range(4)]
+
+
+def look_around_with_one_gpu(
+    variables_of: Callable[[int, Path], dict[str, Any]], directory: Path
+) -> tuple[Place, int, str, str]:
+    """The place of a rank that sees one GPU, which stands for CUDA; and its devices under Fabric and Horovod."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.device_count = lambda: 1
+    options = {"accelerator": "gpu", "devices": 1, "num_nodes": 2}
+    place, _, _ = look_around(variables_of, directory, options)
+    strategy = Fabric(strategy="ddp_ext", **options)._strategy
+    of_horovod = device_of_rank([torch.device("cuda", 0)], rank % 2)
+    return place, len(strategy.parallel_devices), str(strategy.root_device), str(of_horovod)
+
+
+@pytest.mark.parametrize(
+    ("variables_of", "environment"),
+    [(torchrun_variables, "TorchElasticEnvironment"), (slurm_variables, "SLURMEnvironment")],
+)
+def test_each_rank_has_the_one_gpu_that_its_process_sees(tmp_path, variables_of, environment):
+    found = run_ranks(look_around_with_one_gpu, variables_of, tmp_path, world_size=4)
+    for rank in range(4):
+        place = {**expected_place(environment, rank), "root_device": "cuda:0"}
+        assert found[rank] == (place, 2, "cuda:0", "cuda:0")
 
 
 def test_each_rank_finds_its_place_in_a_kubeflow_job_which_has_to_be_named(tmp_path):
