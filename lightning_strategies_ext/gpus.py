@@ -8,6 +8,7 @@ was there. Who keeps something of it, in a checkpoint or in a commit, asks here 
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -68,6 +69,42 @@ def note_use(tensor: Tensor) -> None:
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def copy_to_host(tensors: Sequence[Tensor], kept: Sequence[Tensor | None], *, may_pin: bool) -> list[Tensor]:
+    """Copies tensors to the host, and waits once for all copies from a GPU.
+
+    Args:
+        tensors: On any device.
+        kept: For each tensor, one of the host with its shape, dtype and layout to write to; None makes one.
+        may_pin: Whether copies from a GPU get pinned memory, from which and to which the GPU copies faster.
+
+    Returns:
+        The tensors of the host.
+    """
+    copies = []
+    for tensor, own in zip(tensors, kept, strict=True):
+        if own is None and tensor.is_cuda and tensor.layout == torch.strided:
+            own = _host_memory_like(tensor, may_pin)
+        if own is None:
+            copies.append(tensor.detach().to("cpu", copy=True))
+        else:
+            copies.append(own.copy_(tensor.detach(), non_blocking=tensor.is_cuda))
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
+    return copies
+
+
+def _host_memory_like(tensor: Tensor, may_pin: bool) -> Tensor:
+    if may_pin:
+        with suppress(RuntimeError):  # CUDA has no memory to pin
+            return torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
+    return torch.empty_like(tensor, device="cpu", requires_grad=False)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """What torch takes to pin memory for a tensor: the next power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def clock_of(device: torch.device) -> Callable[[], int]:

@@ -4,7 +4,8 @@ What a checkpoint of Lightning's has is the same on all ranks: weights, optimize
 the position in the data, callbacks. What is each rank's own stays with it: random numbers, metrics, buffers. What they
 count together is in it as a whole, too (:mod:`.totals`).
 
-Tensors are copied into those of the commit before, so that commits after the first allocate nothing.
+Tensors are copied into those of the commit before, so that commits after the first allocate nothing. Those of a GPU are
+in pinned memory if there is room for it, and waited for together.
 """
 
 import copy
@@ -21,7 +22,7 @@ from torch import Tensor
 from lightning_strategies_ext._lightning import trainer_stages, user_modules
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.totals import Totals
-from lightning_strategies_ext.gpus import wait_until_computed
+from lightning_strategies_ext.gpus import copy_to_host, pinned_bytes, wait_until_computed
 from lightning_strategies_ext.launch.stage.module_tree import tensors_of
 from lightning_strategies_ext.memory import free_memory
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
@@ -87,11 +88,13 @@ class Commit:
 
     #: What to do where memory is short.
     cure = "Start fewer ranks per host (`devices=...`)"
+    _can_be_pinned = True
 
     def __init__(self, num_local_ranks: int) -> None:
         self.shared: Shared | None = None
         self._num_local_ranks = num_local_ranks
         self._free = free_memory()  # before any of them takes some
+        self._may_pin = False
         self._tensors: list[Tensor] = []
         self._own: Any = None
         self._random: Any = None
@@ -159,13 +162,12 @@ class Commit:
         own.restore()
 
     def _write(self, shared: Shared, found: list[Tensor]) -> None:
-        del self._tensors[len(found) :]
-        for index, tensor in enumerate(found):
-            old = self._tensors[index] if index < len(self._tensors) else None
-            if old is not None and (old.shape, old.dtype, old.layout) == (tensor.shape, tensor.dtype, tensor.layout):
-                old.copy_(tensor)
-            else:
-                self._tensors[index : index + 1] = [tensor.detach().to("cpu", copy=True)]
+        kept: list[Tensor | None] = [None] * len(found)
+        for index, (old, tensor) in enumerate(zip(self._tensors, found, strict=False)):
+            if (old.shape, old.dtype, old.layout) == (tensor.shape, tensor.dtype, tensor.layout):
+                kept[index] = old
+        self._tensors = []  # those that do not fit are freed before others are made
+        self._tensors = copy_to_host(found, kept, may_pin=self._may_pin)
         self.shared = shared
 
     def _check_fits(self, slots: list[Slot]) -> None:
@@ -184,6 +186,9 @@ class Commit:
                 f" keeps one; {self._free / 2**30:.1f} GiB of memory were free when `fit` began. {self.cure}, or use"
                 " `strategy='ddp_ext'` with a ModelCheckpoint."
             )
+        pinned = sum(pinned_bytes(slot.shape.numel() * slot.dtype.itemsize) for slot in slots)
+        is_of_gpu = self._can_be_pinned and torch.cuda.is_initialized()
+        self._may_pin = is_of_gpu and pinned * self._num_local_ranks <= self._free
 
     def receive(self, collectives: Collectives, src: int, shared: Shared | None, is_behind: bool) -> None:
         """Takes the commit of another rank; called by all ranks, of which some may have it already.
@@ -203,7 +208,7 @@ class Commit:
         is_other = is_behind or self.shared is None or self.shared.slots != shared.slots
         if is_other:
             self._check_fits(shared.slots)
-            tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in shared.slots]
+            tensors = [torch.empty(slot.shape, dtype=slot.dtype, pin_memory=self._may_pin) for slot in shared.slots]
         collectives.broadcast_tensors(tensors, src)
         if is_other:  # from here on, when all of it is there
             self.shared, self._tensors = shared, tensors

@@ -23,6 +23,7 @@ from lightning_strategies_ext._lightning import trainer_logging
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, Shared, Slot
 from lightning_strategies_ext.elastic.keeper import Keeper
+from lightning_strategies_ext.gpus import copy_to_host
 from lightning_strategies_ext.memory import free_memory
 
 _MAGIC = b"lse-0001"
@@ -170,6 +171,7 @@ class KeptCommit(Commit):
     """
 
     cure = "Start fewer ranks per host (`--nproc-per-node`)"
+    _can_be_pinned = False  # a memory file is not
 
     def __init__(
         self, keeper: Keeper, fit: int, rank: int, world_size: int, local_rank: int, num_local_ranks: int
@@ -237,8 +239,7 @@ class KeptCommit(Commit):
             memory = Memory.create(starts_at)
             self._views = memory.tensors(shared.slots)
         memory.begin()
-        for kept, tensor in zip(self._views, found, strict=True):
-            kept.copy_(tensor.detach())
+        copy_to_host(found, self._views, may_pin=False)
         memory.end(shared.batches, starts_at, rest)
         memory.done = shared.step
         self.shared, self._tensors = shared, self._views

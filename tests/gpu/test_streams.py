@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import nn
 
-from lightning_strategies_ext.gpus import side_stream
+from lightning_strategies_ext.gpus import copy_to_host, side_stream
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 from lightning_strategies_ext.torch_distributed.wrapping import wrap_again, wrap_in_ddp
 from tests.gpu.devices import Ranks, cuda_only
@@ -61,3 +61,18 @@ def test_ddp_that_is_made_again_has_the_weights_of_the_last_step_and_needs_no_mo
     for weight, early, late in ranks.run(wrap_often):
         assert weight == 11
         assert late == early
+
+
+def copy_twice(where: dict[str, Any]) -> list[bool]:
+    tensors = [torch.rand(1000, 500, device="cuda"), torch.rand(8, 3, device="cuda").t(), torch.ones((), device="cuda")]
+    first = copy_to_host(tensors, [None] * 3, may_pin=True)
+    for tensor in tensors:
+        torch.cuda._sleep(LONG // 10)
+        tensor.mul_(2)
+    again = copy_to_host(tensors, first, may_pin=True)
+    same = [torch.equal(one, other.cpu()) for one, other in zip(again, tensors, strict=True)]
+    return [*same, all(each.is_pinned() for each in again), again[1].stride() == tensors[1].stride()]
+
+
+def test_a_commit_is_copied_to_pinned_memory() -> None:
+    assert Ranks(1).run(copy_twice) == [[True] * 5]
