@@ -34,18 +34,22 @@ def job_secret() -> bytes:
     """Returns the secret of a job on several hosts, by which its ranks recognize each other; empty if there is none.
 
     Raises:
+        OSError: If the file with the secret cannot be read.
         PermissionError: If other users could read or write the file with the secret.
+        ValueError: If the file is empty.
     """
     if not (named := os.environ.get(SECRET_FILE)):
         return os.environ.get(SECRET, "").encode()
-    with open(named, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
+    with open(named, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
             raise PermissionError(
                 f"{SECRET_FILE}: {named} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}; it must"
                 f" belong to user {os.geteuid()} with mode 600."
             )
-        return file.read().strip()
+        if secret := file.read().strip():
+            return secret
+    raise ValueError(f"{SECRET_FILE}: {named} is empty; it must contain the secret.")
 
 
 def spare(connection: socket.socket) -> None:

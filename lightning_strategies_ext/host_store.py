@@ -6,6 +6,8 @@ compares the user of the other side with its own. The name of the socket is rand
 first, and it exists in no file system.
 """
 
+import errno
+import logging
 import os
 import pickle
 import secrets
@@ -15,10 +17,10 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -26,13 +28,18 @@ from typing_extensions import override
 
 from lightning_strategies_ext.peers import is_of_this_user, user_of
 
-_LENGTH = struct.Struct("!I")
+log = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("!Q")
 #: How often a process tries to connect until the store is served, in seconds.
 _RETRY_S = 0.01
-#: How long the server waits for a client to read an answer, in seconds.
-_SEND_S = 5.0
+#: How long the server accepts no connection after it has run out of descriptors, in seconds.
+_PAUSE_S = 1.0
 #: Longest time to wait for an answer, in seconds: a socket takes no longer timeout.
 _FOREVER_S = 30 * 86400.0
+#: Requests that are answered once all keys exist.
+_WAITING = ("wait", "multi_get")
+_ENDED = "The process that serves the store of these ranks has ended, or has closed the connection."
 
 # The servers of this process, and its clients, by name. torch holds clients from C++, where a reference does not keep
 # the Python part of an object alive.
@@ -171,24 +178,28 @@ class HostStore(dist.Store):
     deleteKey = delete_key  # noqa: N815
 
     def _ask(self, operation: str, *args: Any, timeout: timedelta | None = None) -> Any:
-        limit: timedelta = timeout or self.timeout  # type: ignore[attr-defined]  # not in torch's stubs
+        limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # not in the stubs
         deadline = time.monotonic() + min(limit.total_seconds(), _FOREVER_S)
         connection = self._connection(deadline, limit)
         try:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            _send(connection, (operation, args))
-            return _receive(connection)
+            connection.sendall(_framed((operation, args)))
+            is_done, answer = _receive(connection)
         except TimeoutError as error:
             self._drop()
-            raise dist.DistStoreError(
-                f"Timed out after {limit.total_seconds():g} s waiting for the keys {args[0]} (`{operation}`)."
-            ) from error
+            seconds = f"{limit.total_seconds():g} s"
+            if operation in _WAITING:
+                raise dist.DistStoreError(f"Timed out after {seconds} waiting for the keys {args[0]}.") from error
+            raise dist.DistStoreError(f"The process that serves the store did not answer within {seconds}.") from error
         except (OSError, EOFError) as error:
             self._drop()
-            raise dist.DistNetworkError("The process that serves the store of these ranks has ended.") from error
+            raise dist.DistNetworkError(_ENDED) from error
         except BaseException:  # an answer may be under way
             self._drop()
             raise
+        if not is_done:
+            raise dist.DistStoreError(f"`{operation}` failed in the store of these ranks: {answer}")
+        return answer
 
     def _connection(self, deadline: float, limit: timedelta) -> socket.socket:
         own = self._of_thread
@@ -203,8 +214,7 @@ class HostStore(dist.Store):
             except OSError as error:
                 connection.close()
                 if self._has_connected:
-                    message = "The process that serves the store of these ranks has ended."
-                    raise dist.DistNetworkError(message) from error
+                    raise dist.DistNetworkError(_ENDED) from error
                 if time.monotonic() > deadline:
                     message = f"The store of these ranks was not served within {limit.total_seconds():g} s."
                     raise dist.DistStoreError(f"{message} Did rank 0 start?") from error
@@ -220,18 +230,65 @@ class HostStore(dist.Store):
         return connection
 
     def _drop(self) -> None:
-        self._of_thread.connection.close()
-        self._of_thread.pid = None
+        if getattr(self._of_thread, "pid", None) is not None:
+            self._of_thread.connection.close()
+            self._of_thread.pid = None
+
+
+class _Connection:
+    """The server's end of a connection.
+
+    Attributes:
+        waits_for: The keys that the client waits for, and whether it gets their values.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self.waits_for: tuple[list[str], bool] | None = None
+        self._received = bytearray()
+        self._unsent = bytearray()
+
+    def requests(self) -> Iterator[tuple[str, Any]]:
+        """Receives, and yields the requests that are whole.
+
+        Raises:
+            EOFError: If the client has closed the connection.
+            OSError: If the connection is broken.
+        """
+        if not (chunk := self.end.recv(1 << 16)):
+            raise EOFError
+        self._received += chunk
+        while (request := _taken_from(self._received)) is not None:
+            yield pickle.loads(request)
+
+    def answer(self, is_done: bool, value: Any) -> None:
+        """Adds an answer to what :meth:`send` sends."""
+        self._unsent += _framed((is_done, value))
+
+    def send(self) -> bool:
+        """Sends what the client has room for; returns whether that was all.
+
+        Raises:
+            OSError: If the connection is broken.
+        """
+        with suppress(BlockingIOError):
+            while self._unsent:
+                del self._unsent[: self.end.send(self._unsent)]
+        return not self._unsent
 
 
 class _Server:
-    """The values of a store, and the thread that serves them."""
+    """The values of a store, and the thread that serves them.
+
+    No client delays another: a client that does not read its answer gets the rest of it later.
+    """
 
     def __init__(self, name: str) -> None:
         self.pid = os.getpid()
         self._values: dict[str, bytes] = {}
-        self._received: dict[socket.socket, bytearray] = {}
-        self._waiting: dict[socket.socket, tuple[list[str], bool]] = {}  # for which keys, and whether for their values
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._accepts_again_at: float | None = None
+        self._has_warned = False
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(_address(name))
         self._listening.listen(1024)
@@ -240,52 +297,88 @@ class _Server:
         self._selector.register(self._listening, selectors.EVENT_READ)
         threading.Thread(target=self._run, name="lightning-strategies-ext host store", daemon=True).start()
 
+    def close(self) -> None:
+        """Closes all sockets, so that clients fail at once."""
+        for each in (self._listening, *self._connections):
+            each.close()
+        self._selector.close()
+
     def _run(self) -> None:
-        while True:
-            for ready, _ in self._selector.select():
-                if ready.fileobj is self._listening:
-                    self._accept()
-                else:
-                    assert isinstance(ready.fileobj, socket.socket)
-                    self._read(ready.fileobj)
+        try:
+            while True:
+                self._serve()
+        finally:
+            self.close()
+
+    def _serve(self) -> None:
+        timeout = None
+        if self._accepts_again_at is not None:
+            timeout = self._accepts_again_at - time.monotonic()
+            if timeout <= 0:
+                self._selector.register(self._listening, selectors.EVENT_READ)
+                self._accepts_again_at = timeout = None
+        for key, events in self._selector.select(timeout):
+            if key.fileobj is self._listening:
+                self._accept()
+            elif (connection := self._connections.get(cast("socket.socket", key.fileobj))) is not None:
+                try:
+                    if events & selectors.EVENT_READ:
+                        for operation, args in connection.requests():
+                            self._handle(connection, operation, args)
+                    self._send(connection)
+                except Exception:  # a client has ended, or has sent what is no request; the others continue
+                    self._drop(connection)
 
     def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listening.accept()
-            if not is_of_this_user(connection):
-                connection.close()
-                return
-            connection.settimeout(_SEND_S)
-            self._received[connection] = bytearray()
-            self._selector.register(connection, selectors.EVENT_READ)
-
-    def _read(self, connection: socket.socket) -> None:
-        received = self._received[connection]
         try:
-            if not (chunk := connection.recv(1 << 16)):
-                raise EOFError
-            received += chunk
-            while (request := _taken_from(received)) is not None:
-                operation, args = pickle.loads(request)
-                if operation in ("wait", "multi_get"):
-                    self._waiting[connection] = args[0], operation == "multi_get"
-                else:
-                    _send(connection, getattr(self, f"_{operation}")(*args))
-        except (OSError, EOFError):
-            self._drop(connection)
-        for waiting, (keys, with_values) in list(self._waiting.items()):
-            if self._check(keys):
-                del self._waiting[waiting]
-                try:
-                    _send(waiting, [self._values[key] for key in keys] if with_values else None)
-                except OSError:
-                    self._drop(waiting)
+            end, _ = self._listening.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                if not self._has_warned:
+                    log.warning("The store of these ranks cannot accept a connection: %s. Raise `ulimit -n`.", error)
+                    self._has_warned = True
+                self._selector.unregister(self._listening)
+                self._accepts_again_at = time.monotonic() + _PAUSE_S
+            return
+        if not is_of_this_user(end):
+            end.close()
+            return
+        end.setblocking(False)
+        self._connections[end] = _Connection(end)
+        self._selector.register(end, selectors.EVENT_READ)
 
-    def _drop(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        self._waiting.pop(connection, None)
-        del self._received[connection]
-        connection.close()
+    def _handle(self, connection: _Connection, operation: str, args: Any) -> None:
+        if operation in _WAITING:
+            connection.waits_for = args[0], operation == "multi_get"
+            self._answer_waiting(connection)
+            return
+        try:
+            connection.answer(True, getattr(self, f"_{operation}")(*args))
+        except Exception as error:  # the request is wrong, such as `add` to a value that is no number
+            connection.answer(False, str(error))
+        for other in list(self._connections.values()):
+            self._answer_waiting(other)
+
+    def _answer_waiting(self, connection: _Connection) -> None:
+        if connection.waits_for is None or not self._check(connection.waits_for[0]):
+            return
+        (keys, with_values), connection.waits_for = connection.waits_for, None
+        connection.answer(True, [self._values[key] for key in keys] if with_values else None)
+        try:
+            self._send(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        is_sent = connection.send()
+        events = selectors.EVENT_READ if is_sent else selectors.EVENT_READ | selectors.EVENT_WRITE
+        if self._selector.get_key(connection.end).events != events:
+            self._selector.modify(connection.end, events)
+
+    def _drop(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.end, None) is not None:
+            self._selector.unregister(connection.end)
+            connection.end.close()
 
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -332,9 +425,9 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def _send(connection: socket.socket, message: Any) -> None:
+def _framed(message: Any) -> bytes:
     data = pickle.dumps(message)
-    connection.sendall(_LENGTH.pack(len(data)) + data)
+    return _LENGTH.pack(len(data)) + data
 
 
 def _receive(connection: socket.socket) -> Any:
@@ -356,3 +449,16 @@ def _taken_from(received: bytearray) -> bytes | None:
     message = bytes(received[_LENGTH.size : end])
     del received[:end]
     return message
+
+
+def _close_inherited() -> None:
+    # A forked process, such as a worker of a loader, would keep connections open after this process has ended.
+    for server in _servers.values():
+        server.close()
+    _servers.clear()
+    for client in _clients.values():
+        client._drop()
+
+
+if hasattr(os, "register_at_fork"):  # Windows forks nothing
+    os.register_at_fork(after_in_child=_close_inherited)

@@ -11,7 +11,8 @@ import re
 
 #: Which process the variables belong to, and by which values they are recognized.
 OWNER = "LIGHTNING_STRATEGIES_EXT_RANK_PROCESS"
-#: The name of the store of the ranks, where this package has started them on one host, see :mod:`.host_store`.
+#: The name of the ranks' store, see :mod:`.host_store`, and their ``MASTER_PORT``, where this package has started them
+#: on one host.
 STORE = "LIGHTNING_STRATEGIES_EXT_STORE"
 #: Variables that differ between two ranks, or between the ranks of two launches.
 _IDENTITY = (
@@ -66,9 +67,18 @@ def drop_inherited() -> bool:
     return is_inherited
 
 
+def store_variable(name: str, port: int | str) -> str:
+    """Returns the value of :data:`STORE` for ranks of one launch, which have ``MASTER_PORT`` in common."""
+    return f"{name} {port}"
+
+
 def store_name() -> str | None:
-    """Returns the name of the ranks' store; None if this package has not started them, or not on one host."""
-    return os.environ.get(STORE) or None
+    """Returns the name of the ranks' store; None if this package has not started them, or not on one host.
+
+    A rank whose launcher was started by a rank has inherited the variable, and has another ``MASTER_PORT``.
+    """
+    name, _, port = os.environ.get(STORE, "").partition(" ")
+    return name if name and port == os.environ.get("MASTER_PORT") else None
 
 
 def environment_for_ranks() -> dict[str, str]:

@@ -3,10 +3,14 @@
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext.host_store import HostStore
 from lightning_strategies_ext.torch_distributed import process_group
-from tests.support.ranks import REPOSITORY, run_command, run_ranks, run_script
+from tests.support.ranks import REPOSITORY, run_command, run_ranks, run_script, start_script
 
 NOBODY = 65_500
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -100,6 +104,93 @@ def test_a_rank_learns_at_once_that_the_process_with_the_store_has_ended():
     assert time.monotonic() - began < 30
 
 
+def test_a_wrong_request_is_an_error_of_the_client_that_sends_it(store: HostStore):
+    store.set("text", "no number")
+    with pytest.raises(dist.DistStoreError, match="`add` failed in the store of these ranks: invalid literal"):
+        store.add("text", 1)
+    with pytest.raises(dist.DistStoreError, match="`multi_set` failed"):
+        store.multi_set(["a", "b"], ["1"])
+    assert store.get("text") == b"no number"
+
+
+def connection_to(store: HostStore, *requests: Any) -> socket.socket:
+    """A client that sends requests and reads no answer."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(host_store._address(store.name))
+    for request in requests:
+        connection.sendall(host_store._framed(request))
+    return connection
+
+
+def test_a_client_that_does_not_read_its_answer_delays_no_other_and_gets_it_later(store: HostStore):
+    size = 1 << 22
+    store.set("large", "0" * size)
+    with connection_to(store, ("multi_get", (["large"],))) as slow:
+        began = time.monotonic()
+        assert store.add("n", 1) == 1
+        assert time.monotonic() - began < 3, "less than any limit of the server's"
+        slow.settimeout(60)
+        is_done, (value,) = host_store._receive(slow)
+        assert (is_done, len(value)) == (True, size)
+
+
+def test_bytes_that_are_no_request_end_that_connection_only(store: HostStore):
+    with connection_to(store) as other:
+        other.sendall(host_store._LENGTH.pack(5) + b"wrong")
+        other.settimeout(60)
+        assert other.recv(1) == b""
+    assert store.add("n", 1) == 1
+
+
+SERVE = """
+import os, sys, time
+from lightning_strategies_ext import host_store
+store = host_store.serve(sys.argv[1])
+if sys.argv[2:] == ["fork"] and os.fork() == 0:
+    time.sleep(100)
+    os._exit(0)
+print("serves", flush=True)
+time.sleep(100)
+"""
+
+
+@contextmanager
+def serving_process(*args: str) -> "Iterator[tuple[HostStore, subprocess.Popen[str]]]":
+    name = host_store.new_name()
+    process = start_script("-c", SERVE, name, *args)
+    try:
+        assert process.stdout is not None
+        assert any("serves" in line for line in process.stdout)
+        yield host_store.connect(name), process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.processes
+def test_a_client_that_ends_while_it_waits_ends_no_store():
+    with serving_process() as (store, process):
+        waiting = connection_to(store, ("wait", (["key"],)))
+        setting = connection_to(store)
+        store.set("before", "")
+        process.send_signal(signal.SIGSTOP)  # so that all that follows is there at once
+        setting.sendall(host_store._framed(("set", ("key", b"value"))))
+        waiting.close()
+        process.send_signal(signal.SIGCONT)
+        assert store.get("key") == b"value"
+        setting.close()
+
+
+@pytest.mark.processes
+def test_a_forked_process_does_not_hide_that_the_one_with_the_store_has_ended():
+    with serving_process("fork") as (store, process):
+        store.set("key", "value")
+        process.kill()
+        with pytest.raises(dist.DistNetworkError, match="has ended"):
+            store.get("another key")
+
+
 # --- groups ---
 
 
@@ -135,16 +226,19 @@ def test_a_backend_with_threads_of_its_own_gets_a_store_in_a_file_without_a_name
 
 def join_and_start_a_launcher() -> str:
     """In a rank that this package has started: another launcher starts ranks of its own from it."""
-    os.environ[rank_variables.STORE] = "the store of this rank"
+    os.environ[rank_variables.STORE] = rank_variables.store_variable("name", os.environ["MASTER_PORT"])
     rank_variables.record_owner()
     program = "from lightning_strategies_ext import rank_variables as r; r.record_owner(); print(r.store_name())"
-    variables = {**os.environ, "RANK": "0", "MASTER_PORT": "1"}
-    return run_command(sys.executable, "-c", program, env=variables).stdout + str(rank_variables.store_name())
+    variables = {**os.environ, "RANK": "0"}
+    output = run_command(sys.executable, "-c", program, env=variables).stdout
+    del os.environ[rank_variables.OWNER]  # before the first stage, a rank has not recorded itself
+    output += run_command(sys.executable, "-c", program, env={**os.environ, "MASTER_PORT": "1"}).stdout
+    return output + str(rank_variables.store_name())
 
 
 @pytest.mark.processes
 def test_ranks_that_another_launcher_has_started_from_a_rank_do_not_use_its_store():
-    assert run_ranks(join_and_start_a_launcher, world_size=1) == ["None\nthe store of this rank"]
+    assert run_ranks(join_and_start_a_launcher, world_size=1) == ["None\nNone\nname"]
 
 
 # --- other users ---

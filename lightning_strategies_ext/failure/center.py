@@ -52,7 +52,8 @@ class Center:
                 f"Rank {rank} has another secret than rank 0, or no rank has written what is in the store. Set"
                 f" {SECRET} or {SECRET_FILE} alike on all hosts, or on none."
             )
-        self._token, self._addresses, self._port = place
+        token, self._addresses, self._port = place
+        self._proof = _proof(token)
 
     def call(self, *, may_have_ended: bool = False) -> None:
         """Calls it; says so if it cannot be reached.
@@ -60,7 +61,7 @@ class Center:
         Args:
             may_have_ended: Whether its process need not be there any more, so that nobody may answer.
         """
-        error = self._lines.call(self._addresses, self._port, self._first, _proof(self._token), self._rank)
+        error = self._lines.call(self._addresses, self._port, self._first, self._proof, self._rank)
         if error is not None and not (may_have_ended and isinstance(error, ConnectionRefusedError)):
             log.warning(
                 "rank %d cannot reach rank 0 (%s) at %s, port %s (%s): what fails on one of their hosts is not known on"

@@ -98,7 +98,7 @@ def devices_of_ranks(
     With SLURM's ``--gpus-per-task=1``, for example: a process cannot name the GPUs of the others.
 
     Args:
-        devices: As the Trainer or Fabric was told.
+        devices: As passed to the Trainer or Fabric.
         environment: Where ranks come from.
         num_nodes: Number of hosts.
     """
@@ -134,7 +134,9 @@ def _start(launcher: Any) -> None:
     os.environ["NODE_RANK"] = str(environment.node_rank())
     os.environ["LOCAL_RANK"] = "0"
     if launcher.num_nodes == 1 and host_store.is_available():
-        os.environ[rank_variables.STORE] = host_store.new_name()
+        name = host_store.new_name()
+        os.environ[rank_variables.STORE] = rank_variables.store_variable(name, os.environ["MASTER_PORT"])
+        os.environ.pop(rank_variables.OWNER, None)  # this process becomes a rank of its own launch
     else:
         os.environ.pop(rank_variables.STORE, None)
     world_size = str(launcher.num_processes * launcher.num_nodes)

@@ -132,7 +132,7 @@ class Workers:
             conditions = [
                 self._starter.conditions(
                     os.getcwd(),
-                    {**variables, **worker.variables},
+                    _with_store({**variables, **worker.variables}),
                     self._rng[worker.rank] if goes_on else now,
                     num_threads,
                 )
@@ -291,6 +291,12 @@ def _rendezvous(strategy: WorkersStrategy) -> dict[str, str]:
             address, port = probe.getsockname()
         name = host_store.new_name() if host_store.is_available() else ""
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port), rank_variables.STORE: name}
+
+
+def _with_store(variables: dict[str, str]) -> dict[str, str]:
+    """Completes the variable of the store with the port of the worker's launch, which may be another one on Ray."""
+    value = rank_variables.store_variable(variables[rank_variables.STORE], variables["MASTER_PORT"])
+    return {**variables, rank_variables.STORE: value}
 
 
 def raise_shown_in_short(error: BaseException, directory: str) -> NoReturn:

@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 
+from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext.connections import shut_down_connections
 from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.shm.execution import close_all
@@ -40,7 +41,8 @@ def disconnect(peers: Sequence[Peer], *, by_host: bool = True) -> None:
                 theirs.update(connection.laddr for connection in psutil.Process(peer.pid).net_connections("tcp"))
         elif by_host:
             hosts.update(peer.addresses)
-    store_port = int(os.environ.get("MASTER_PORT", "0"))
+    # Ranks that share a store on a Unix socket may have another connection at this port.
+    store_port = int(os.environ.get("MASTER_PORT", "0")) if rank_variables.store_name() is None else 0
 
     def is_meant(connection: Any) -> bool:
         if not connection.raddr or store_port in (connection.laddr.port, connection.raddr.port):

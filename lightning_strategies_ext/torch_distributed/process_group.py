@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -272,7 +273,10 @@ def join(
     _left.clear()
     excepthook = sys.excepthook
     is_python = isinstance(without_prefixes(store), host_store.HostStore)
-    of_torch = _file_store(store, rank, world_size) if is_python and backend not in _ON_MAIN_THREAD else store
+    of_torch = store
+    if is_python and backend not in _ON_MAIN_THREAD:
+        of_torch = _file_store(store, rank, world_size)
+        of_torch.set_timeout(timeout or default_pg_timeout)
     with noting_connections(connections):
         dist.init_process_group(
             backend,
@@ -339,7 +343,12 @@ def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, 
 
 
 def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part: str = "ranks") -> dist.Store:
-    whole = host_store.serve(name) if rank == 0 else host_store.connect(name)
+    try:
+        whole = host_store.serve(name) if rank == 0 else host_store.connect(name)
+    except OSError as error:
+        raise dist.DistNetworkError(
+            f"Another process is rank 0 of these ranks: {error}. {rank_variables.inherited_text()}"
+        ) from error
     whole.set_timeout(timeout)
     store = dist.PrefixStore(part, whole)
     keys = [f"rank {other}" for other in range(world_size)]
@@ -347,10 +356,9 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
     try:
         store.wait(keys, timeout)
     except dist.DistStoreError as error:
-        late = " and ".join(key for key in keys if not store.check([key]))
-        raise dist.DistStoreError(
-            f"{late} of {world_size} has not come within {timeout.total_seconds():g} s."
-        ) from error
+        late = " and ".join(key for key in keys if not store.check([key])) or "a rank"
+        seconds = f"{timeout.total_seconds():g} s"
+        raise dist.DistStoreError(f"Waited {seconds} for {late} to join (world size {world_size}).") from error
     return store
 
 
@@ -380,7 +388,8 @@ def _file_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     """
     if rank == 0:
         directory = tempfile.mkdtemp(prefix="lightning_strategies_ext-", dir="/dev/shm" if _has_memory() else None)
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        remove = partial(shutil.rmtree, directory, ignore_errors=True)
+        atexit.register(remove)
         os.close(os.open(os.path.join(directory, "store"), os.O_CREAT | os.O_EXCL, 0o600))
         store.set("file", os.path.join(directory, "store"))
     path = store.get("file").decode()
@@ -395,7 +404,9 @@ def _file_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
     is_reachable = os.access(of_descriptor, os.R_OK | os.W_OK)  # it is not in a process that is not dumpable
     store.set(f"file/{rank}", str(is_reachable))
     if rank == 0 and all(store.get(f"file/{other}") == b"True" for other in range(world_size)):
-        shutil.rmtree(directory)
+        remove()
+        atexit.unregister(remove)
+    # The descriptor stays open: torch opens it anew for each request, also when the store is deleted.
     return dist.FileStore(of_descriptor if is_reachable else path)
 
 

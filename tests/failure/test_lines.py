@@ -319,6 +319,13 @@ def test_the_secret_may_be_in_a_file_that_others_cannot_read(monkeypatch: pytest
     monkeypatch.setenv(SECRET_FILE, str(file))
     file.chmod(0o600)
     assert job_secret() == b"a secret"
+    link = tmp_path / "link"  # as in a volume of Kubernetes
+    link.symlink_to(file)
+    monkeypatch.setenv(SECRET_FILE, str(link))
+    assert job_secret() == b"a secret"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        job_secret()
     file.chmod(0o640)
     with pytest.raises(PermissionError, match="with mode 640; it must belong to user"):
         job_secret()

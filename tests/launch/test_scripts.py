@@ -60,12 +60,13 @@ def test_a_child_drops_the_variables_of_the_rank_and_neither_the_rank_nor_a_rank
     for name in [name for name in os.environ if rank_variables.OF_RANKS.fullmatch(name)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv(rank_variables.OWNER, "")
-    for name, value in {**of_rank, "SLURM_JOB_ID": "7"}.items():
+    for name, value in {"MASTER_PORT": "1", **of_rank, "SLURM_JOB_ID": "7"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(rank_variables.STORE, "of the rank")
+    store = rank_variables.store_variable("of-the-rank", "1")
+    monkeypatch.setenv(rank_variables.STORE, store)
     rank_variables.record_owner()
     assert not rank_variables.drop_inherited()  # the rank
-    assert rank_variables.store_name() == "of the rank"
+    assert rank_variables.store_name() == "of-the-rank"
     of_another_process(monkeypatch.setenv)
     with monkeypatch.context() as other_launch:
         for name, value in of_other_launch.items():

@@ -21,6 +21,8 @@ OF_A_HOST = frozenset(
 )
 #: The same for prefixes of their names; Ray's variables include its authentication token.
 _PREFIXES_OF_A_HOST = ("RAY_", "XDG_")
+#: Those that all ranks need alike, whatever list of others the user gives: the secret of the job, seeds, the network.
+_OF_ALL_RANKS = ("LIGHTNING_STRATEGIES_EXT_*", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "GLOO_SOCKET_IFNAME")
 
 _brought: set[str] = set()
 
@@ -85,7 +87,7 @@ def selected(environment: Mapping[str, str], names: Sequence[str] | None) -> dic
     allowed = [name for name in names or () if not name.startswith("!")]
     if names is None or (denied and not allowed):
         allowed = ["*"]
-    allowed.append("LIGHTNING_STRATEGIES_EXT_*")  # such as the secret of a job, which all ranks need
+    allowed += _OF_ALL_RANKS
     return {
         name: value
         for name, value in environment.items()
