@@ -208,12 +208,13 @@ class HostStore(dist.Store):
             return connected
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.setblocking(False)  # the queue of the other end may be full, and never accepted
             try:
                 connection.connect(_address(self.name))
                 break
             except OSError as error:
                 connection.close()
-                if self._has_connected:
+                if self._has_connected and not isinstance(error, BlockingIOError):
                     raise dist.DistNetworkError(_ENDED) from error
                 if time.monotonic() > deadline:
                     message = f"The store of these ranks was not served within {limit.total_seconds():g} s."

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,8 @@ def serving_process(*args: str) -> "Iterator[tuple[HostStore, subprocess.Popen[s
         assert any("serves" in line for line in process.stdout)
         yield host_store.connect(name), process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
 
@@ -281,6 +282,72 @@ def test_a_rank_sends_nothing_to_a_store_of_another_user():
         with pytest.raises(dist.DistNetworkError, match="served by user 65500, and this process belongs to user 0"):
             host_store.connect(name).set("token", "secret")
         squatter.stdin.close()
+
+
+SQUAT = f"""
+import os, socket, sys
+os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
+listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+listening.bind("\\0" + sys.argv[1])
+listening.listen(0)
+waiting = []
+try:
+    while True:
+        waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        waiting[-1].setblocking(False)
+        waiting[-1].connect("\\0" + sys.argv[1])
+except BlockingIOError:
+    print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.processes
+@needs_root
+def test_another_user_who_takes_the_name_of_an_ended_store_and_accepts_nothing_holds_up_no_rank():
+    with serving_process() as (store, server):
+        store.set("key", "value")
+        server.kill()
+        server.wait()
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        name = host_store._address(store.name)[1:]
+        with subprocess.Popen([sys.executable, "-c", SQUAT, name], **pipes) as squatter:
+            assert squatter.stdout is not None
+            assert squatter.stdin is not None
+            assert squatter.stdout.readline() == "full\n"
+            with pytest.raises(dist.DistNetworkError, match="has ended"):
+                store.get("key")  # by the connection that there was
+            store.set_timeout(timedelta(seconds=1))
+            with pytest.raises(dist.DistStoreError, match="was not served within 1 s"):
+                store.get("key")
+            squatter.stdin.close()
+
+
+def join_by_a_name_of_another_job(name: str) -> str:
+    """Ranks that another launcher has started read a name that another user has written."""
+    process_group._HOST_STORE = "rank 0 writes elsewhere" if os.environ["LOCAL_RANK"] == "0" else "host_store"
+    environment = LightningEnvironment()
+    environment.set_global_rank(environment.local_rank())
+    environment.set_world_size(2)
+    serve = process_group._store_at_address
+
+    def store_with_name(rank: int, *args: Any) -> dist.Store:
+        store = serve(rank, *args)
+        store.set("host_store", f"{name} ranks")
+        return store
+
+    process_group._store_at_address = store_with_name
+    with pytest.raises(dist.DistStoreError) as raised:
+        process_group.start(environment, "gloo", torch.device("cpu"), timedelta(seconds=5))
+    return str(raised.value)
+
+
+@pytest.mark.processes
+def test_ranks_do_not_write_to_the_store_of_another_job_whose_name_they_are_given(store: HostStore):
+    first, second = run_ranks(join_by_a_name_of_another_job, store.name)
+    assert "rank 1 to join" in first
+    assert "ranks/meeting" in second
+    assert store.list_keys() == []
 
 
 JOB = """

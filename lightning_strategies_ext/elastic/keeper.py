@@ -149,9 +149,11 @@ class Keeper:
         process, deadline = None, time.monotonic() + START_S
         while time.monotonic() < deadline:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.setblocking(False)  # another process may listen at the address of a lost keeper
             with suppress(OSError):
                 connection.connect(b"\0" + (file.read_bytes() or b"no keeper yet"))
                 if is_of_this_user(connection):
+                    connection.setblocking(True)
                     return connection
             connection.close()
             if process is None:

@@ -26,6 +26,8 @@ _TOKEN_NUM_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"<I{_TOKEN_NUM_BYTES}s")
 #: A listener takes no more calls while strangers have filled its queue; after so long, in seconds, it is called again.
 _CALL_AGAIN_S: Final = 0.01
+#: How many connections are accepted at once, before others of this rank are served and the deadline is checked.
+_MAX_CALLS: Final = 128
 
 
 class Rendezvous:
@@ -146,8 +148,6 @@ class _Calls:
                 self._call(peer)
             until = min(deadline, time.monotonic() + _CALL_AGAIN_S) if self._to_call else deadline
             events = polled(self._poller, until)
-            if not events and time.monotonic() >= deadline:
-                raise _not_made(map(str, missing))
             for fd, _ in events:
                 if fd == self._listener.fileno():
                     self._take_calls()
@@ -155,6 +155,8 @@ class _Calls:
                     self._hear(fd)
                 else:
                     self._receive_answer(fd)
+            if time.monotonic() >= deadline and (missing := [peer for peer in missing if peer not in self.fds]):
+                raise _not_made(map(str, missing))
 
     def give_up(self) -> None:
         """Closes what is open."""
@@ -204,7 +206,7 @@ class _Calls:
         self.fds[peer] = received[0]
 
     def _take_calls(self) -> None:
-        while True:
+        for _ in range(_MAX_CALLS):
             try:
                 link, _ = self._listener.accept()
             except BlockingIOError:

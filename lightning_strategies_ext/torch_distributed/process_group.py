@@ -53,6 +53,8 @@ _AVAILABILITY = {
 _ROUNDS = "lightning_strategies_ext/rounds"
 _ROUND_POLL_S = 0.01
 _HOST_STORE = "lightning_strategies_ext/host_store"
+# Set by rank 0 of ranks that another launcher has started, before they join.
+_MEETING = "meeting"
 
 #: Those between ranks of groups that this package has made, by the addresses of both ends, this process's first.
 connections: set[tuple[Any, Any]] = set()
@@ -342,7 +344,7 @@ def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, 
     return _host_store(name, rank, world_size, timeout, part)
 
 
-def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part: str = "ranks") -> dist.Store:
+def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part: str | None = None) -> dist.Store:
     try:
         whole = host_store.serve(name) if rank == 0 else host_store.connect(name)
     except OSError as error:
@@ -350,7 +352,12 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
             f"Another process is rank 0 of these ranks: {error}. {rank_variables.inherited_text()}"
         ) from error
     whole.set_timeout(timeout)
-    store = dist.PrefixStore(part, whole)
+    store = dist.PrefixStore(part or "ranks", whole)
+    if part is not None:
+        # Other users can write to the store where the ranks have found the name: of the store of another job, say.
+        if rank == 0:
+            store.set(_MEETING, "")
+        store.wait([_MEETING], timeout)
     keys = [f"rank {other}" for other in range(world_size)]
     store.set(keys[rank], "")
     try:
