@@ -48,7 +48,7 @@ def wait_until_computed() -> None:
 
 
 def sees_one_gpu(devices: Sequence[torch.device]) -> bool:
-    """Whether a process sees one GPU only, and these are it, as with SLURM's ``--gpus-per-task=1``."""
+    """Whether these devices are one GPU, the only GPU that this process sees, as with SLURM's ``--gpus-per-task=1``."""
     return len(devices) == 1 and devices[0].type == "cuda" and torch.cuda.device_count() == 1
 
 

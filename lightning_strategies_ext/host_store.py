@@ -17,7 +17,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -81,9 +81,11 @@ def connect(name: str, timeout: timedelta = default_pg_timeout) -> "HostStore":
         name: The name of the store.
         timeout: How long requests wait for the server and for keys.
     """
-    client = _clients.setdefault((os.getpid(), name), HostStore(name))
-    client.set_timeout(timeout)
-    return client
+    key = os.getpid(), name
+    if key not in _clients:
+        _clients[key] = HostStore(name)
+    _clients[key].set_timeout(timeout)
+    return _clients[key]
 
 
 class HostStore(dist.Store):
@@ -287,6 +289,17 @@ class _Server:
     def __init__(self, name: str) -> None:
         self.pid = os.getpid()
         self._values: dict[str, bytes] = {}
+        self._operations: dict[str, Callable[..., Any]] = {
+            "set": self._set,
+            "add": self._add,
+            "compare_set": self._compare_set,
+            "check": self._check,
+            "append": self._append,
+            "multi_set": self._multi_set,
+            "delete_key": self._delete_key,
+            "num_keys": self._values.__len__,
+            "list_keys": lambda: list(self._values),
+        }
         self._connections: dict[socket.socket, _Connection] = {}
         self._accepts_again_at: float | None = None
         self._has_warned = False
@@ -354,7 +367,7 @@ class _Server:
             self._answer_waiting(connection)
             return
         try:
-            connection.answer(True, getattr(self, f"_{operation}")(*args))
+            connection.answer(True, self._operations[operation](*args))
         except Exception as error:  # the request is wrong, such as `add` to a value that is no number
             connection.answer(False, str(error))
         for other in list(self._connections.values()):
@@ -410,12 +423,6 @@ class _Server:
 
     def _delete_key(self, key: str) -> bool:
         return self._values.pop(key, None) is not None
-
-    def _num_keys(self) -> int:
-        return len(self._values)
-
-    def _list_keys(self) -> list[str]:
-        return list(self._values)
 
 
 def _address(name: str) -> str:

@@ -23,7 +23,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext.host_store import HostStore
-from lightning_strategies_ext.torch_distributed import process_group
+from lightning_strategies_ext.torch_distributed import process_group, rendezvous
 from tests.support.ranks import REPOSITORY, run_command, run_ranks, run_script, start_script
 
 NOBODY = 65_500
@@ -325,18 +325,18 @@ def test_another_user_who_takes_the_name_of_an_ended_store_and_accepts_nothing_h
 
 def join_by_a_name_of_another_job(name: str) -> str:
     """Ranks that another launcher has started read a name that another user has written."""
-    process_group._HOST_STORE = "rank 0 writes elsewhere" if os.environ["LOCAL_RANK"] == "0" else "host_store"
+    rendezvous._HOST_STORE = "rank 0 writes elsewhere" if os.environ["LOCAL_RANK"] == "0" else "host_store"
     environment = LightningEnvironment()
     environment.set_global_rank(environment.local_rank())
     environment.set_world_size(2)
-    serve = process_group._store_at_address
+    serve = rendezvous._store_at_address
 
     def store_with_name(rank: int, *args: Any) -> dist.Store:
         store = serve(rank, *args)
         store.set("host_store", f"{name} ranks")
         return store
 
-    process_group._store_at_address = store_with_name
+    rendezvous._store_at_address = store_with_name
     with pytest.raises(dist.DistStoreError) as raised:
         process_group.start(environment, "gloo", torch.device("cpu"), timedelta(seconds=5))
     return str(raised.value)

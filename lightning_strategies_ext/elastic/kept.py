@@ -171,7 +171,7 @@ class KeptCommit(Commit):
     """
 
     cure = "Start fewer ranks per host (`--nproc-per-node`)"
-    _can_be_pinned = False  # a memory file is not
+    _can_be_pinned = False  # memory files are not pinned
 
     def __init__(
         self, keeper: Keeper, fit: int, rank: int, world_size: int, local_rank: int, num_local_ranks: int

@@ -5,7 +5,7 @@ import json
 import logging
 import secrets
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,17 +43,18 @@ class Center:
         self._peers = peers
         self._rank = rank
         self._first = min(peers)
+        self._secret = job_secret()
         if rank == self._first:
             place = self._listen(store, callers)
-            store.set(key, json.dumps([*place, _signature(*place)]))
+            store.set(key, json.dumps([*place, self._signature(place)]))
         *place, signature = json.loads(store.get(key))
-        if not hmac.compare_digest(signature, _signature(*place)):
+        if not hmac.compare_digest(signature, self._signature(place)):
             raise RuntimeError(
                 f"Rank {rank} has another secret than rank 0, or no rank has written what is in the store. Set"
                 f" {SECRET} or {SECRET_FILE} alike on all hosts, or on none."
             )
         token, self._addresses, self._port = place
-        self._proof = _proof(token)
+        self._proof = self._proof_of(token)
 
     def call(self, *, may_have_ended: bool = False) -> None:
         """Calls it; says so if it cannot be reached.
@@ -82,20 +83,20 @@ class Center:
             is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
             if address is not None and is_loopback(address) and not is_one_machine:
                 address = None
-        self._lines.listen(callers, _proof(token), address or "")
+        self._lines.listen(callers, self._proof_of(token), address or "")
         return token, list(all_addresses) if address is None else [address], self._lines.port
 
+    def _signature(self, place: Sequence[Any]) -> str:
+        """Returns what only a process with the secret of the job can write beside the place; nothing without one."""
+        return _signed(self._secret, json.dumps(place)) if self._secret else ""
 
-def _signature(*place: Any) -> str:
-    """Returns what only a process with the secret of the job can write beside the place; nothing without a secret."""
-    secret = job_secret()
-    return hmac.digest(secret, json.dumps(place).encode(), "sha256").hex() if secret else ""
+    def _proof_of(self, token: str) -> str:
+        """Returns what a caller must know: derived from the token and the secret of the job, if there is one."""
+        return _signed(self._secret, token) if self._secret else token
 
 
-def _proof(token: str) -> str:
-    """Returns what a caller must know: derived from the token and the secret of the job, if there is one."""
-    secret = job_secret()
-    return hmac.digest(secret, token.encode(), "sha256").hex() if secret else token
+def _signed(secret: bytes, text: str) -> str:
+    return hmac.digest(secret, text.encode(), "sha256").hex()
 
 
 def _own_address(towards: str, port: int) -> str | None:

@@ -146,7 +146,7 @@ def check_devices(devices: list[torch.device], environment: ClusterEnvironment) 
 def device_of_rank(devices: list[torch.device], local_rank: int) -> torch.device:
     """The device of a rank of this host. With one GPU named, it is that which has the number of the rank.
 
-    Where each process sees one GPU only, it is that.
+    Where each process sees one GPU only, each rank has that GPU.
     """
     if len(devices) == 1 and devices[0].type != "cpu":
         if sees_one_gpu(devices):

@@ -93,7 +93,7 @@ def environment_of_child(environment: ClusterEnvironment | None) -> ClusterEnvir
 def devices_of_ranks(
     devices: list[torch.device], environment: ClusterEnvironment, num_nodes: int
 ) -> list[torch.device]:
-    """The devices of this host's ranks; where each process sees one GPU only, that one for each of them.
+    """The devices of the ranks of this host; where each process sees one GPU only, each rank has that GPU.
 
     With SLURM's ``--gpus-per-task=1``, for example: a process cannot name the GPUs of the others.
 

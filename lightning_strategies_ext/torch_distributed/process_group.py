@@ -4,36 +4,27 @@ Both front ends start the group here. It is left open between stages (``fit`` â†
 when the interpreter ends, so that no backend complains about a group that was not destroyed.
 """
 
-import atexit
 import logging
 import os
-import shutil
-import socket
-import stat
 import sys
-import tempfile
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_strategies_ext import forking, host_store, rank_variables, shm
-from lightning_strategies_ext.connections import noting_connections, serve_store, without_prefixes
+from lightning_strategies_ext.connections import noting_connections, without_prefixes
 from lightning_strategies_ext.failure.ending import at_end
 from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
-from lightning_strategies_ext.peers import is_loopback
 from lightning_strategies_ext.shm.options import ShmOptions
+from lightning_strategies_ext.torch_distributed import rendezvous
 
 if TYPE_CHECKING:
     from multiprocessing.util import Finalize
@@ -49,12 +40,6 @@ _AVAILABILITY = {
     "ucc": "is_ucc_available",
     "xccl": "is_xccl_available",
 }
-
-_ROUNDS = "lightning_strategies_ext/rounds"
-_ROUND_POLL_S = 0.01
-_HOST_STORE = "lightning_strategies_ext/host_store"
-# Set by rank 0 of ranks that another launcher has started, before they join.
-_MEETING = "meeting"
 
 #: Those between ranks of groups that this package has made, by the addresses of both ends, this process's first.
 connections: set[tuple[Any, Any]] = set()
@@ -76,14 +61,9 @@ _aside: Any = None
 # The store of the group: of the default one that this package has made.
 _own_store: dist.Store | None = None
 
-# The store where this process has met the others, and the next number: by process id, place, rank, and world size.
-_stores: dict[tuple[Any, ...], tuple[dist.Store, Iterator[int]]] = {}
-
 # Classes of backends that fail when their connections close. What aborts them, if anything, depends on torch's version.
 _NOT_ABORTED = ("ProcessGroupGloo", "GlooBeside", "ShmProcessGroup")
 
-#: Space for a store in a file.
-_STORE_BYTES = 1 << 24
 # Backends whose threads do not use the group's store, so that it may be one that is written in Python.
 _ON_MAIN_THREAD = ("gloo", shm.NAME)
 
@@ -256,7 +236,8 @@ def start(
     rank_variables.record_owner()
     log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
     check_options(options, backend)
-    join(backend, _next_store(rank, world_size, num_hosts, timeout), rank, world_size, device, timeout, options)
+    store = rendezvous.next_store(rank, world_size, num_hosts, timeout or default_pg_timeout)
+    join(backend, store, rank, world_size, device, timeout, options)
     return backend
 
 
@@ -277,8 +258,7 @@ def join(
     is_python = isinstance(without_prefixes(store), host_store.HostStore)
     of_torch = store
     if is_python and backend not in _ON_MAIN_THREAD:
-        of_torch = _file_store(store, rank, world_size)
-        of_torch.set_timeout(timeout or default_pg_timeout)
+        of_torch = rendezvous.file_store(store, rank, world_size, timeout or default_pg_timeout)
     with noting_connections(connections):
         dist.init_process_group(
             backend,
@@ -298,160 +278,6 @@ def join(
     if _at_end is not None:
         _at_end.cancel()
     _at_end = at_end(_stop_at_exit)
-
-
-def _next_store(rank: int, world_size: int, num_hosts: int, timeout: timedelta | None) -> dist.Store:
-    """The store of the next default process group of this process; where ranks meet for the first, they do once more.
-
-    What an earlier group has left in a store must not be read by the next one, as it is where ``destroy_process_group``
-    was called in between: somebody may hold the group and so the store, which all in this process share that have its
-    port.
-    """
-    if world_size == 1:
-        return dist.HashStore()
-    name = rank_variables.store_name() if num_hosts == 1 else None
-    place = os.getpid(), name or (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), rank, world_size
-    timeout = timeout or default_pg_timeout
-    if place not in _stores:
-        _stores.clear()
-        _stores[place] = _store_of_all(name, rank, world_size, num_hosts, timeout), count()
-    store, numbers = _stores[place]
-    store.set_timeout(timeout)
-    return dist.PrefixStore(f"lightning_strategies_ext/groups/{next(numbers)}", store)
-
-
-def _store_of_all(name: str | None, rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
-    """Connects to the store that all ranks share, and returns when all ranks have connected.
-
-    Ranks of one host share a store on a Unix socket. Ranks that another launcher has started find its name in the store
-    at ``MASTER_ADDR``, which holds nothing else, since every user of the host can use it.
-    """
-    if name is not None:
-        return _host_store(name, rank, world_size, timeout)
-    try:
-        met = _store_at_address(rank, world_size, num_hosts, timeout)
-    except dist.DistNetworkError as error:
-        if rank == 0 and "EADDRINUSE" in str(error):
-            raise dist.DistNetworkError(f"{error}. {rank_variables.inherited_text()}") from error
-        raise
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        met = _of_this_round(met, rank, world_size, timeout)
-    if num_hosts > 1 or not host_store.is_available():
-        return met
-    if rank == 0:
-        met.set(_HOST_STORE, f"{host_store.serve().name} {uuid4().hex}")  # they may meet more than once
-    name, part = met.get(_HOST_STORE).decode().split()
-    return _host_store(name, rank, world_size, timeout, part)
-
-
-def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part: str | None = None) -> dist.Store:
-    try:
-        whole = host_store.serve(name) if rank == 0 else host_store.connect(name)
-    except OSError as error:
-        raise dist.DistNetworkError(
-            f"Another process is rank 0 of these ranks: {error}. {rank_variables.inherited_text()}"
-        ) from error
-    whole.set_timeout(timeout)
-    store = dist.PrefixStore(part or "ranks", whole)
-    if part is not None:
-        # Other users can write to the store where the ranks have found the name: of the store of another job, say.
-        if rank == 0:
-            store.set(_MEETING, "")
-        store.wait([_MEETING], timeout)
-    keys = [f"rank {other}" for other in range(world_size)]
-    store.set(keys[rank], "")
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError as error:
-        late = " and ".join(key for key in keys if not store.check([key])) or "a rank"
-        seconds = f"{timeout.total_seconds():g} s"
-        raise dist.DistStoreError(f"Waited {seconds} for {late} to join (world size {world_size}).") from error
-    return store
-
-
-def _store_at_address(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
-    """Connects to the store at ``MASTER_ADDR``; rank 0 serves it, at that address only if it is one of this host's."""
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        address = os.environ["MASTER_ADDR"]
-        with suppress(OSError):  # torch serves the store at all addresses then, or reports why it cannot
-            # A host name may resolve to a loopback address on its own host, and to another one on other hosts.
-            if num_hosts == 1 or not is_loopback(socket.gethostbyname(address)):
-                return serve_store(address, int(os.environ["MASTER_PORT"]), world_size, timeout)
-    store: dist.Store
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
-    return store
-
-
-def _file_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
-    """Makes a store in a file of this user, for a backend whose threads use the store and must not wait for Python.
-
-    Args:
-        store: The store of the group, through which the ranks find the file.
-        rank: The rank of this process.
-        world_size: The number of ranks.
-
-    Raises:
-        PermissionError: If the file belongs to another user, or other users can open it.
-    """
-    if rank == 0:
-        directory = tempfile.mkdtemp(prefix="lightning_strategies_ext-", dir="/dev/shm" if _has_memory() else None)
-        remove = partial(shutil.rmtree, directory, ignore_errors=True)
-        atexit.register(remove)
-        os.close(os.open(os.path.join(directory, "store"), os.O_CREAT | os.O_EXCL, 0o600))
-        store.set("file", os.path.join(directory, "store"))
-    path = store.get("file").decode()
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    status = os.fstat(descriptor)
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o600:
-        raise PermissionError(
-            f"{path}, the store of rank 0, belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o};"
-            f" it must belong to user {os.geteuid()} with mode 600."
-        )
-    of_descriptor = f"/proc/self/fd/{descriptor}"
-    is_reachable = os.access(of_descriptor, os.R_OK | os.W_OK)  # it is not in a process that is not dumpable
-    store.set(f"file/{rank}", str(is_reachable))
-    if rank == 0 and all(store.get(f"file/{other}") == b"True" for other in range(world_size)):
-        remove()
-        atexit.unregister(remove)
-    # The descriptor stays open: torch opens it anew for each request, also when the store is deleted.
-    return dist.FileStore(of_descriptor if is_reachable else path)
-
-
-def _has_memory() -> bool:
-    """Returns whether ``/dev/shm`` has space for a store in a file, which has some KiB for each rank."""
-    with suppress(OSError):
-        return os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > _STORE_BYTES
-    return False
-
-
-def _of_this_round(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that only these processes use, where the ranks that were there before used the store too.
-
-    torchrun's agents keep one store for all rounds of a job, and torch reads what ranks have written to it that are
-    gone (seen in 2.13: after a second restart ranks wait for each other for ever). Rank 0 makes up a name for the
-    round. The others cannot tell it from an earlier one that they read there, so they ask rank 0, with a number that
-    nobody has asked with before; one that is gone does not answer.
-
-    Raises:
-        torch.distributed.DistStoreError: If one does not come in time.
-    """
-    if rank == 0:
-        name = uuid4().hex
-        store.set(f"{_ROUNDS}/newest", name)
-        for other in range(1, world_size):
-            store.set(f"{_ROUNDS}/{name}/answer {other}", store.get(f"{_ROUNDS}/{name}/question {other}").decode())
-        return dist.PrefixStore(f"{_ROUNDS}/{name}", store)
-    question, deadline, asked = uuid4().hex, time.monotonic() + timeout.total_seconds(), ""
-    while time.monotonic() < deadline:
-        name = store.get(f"{_ROUNDS}/newest").decode()
-        if name != asked:
-            store.set(f"{_ROUNDS}/{name}/question {rank}", question)
-            asked = name
-        answer = f"{_ROUNDS}/{name}/answer {rank}"
-        if store.check([answer]) and store.get(answer).decode() == question:
-            return dist.PrefixStore(f"{_ROUNDS}/{name}", store)
-        time.sleep(_ROUND_POLL_S)
-    raise dist.DistStoreError(f"rank 0 has not come within {timeout.total_seconds():g} s.")
 
 
 def can_abort() -> bool:
