@@ -39,13 +39,16 @@ def run_hardened(
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the numbers of system calls are those of Linux on x86-64")
     prefix = [sys.executable, "-m", "tests.support.hardened_hosts", *conditions.split(), "--"]
+    mounts = Path("/proc/mounts").read_text()
     probe = subprocess.run(
         [*prefix, "true"], env={**clean_environment(), "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
     )
     if probe.returncode != 0:
         pytest.skip(f"{conditions} cannot be made: {(probe.stderr.splitlines() or ['no reason'])[-1]}")
     with tempfile.TemporaryDirectory() as directory:
-        return run_command(*prefix, *map(str, command), env=env, timeout_s=timeout_s, cwd=Path(directory))
+        ran = run_command(*prefix, *map(str, command), env=env, timeout_s=timeout_s, cwd=Path(directory))
+    assert Path("/proc/mounts").read_text() == mounts, "the conditions hold for the command alone"
+    return ran
 
 
 def _call(function: str, *args: object) -> None:
@@ -68,7 +71,8 @@ def _proc_of_processes_only() -> None:
 
 
 def _hidden_processes() -> None:
-    _mount("none", "/proc", "none", _MS_REMOUNT, "hidepid=invisible")
+    _no_proc()  # a remount would change the options of the host's own /proc
+    _mount("proc", "/proc", "proc", 0, "hidepid=invisible")
 
 
 def _full_shared_memory() -> None:
