@@ -104,18 +104,19 @@ class Activity:
         self.idle_s = 0.0
         self.module = ""
 
-    def sample(self, elapsed_s: float) -> None:
+    def sample(self, elapsed_s: float, has_moved: bool = False) -> None:
         """Looks at the thread; called some times per second.
 
         Args:
             elapsed_s: Since the last time. More than the caller meant to wait is not counted, so that a process that
                 was stopped does not take the time for its thread's.
+            has_moved: Whether it is known to have moved since, even if it is at the same place again.
         """
         frames = self._frames()
         self.module = str(frames[0].f_globals.get("__name__", "")) if frames else ""
         place = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         counts = self._count()
-        is_still = place == self._place
+        is_still = place == self._place and not has_moved
         is_busy = counts.is_more_than(self._counts, elapsed_s)
         if is_still and not is_busy and self.still_s >= _WAITS_S and _is_loading(frames):
             is_busy = self._are_workers_busy(elapsed_s)

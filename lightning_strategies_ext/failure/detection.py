@@ -104,8 +104,7 @@ def stuck(
         has = "has" if len(waiting) == 1 else "have"
         it = "it" if len(ranks) == 1 else "them"
         what = "; ".join(f"rank {rank} {state}" for rank, state in states.items()) or "no move was seen in that time"
-        where = signs[waiting[0]].collective or "a collective"
-        headline = f"{who} {has} waited {patience_s:g} s for {it} in {where}; {what}"
+        headline = f"{who} {has} waited {patience_s:g} s for {it} {signs[waiting[0]].waits_where}; {what}"
     else:
         headline = f"they have waited {patience_s:g} s for each other, in collectives that are not the same"
     verb = STUCK[len(ranks) > 1]

@@ -22,6 +22,8 @@ STILL_S = 2.0
 _OF_COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed", "horovod", "lightning_strategies_ext")
 #: Where one of them is no collective.
 _OF_FAILURES = "lightning_strategies_ext.failure"
+#: What a rank waits for that is done with a stage.
+_END_OF_STAGE = object()
 
 
 class HostSigns:
@@ -59,7 +61,7 @@ class HostSigns:
         self._rank = rank
         self._ranks = sorted(ranks)
         self._progress = progress
-        self._beats = 0
+        self._beats = self._num_begun = 0
         self._waits_s = 0.0
         self._waited_for: Any = None
         self._last_signs: dict[int, Sign] = {}
@@ -67,11 +69,13 @@ class HostSigns:
 
     def look(self, elapsed_s: float) -> None:
         """Looks at the thread that trains, so many seconds after the last time."""
-        self.activity.sample(elapsed_s)
-        waiting_for = self._progress.waiting_for()
+        before, self._num_begun = self._num_begun, self._progress.num_begun()
+        self.activity.sample(elapsed_s, has_moved=self._num_begun != before)
+        waiting_for = _END_OF_STAGE if self.state == "left" else self._progress.waiting_for()
         is_same = waiting_for is not None and waiting_for is self._waited_for
         is_in_collective = is_same or (waiting_for is None and self._is_in_collective())
-        self._waits_s = self._waits_s + elapsed_s if is_in_collective else 0.0
+        has_waited = is_in_collective and (self._num_begun == before or self.state == "left")
+        self._waits_s = self._waits_s + elapsed_s if has_waited else 0.0
         self._waited_for = waiting_for
 
     def say(self, failure: Failure | None) -> None:
@@ -111,7 +115,7 @@ class HostSigns:
             state=self.state,
             stage=self.stage,
             where=self.where_now(),
-            num_begun=self._progress.num_begun(),
+            num_begun=self._num_begun,
             waits_s=self._waits_s,
             still_s=activity.still_s,
             idle_s=activity.idle_s,

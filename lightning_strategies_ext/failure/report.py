@@ -176,4 +176,5 @@ def say(message: str) -> None:
 
 def _print(text: str) -> None:
     with suppress(OSError, ValueError):  # nobody reads it any more, when a launcher has ended first, say
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        # One write: what a launcher writes meanwhile does not come between the text and its last line's end.
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # noqa: T201

@@ -97,7 +97,7 @@ class Sign:
         stage: Counts the stages that it has begun.
         where: Stage and step, for people.
         num_begun: How many collectives it has begun; 0 where its backend does not count.
-        waits_s: For how long it has been in the same collective, in seconds.
+        waits_s: For how long it has been in the same collective, or done with the stage, in seconds.
         still_s: For how long its thread has been at the same place, in seconds.
         idle_s: For how long it has been there and has computed next to nothing, in seconds.
         is_debugged: Whether somebody looks at it in a debugger.
@@ -129,6 +129,11 @@ class Sign:
     decision: Decision | None = None
     departed: Departed | None = None
     departures: Departures | None = None
+
+    @property
+    def waits_where(self) -> str:
+        """Where it waits, as in a sentence."""
+        return f"in {self.collective or 'a collective'}" if self.state == "running" else "at the end of the stage"
 
     @property
     def of_agreement(self) -> tuple[object, ...]:
@@ -198,7 +203,8 @@ def stuck_ranks(signs: Mapping[int, Sign], silence: Mapping[int, float], patienc
     """The ranks that others wait for in vain: they do not move, and have not for as long as one has patience.
 
     A rank waits if it has been in one collective for so long, has begun more collectives than another and is still, or
-    is done with the stage. One that computes does come, however long it takes; one in a debugger, too.
+    has been done with the stage for so long: what another said of itself before that counts for nothing, since it may
+    have waited for this one. One that computes does come, however long it takes; one in a debugger, too.
 
     Args:
         signs: Of all ranks.
@@ -215,13 +221,17 @@ def stuck_ranks(signs: Mapping[int, Sign], silence: Mapping[int, float], patienc
     running = {rank: sign for rank, sign in signs.items() if sign.state == "running" or sign.stage < stage}
     if not running:
         return ()
-    is_awaited_by_others = len(running) < len(signs)  # who have ended the stage
+    done = [sign for rank, sign in signs.items() if rank not in running]
+    is_awaited_by_others = any(
+        (silence[sign.rank] if sign.state == "ended" else sign.waits_s) >= patience_s for sign in done
+    )
     least = min(sign.num_begun for sign in running.values())
 
     def waits(rank: int) -> bool:
         sign = running[rank]
         is_ahead = sign.num_begun > least and sign.still_s >= patience_s
-        return silence[rank] < patience_s and (sign.waits_s >= patience_s or is_ahead)
+        waits = sign.state == "running" and (sign.waits_s >= patience_s or is_ahead)
+        return waits and silence[rank] < patience_s
 
     waiting = {rank for rank in running if waits(rank)}
     missing = [rank for rank in running if rank not in waiting]
@@ -246,7 +256,7 @@ def where_all_are(signs: Mapping[int, Sign], stuck: Sequence[int], states: Mappi
     parts = []
     for rank in [*stuck, *(rank for rank in sorted(signs) if rank not in stuck)]:
         sign = signs[rank]
-        what = states.get(rank) or ("is" if rank in stuck else f"waits in {sign.collective or 'a collective'}")
+        what = states.get(rank) or ("is" if rank in stuck else f"waits {sign.waits_where}")
         parts.append(
             f"Rank {rank} ({sign.where or sign.state}) {what} at:\n{sign.stack or '  (its stack is not known)'}\n"
         )

@@ -371,7 +371,8 @@ class Watch:
                 failure = first_failure(now) or self._sight.failure(signs, self._patience_s)
                 self.failure = failure and self._of_this_job(failure)
                 if self.failure is not None and self.failure.by == self._rank and self._own.state == "left":
-                    report.show_block(self.failure)
+                    path = report.write(self.directory, self.failure, self._rank, report.message(self.failure))
+                    report.show_block(self.failure, f"Where each rank was: {path}" if path is not None else "")
                     self._kill_silent(self.failure)
             self._agree(signs, elapsed_s)
             if self._hosts is not None:

@@ -1,7 +1,10 @@
 """Where the files of a failure are written."""
 
+import io
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +51,20 @@ def test_a_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "precious")
     assert report.write(str(tmp_path), FAILURE, 0, "text") is None
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_what_is_said_is_one_write_to_a_terminal_or_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+
+    class Descriptor(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, content: Any) -> int:
+            written.append(bytes(content))
+            return len(content)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(Descriptor()), line_buffering=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    report.say("a line\nand another")
+    assert written == [b"lightning-strategies-ext: a line\nand another\n"]

@@ -1,12 +1,16 @@
 """What ranks say of themselves, and which of them are taken for lost: no process is needed to try it."""
 
 import random
+import threading
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from lightning_strategies_ext.failure import report
-from lightning_strategies_ext.failure.signs import STUCK, Failure, Sign, Silence, first_failure, stuck_ranks
+from lightning_strategies_ext.failure.activity import Activity
+from lightning_strategies_ext.failure.host_signs import HostSigns
+from lightning_strategies_ext.failure.signs import STUCK, Failure, Progress, Sign, Silence, first_failure, stuck_ranks
 
 PATIENCE_S = 300.0
 WAITS = Sign(0, stage=1, num_begun=7, waits_s=301, still_s=301, idle_s=301, collective="all_reduce")
@@ -69,14 +73,47 @@ def test_all_that_wait_for_each_other_are_stuck():
 
 
 def test_one_that_sleeps_in_a_stage_that_others_have_ended_is_stuck():
-    assert stuck(replace(MOVES, state="left"), SLEEPS) == (1,)
-    assert stuck(replace(MOVES, state="ended"), SLEEPS) == (1,)  # whose process has ended since
+    left = replace(MOVES, state="left", waits_s=301)
+    assert stuck(left, SLEEPS) == (1,)
+    assert stuck(replace(MOVES, state="ended"), SLEEPS, silence={0: 301}) == (1,)  # whose process has ended since
+    # It may have waited for the other, which had not ended the stage then, and be about to say that it moves again.
+    assert stuck(replace(left, waits_s=299), SLEEPS) == ()
+    assert stuck(replace(MOVES, state="ended"), SLEEPS, silence={0: 299}) == ()
 
 
 def test_one_that_sleeps_between_stages_is_stuck_once_another_waits_in_the_next():
-    left = replace(SLEEPS, state="left")
+    left = replace(SLEEPS, state="left", waits_s=301)
     assert stuck(replace(WAITS, stage=2), left) == (1,)
     assert stuck(replace(WAITS, stage=2), replace(left, idle_s=0)) == ()
+
+
+def test_a_rank_that_comes_back_to_the_same_place_for_another_collective_has_moved():
+    class Counts(Progress):
+        num = 0
+
+        def num_begun(self) -> int:
+            return self.num
+
+    progress = Counts()
+    own = HostSigns(dist.HashStore(), 0, [0], progress, lambda: "train")
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)  # which is always at the same place
+    thread.start()
+    own.activity, own.state = Activity(thread), "running"
+
+    def look() -> Sign:
+        own.look(PATIENCE_S)
+        own.say(None)
+        return own.read()[0]
+
+    look()
+    assert look().still_s == PATIENCE_S
+    progress.num = 1
+    sign = look()
+    assert (sign.num_begun, sign.still_s, sign.idle_s, sign.waits_s) == (1, 0, 0, 0)
+    assert look().still_s == PATIENCE_S
+    own.state = "left"
+    assert [look().waits_s, look().waits_s] == [0, PATIENCE_S]
+    own.close()
 
 
 def test_silence_is_counted_by_the_time_that_this_process_ran():

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
-from lightning_strategies_ext.monitoring.records import BATCH, EXCHANGE, Window
+from lightning_strategies_ext.monitoring.records import BATCH, EXCHANGE, OF_MODELS, Window
 from lightning_strategies_ext.monitoring.session import Session
 
 
@@ -82,6 +82,20 @@ def test_the_first_steps_and_some_in_another_place_of_each_window_are_observed()
     first, *others = training.heard[1].batches["previous_end"].tolist()
     assert first == 0 < min(others)
     assert training.failed == []
+
+
+def test_exchanges_of_gradients_are_noted_in_the_steps_whose_batches_are() -> None:
+    training = Training(every_n_steps=4)
+    for _ in range(8):
+        training.step()
+        training.session.exchanged(1, 2, 3, 50)
+        training.session.exchanged(1, 2, 3, 7, is_of_models=True)
+    training.session.finish(training.num_done, 1)
+    assert [len(each.batches) for each in training.heard] == [4, 3]
+    for each in training.heard:
+        steps, is_of_models = each.exchanges["step"], each.exchanges["kind"] == OF_MODELS
+        assert set(steps[~is_of_models]) == set(each.batches["step"])
+        assert len(set(steps[is_of_models])) == 4
 
 
 @pytest.mark.parametrize(("every_n_steps", "observed_steps"), [(1, 1), (2, 5), (3, 3)])
