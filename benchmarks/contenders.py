@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -45,6 +45,8 @@ class Case:
         accumulate: Batches per optimizer step.
         is_convolutional: Whether it is a convolutional net, not an MLP.
         batch_size: Samples per process and batch.
+        has_batch_norm: Whether each hidden layer is followed by a BatchNorm1d, whose buffers are broadcast.
+        num_hidden: Hidden layers of the MLP.
     """
 
     hidden: int
@@ -52,11 +54,15 @@ class Case:
     accumulate: int = 1
     is_convolutional: bool = False
     batch_size: int = 32
+    has_batch_norm: bool = False
+    num_hidden: int = 2
 
     @property
     def label(self) -> str:
         """The case in words."""
-        extra = ["metric"] * self.logs_metric + [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
+        extra = ["BatchNorm"] * self.has_batch_norm
+        extra += [f"{2 * self.num_hidden + 2} parameters"] * (self.num_hidden != 2)
+        extra += ["metric"] * self.logs_metric + [f"accumulate {self.accumulate}"] * (self.accumulate > 1)
         return f"{'conv' if self.is_convolutional else 'h'}={self.hidden} {' '.join(extra) or 'plain'}"
 
 
@@ -71,6 +77,10 @@ class Length:
     def total(self) -> int:
         """All batches."""
         return self.warmup + self.steps
+
+
+#: Trains a case so long; returns the milliseconds per step on this rank, and the weights if all ranks have the same.
+Training = Callable[[Case, Length], tuple[float, Tensor | None]]
 
 
 class StepTimer(pl.Callback):
@@ -135,9 +145,11 @@ def make_net(case: Case) -> nn.Module:
             nn.Flatten(),
             nn.Linear(8 * hidden, NUM_CLASSES),
         )
-    return nn.Sequential(
-        nn.Linear(NUM_FEATURES, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, NUM_CLASSES)
-    )
+    layers: list[nn.Module] = []
+    for num_inputs in [NUM_FEATURES, *[hidden] * (case.num_hidden - 1)]:
+        norm = [nn.BatchNorm1d(hidden)] if case.has_batch_norm else []
+        layers += [nn.Linear(num_inputs, hidden), *norm, nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden, NUM_CLASSES))
 
 
 class Batches:
@@ -219,6 +231,15 @@ def train_with_lightning(
     return timer.ms_per_step, parameters_to_vector(module.parameters()).detach().cpu()
 
 
+def train_alone(case: Case, length: Length) -> tuple[float, None]:
+    """Trains on one device in each rank: the time of a step that exchanges nothing.
+
+    Returns:
+        Milliseconds per step on this rank, and no weights, since each rank arrives at others.
+    """
+    return train_with_lightning("auto", case, length, devices=1)[0], None
+
+
 def train_by_hand(case: Case, length: Length, device: torch.device = CPU) -> tuple[float, Tensor]:
     """Trains with nothing but torch: what is left when a training framework costs nothing.
 
@@ -262,9 +283,7 @@ def train_by_hand(case: Case, length: Length, device: torch.device = CPU) -> tup
     return ms_per_step, parameters_to_vector(model.parameters()).detach().cpu()
 
 
-def train_over(
-    backend: str, train: Callable[[Case, Length], tuple[float, Tensor]], case: Case, length: Length
-) -> tuple[float, Tensor]:
+def train_over(backend: str, train: Training, case: Case, length: Length) -> tuple[float, Tensor | None]:
     """Lets the rank join a group with this backend, then trains: strategies and hand-written loops use what is there.
 
     Returns:
@@ -274,9 +293,7 @@ def train_over(
     return train(case, length)
 
 
-def train_in_turn(
-    contenders: dict[str, Callable[[Case, Length], tuple[float, Tensor]]], case: Case, length: Length, reference: str
-) -> dict[str, float]:
+def train_in_turn(contenders: Mapping[str, Training], case: Case, length: Length, reference: str) -> dict[str, float]:
     """Lets each contender train once, in the order given, and checks that they did the same work.
 
     Returns:
@@ -285,13 +302,16 @@ def train_in_turn(
     Raises:
         RuntimeError: If one arrived at other weights than the reference.
     """
-    ms, weights = {}, {}
+    ms: dict[str, float] = {}
+    weights: dict[str, Tensor] = {}
     for name, train in contenders.items():
         # The garbage of one contender (a Trainer is full of cycles) must not be collected on another's time.
         gc.collect()
         if dist.is_initialized():
             dist.barrier()
-        ms[name], weights[name] = train(case, length)
+        ms[name], vector = train(case, length)
+        if vector is not None:
+            weights[name] = vector
     check_same_weights(case, weights, reference)
     return ms
 

@@ -37,6 +37,7 @@ from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Float16, compression_of
+from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,
@@ -185,11 +186,14 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         model = wrap_in_ddp(module, self.root_device, **self._ddp_kwargs)
         compressed = self._gradient_sync.begin_compression(model)
         self._gradient_sync.register_hook(model, compressed)
+        model.exchange_directly(self._ddp_kwargs)
 
         def train_others(model: DistributedDataParallel, trained: Sequence[Tensor]) -> None:
             check_is_same(self.collectives, model.module, self.root_device, is_trained=True)
             wrap_again(model, self.root_device, **self._ddp_kwargs)
             self._gradient_sync.register_hook(model, compressed)
+            if isinstance(model, DistributedModel):
+                model.exchange_directly(self._ddp_kwargs)
 
         TrainableParameters(model, train_others)
         BackwardPasses(model)

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.collectives.base import names_excluded_from_ddp
+from lightning_strategies_ext.gradients import NUM_HOLDERS, unshare_gradient
 from lightning_strategies_ext.horovod.waiting import wait_for
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 
@@ -377,7 +378,7 @@ class GradientExchange:
     def _send(self, parameters: Sequence[Parameter]) -> None:
         if not parameters:
             return
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [unshare_gradient(parameter, NUM_HOLDERS) for parameter in parameters]
         if gradients[0].is_complex():  # a group has one dtype, and Horovod reduces no complex numbers
             gradients = [torch.view_as_real(gradient) for gradient in gradients]
         wires = [self._on_the_wire(gradient) for gradient in gradients]

@@ -76,11 +76,11 @@ class BucketsByTrial(_Base):
         assert isinstance(self.model, DistributedDataParallel)
         self._bucket_sizes = {} if cap is None else {"bucket_cap_mb": cap}
         self._wrap_again(self.model)
+        if self._observer is not None:
+            self._observer.exchange_changes()
 
     def _wrap_again(self, model: DistributedDataParallel) -> None:
         wrap_again(model, self.root_device, **self._ddp_kwargs, **self._bucket_sizes)
-        if self._observer is not None:
-            self._observer.exchange_changes()
 
     def _end_trying_buckets(self) -> None:
         """Called at the end of a stage."""

@@ -65,6 +65,7 @@ from lightning_strategies_ext.torch_distributed.compression.options import (
     Float16,
     compression_of,
 )
+from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
@@ -398,6 +399,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self._gradient_sync.register_hook(ddp_model, self._compressed, share)
         self._world.exchange = DDPExchange(ddp_model, share or Share())
         self._begin_to_try_buckets(ddp_model)
+        ddp_model.exchange_directly(self._ddp_kwargs, tries_buckets=self._tries_buckets)
         self._look_after_unfreezing(ddp_model, share)
         return ddp_model
 
@@ -445,7 +447,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if self._world.inputs is not None:
             self._world.inputs.before_backward()
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
-            prepare_for_backward(self.model, closure_loss)
+            if isinstance(self.model, DistributedModel) and self.model.is_exchanged_directly:
+                self.model.prepare_for_backward()
+            else:
+                prepare_for_backward(self.model, closure_loss)
         if self._bucket_search is not None:
             self._bucket_search.begin_pass()
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
+from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
 from lightning_strategies_ext.torch_distributed.exchange import Share
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync
 from lightning_strategies_ext.torch_distributed.wrapping import TrainableParameters
@@ -53,6 +54,10 @@ class Unfreezing(_Base):
         self._gradient_sync.register_hook(model, self._compressed, share)
         if self._compressed is not None:
             self._compressed.follow()
+        if isinstance(model, DistributedModel):
+            model.exchange_directly(self._ddp_kwargs, tries_buckets=self._tries_buckets)
+        if self._observer is not None:
+            self._observer.exchange_changes()
 
     def _check_unfreezing(self) -> None:
         """Called before a backward pass.

@@ -86,11 +86,22 @@ typedef struct {
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
+    static void NAME##_average_of_two(TYPE *out, TYPE *copy, const TYPE *a, const TYPE *b, size_t n)                   \
+    {                                                                                                                  \
+        INDEPENDENT                                                                                                    \
+        for (size_t i = 0; i < n; i++) {                                                                               \
+            TYPE average = (a[i] + b[i]) / 2;                                                                          \
+            out[i] = average;                                                                                          \
+            copy[i] = average;                                                                                         \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
     static void NAME(void *out, void *copy, const char *const *parts, int num_parts, size_t n, int is_average)         \
     {                                                                                                                  \
         TYPE total[BLOCK];                                                                                             \
-        if (num_parts == 2 && copy && !is_average) {                                                                   \
-            NAME##_two(out, copy, (const TYPE *)parts[0], (const TYPE *)parts[1], n);                                  \
+        if (num_parts == 2 && copy) {                                                                                  \
+            (is_average ? NAME##_average_of_two : NAME##_two)(out, copy, (const TYPE *)parts[0],                       \
+                                                              (const TYPE *)parts[1], n);                              \
             return;                                                                                                    \
         }                                                                                                              \
         for (size_t start = 0; start < n; start += BLOCK) {                                                            \

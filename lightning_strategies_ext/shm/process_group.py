@@ -84,6 +84,11 @@ class ShmProcessGroup(dist.ProcessGroup):
         return "shm"
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled library all-reduces, for float32 and float64 tensors at least."""
+        return self._compiled is not None
+
+    @property
     def waiting_for(self) -> ShmWork | None:
         """The operation that this rank is at, if it is at one."""
         return self._execution.waiting_for

@@ -5,6 +5,8 @@ bucket is handed over, when the backward pass has computed the last gradient, an
 every step or in one of so many; whatever exchanges the buckets, and whoever has wrapped the model. That costs some ten
 microseconds in a step in which it is on.
 
+Gradients that are exchanged without the reducer (:mod:`.direct_exchange`) have times of their own.
+
 A bucket that is exchanged over ``shm`` holds up the backward pass for a while, or until it is there: that counts as
 waiting for it, and not as hidden behind the backward pass, and is laid at its end.
 
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.shm import call_times
 from lightning_strategies_ext.torch_distributed.bucket_search import gradient_bytes
+from lightning_strategies_ext.torch_distributed.direct_exchange import DirectExchange, DistributedModel
 
 _NEVER = 1 << 30
 
@@ -39,14 +42,26 @@ class DDPTimes:
 
     @property
     def num_buckets(self) -> int:
-        """Into how many buckets DDP has put the gradients."""
+        """Into how many parts the gradients are put for the exchange: DDP's buckets, or the all-reduces of one step."""
+        direct = self._direct
+        if direct is not None:
+            return direct.num_all_reduces
         return int(self._model._get_ddp_logging_data().get("num_buckets_reduced", 0))
+
+    @property
+    def _direct(self) -> DirectExchange | None:
+        model = self._model
+        if not isinstance(model, DistributedModel) or not model.is_exchanged_directly:
+            return None
+        return model.direct_exchange
 
     def observe(self, is_on: bool) -> None:
         """Begins or ends to take the times of steps, from the next one on."""
         # A private name of torch's since 1.8, as is its logger; read in torch 2.5 to 2.13.
         self._model._set_ddp_runtime_logging_sample_rate(1 if is_on else _NEVER)
         call_times.take(is_on)
+        if self._direct is not None:
+            self._direct.takes_times = is_on
 
     def follow(self, is_on: bool) -> None:
         """Goes on after DDP has been made anew, taking times or not."""
@@ -56,6 +71,10 @@ class DDPTimes:
 
     def last(self) -> tuple[int, int, int] | None:
         """When the exchange of the step that is over began, was all ready, and ended; None if there was none."""
+        direct = self._direct
+        if direct is not None:
+            times, direct.times = direct.times, None
+            return times
         logger = self._model.logger
         if logger is None:
             return None

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_strategies_ext.gpus import side_stream
+from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
 
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
@@ -32,7 +33,7 @@ _needs_gradient: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 def wrap_in_ddp(
     module: Module, device: torch.device, gradient_as_bucket_view: bool = True, **ddp_kwargs: Any
-) -> DistributedDataParallel:
+) -> DistributedModel:
     """Returns ``module`` in DDP; rank 0's weights are on every rank then.
 
     The strategies call it with the ``**kwargs`` they were constructed with. That call and the one in here are how
@@ -51,7 +52,7 @@ def wrap_in_ddp(
     """
     check_has_trainable_parameters(module)
     with _stream_for_ddp(device):
-        model = DistributedDataParallel(
+        model = DistributedModel(
             module=module,
             device_ids=_device_ids(device),
             output_device=None,
@@ -266,6 +267,9 @@ def _prepare(model: DistributedDataParallel) -> None:
             " pass, or run one backward pass of the sum of the losses."
         )
     model.require_forward_param_sync = True
+    if isinstance(model, DistributedModel) and model.direct_exchange is not None and model.is_exchanged_directly:
+        model.direct_exchange.expect_pass()
+        return
     model.reducer._rebuild_buckets()
     model.reducer.prepare_for_backward([])
 

@@ -286,3 +286,59 @@ def test_adasum_without_mpi_is_refused():
     _, outcomes = try_horovod("horovodrun", adasum)
     assert all("needs Horovod over MPI" in outcome.text for outcome in outcomes.values())
     assert outcomes
+
+
+# --- gradients in memory that autograd still needs ---
+
+
+class Pause(torch.autograd.Function):
+    """Lets an exchange end within the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(0.5)
+        return gradient.clone()
+
+
+class SharesMemory(pl.LightningModule):
+    """The gradient of the offset refers to the memory of that of the hidden values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 8)
+        self.offset = torch.nn.Parameter(torch.zeros(32))
+        self.seen: list[torch.Tensor] = []
+
+    def loss(self, rows: torch.Tensor) -> torch.Tensor:
+        return (Pause.apply(self.first(rows)) + self.offset.view(4, 8)).pow(2).mean()  # type: ignore[no-untyped-call]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += torch.autograd.grad(self.loss(batch[0]), [*self.parameters()])
+        return self.loss(batch[0])
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen += [each.grad.clone() for each in self.parameters() if each.grad is not None]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def gradients_of_one_step() -> list[torch.Tensor]:
+    pl.seed_everything(11, verbose=False)
+    model = SharesMemory()
+    make_trainer(HorovodStrategy(num_groups=0), max_steps=1).fit(model, loader())
+    return model.seen
+
+
+def test_a_gradient_is_not_exchanged_in_memory_from_which_others_are_computed() -> None:
+    of_ranks = run_horovod("horovodrun", gradients_of_one_step)
+    num = len(of_ranks[0]) // 2
+    assert num == 3
+    for place in range(num):
+        mean = (of_ranks[0][place] + of_ranks[1][place]) / 2
+        for seen in of_ranks:
+            torch.testing.assert_close(seen[num + place], mean)

@@ -33,7 +33,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
-SLOW_S = 0.02
+SLOW_S = 0.06
 
 
 def train(monitor: CommunicationMonitor | None, strategy: Any, model: pl.LightningModule, **arguments: Any) -> Any:

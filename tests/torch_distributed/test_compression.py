@@ -300,6 +300,7 @@ def groups_on_a_gpu(backend: str) -> list[bool]:
         found.append(of_ranks.between is dist.group.WORLD)
         of_ranks.close()
         found.append(dist.is_initialized())
+    dist.barrier()  # one that ends breaks off the connections that another is about to make
     dist.destroy_process_group()
     return found
 

@@ -44,7 +44,7 @@ def wrap_three_times_on_a_gpu() -> list[str]:
 
     torch.cuda.Stream, torch.cuda.stream = Stream, stream  # type: ignore[misc, assignment]
     torch.cuda.current_stream = lambda device=None: current[-1]  # type: ignore[assignment, return-value]
-    wrapping.DistributedDataParallel = OnAnyDevice  # type: ignore[misc]
+    wrapping.DistributedDataParallel = wrapping.DistributedModel = OnAnyDevice  # type: ignore[misc, assignment]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     device = torch.device("cuda", 0)
     model = wrapping.wrap_in_ddp(nn.Linear(2, 2), device)

@@ -1,0 +1,344 @@
+"""The gradients of a model in DDP, exchanged over ``shm`` without DDP's reducer.
+
+DDP's reducer copies each gradient into a bucket, calls the process group from C++, and waits for a Python future. That
+takes longer than an all-reduce over ``shm`` itself. :class:`DirectExchange` hooks into the same nodes of autograd as
+the reducer and all-reduces the gradients itself: large ones in place as soon as they are computed, small ones together,
+as one tensor, at the end of the backward pass. The model remains an instance of DistributedDataParallel, and its
+reducer remains ready for steps that need it.
+
+What a training script can observe is the same as with the reducer: which passes exchange gradients, when gradients are
+averaged, which errors are raised and where, and with two ranks every bit of the result.
+"""
+# torch's stubs leave methods of DistributedDataParallel without types.
+# mypy: disable-error-code="no-untyped-call"
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_strategies_ext.gradients import NUM_HOLDERS_IN_HOOK_OF_NODE, gradient_of, unshare_gradient
+from lightning_strategies_ext.shm.process_group import ShmProcessGroup
+
+log = logging.getLogger(__name__)
+
+#: A gradient of this size, in bytes, is exchanged by itself, in place; smaller ones are copied into one tensor.
+LARGE_NUM_BYTES: Final = 64 * 1024
+#: The size of that tensor, in bytes, at most. More small gradients than that are exchanged by several all-reduces.
+_PACK_NUM_BYTES: Final = 1024 * 1024
+_DTYPES: Final = (torch.float32, torch.float64)
+#: Whether an operation returns when it has ended, if its options say so: from torch 2.8 on.
+_WAITS_WITHIN: Final = hasattr(dist.AllreduceOptions(), "asyncOp")
+#: Arguments of DistributedDataParallel with which the user chooses how its reducer exchanges gradients.
+_OF_REDUCER: Final = (
+    *("process_group", "device_mesh", "bucket_cap_mb", "bucket_cap_mb_list", "mixed_precision"),
+    *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "skip_all_reduce_unused_params"),
+)
+
+
+class Times(NamedTuple):
+    """When an exchange began, when only the exchange was left, and when it ended, as ``time.time_ns()`` counts."""
+
+    begin: int
+    ready: int
+    end: int
+
+
+class DistributedModel(DistributedDataParallel):
+    """A model in DDP whose gradients may be exchanged without DDP's reducer.
+
+    Attributes:
+        direct_exchange: What exchanges them then; None if the reducer does.
+    """
+
+    direct_exchange: "DirectExchange | None" = None
+
+    @property
+    def is_exchanged_directly(self) -> bool:
+        """Whether the gradients are exchanged without the reducer now.
+
+        They are not once a communication hook was registered, nor in DDP's ``join``.
+        """
+        return self.direct_exchange is not None and not self._comm_hooks and not self._join_config.enable
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module; in DDP's forward, but for what the reducer needs if it exchanges nothing."""
+        exchange = self.direct_exchange
+        if exchange is None or self._comm_hooks or self._join_config.enable:
+            return super().forward(*inputs, **kwargs)
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            exchange.check_last_pass()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        output = self.module(*inputs, **kwargs)
+        self.prepare_for_backward()  # Lightning's manual optimization has changed `require_backward_grad_sync` by now
+        return output
+
+    def prepare_for_backward(self) -> None:
+        """Lets the next backward pass exchange gradients directly, unless it is run in ``no_sync``.
+
+        Raises:
+            RuntimeError: If the backward pass before has not computed all gradients.
+        """
+        assert self.direct_exchange is not None
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.require_forward_param_sync:
+            self.direct_exchange.expect_pass()
+
+    def exchange_directly(self, ddp_kwargs: Mapping[str, Any], *, tries_buckets: bool = False) -> None:
+        """Exchanges gradients without the reducer from now on, if that is possible. Else a message at INFO says why.
+
+        Args:
+            ddp_kwargs: Arguments of DistributedDataParallel that the user has set.
+            tries_buckets: Whether sizes of buckets are compared.
+        """
+        reason = reason_against(self, ddp_kwargs, tries_buckets=tries_buckets)
+        if reason is None:
+            group: Any = self.process_group
+            self.direct_exchange = DirectExchange(self, group)
+        else:
+            log.info("DDP's reducer exchanges the gradients: %s.", reason)
+
+    def _remove_autograd_hooks(self) -> None:
+        if self.direct_exchange is not None:
+            self.direct_exchange.close()
+            self.direct_exchange = None
+        super()._remove_autograd_hooks()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "direct_exchange": None}
+
+
+class DirectExchange:
+    """Exchanges the gradients of a model in DDP in place of its reducer.
+
+    Args:
+        model: In DDP.
+        group: The ranks.
+
+    Attributes:
+        takes_times: Whether the times of exchanges are recorded.
+        times: Of the last exchange that was recorded; None before.
+    """
+
+    def __init__(self, model: DistributedDataParallel, group: ShmProcessGroup) -> None:
+        self.takes_times = False
+        self.times: Times | None = None
+        self._group = group
+        named = trained_parameters(model)
+        self._names, self._parameters = [*named], [*named.values()]
+        self._options, self._options_of_large = _averaging(is_asynchronous=False), _averaging(is_asynchronous=True)
+        self._is_large = [parameter.nbytes >= LARGE_NUM_BYTES for parameter in self._parameters]
+        # Until rank 0's order is known: autograd mostly computes the gradients of the last layers first.
+        self._large = [index for index in reversed(range(len(self._parameters))) if self._is_large[index]]
+        self._is_order_known = len(self._large) < 2
+        self._order: list[int] = []
+        self._begin_ns = self._ready_ns = self._held_up_ns = 0
+        self._packs = _packed(each for each in self._parameters if each.nbytes < LARGE_NUM_BYTES)
+        self._reset()
+        # The reducer owns these nodes, and so the hooks exist as long as the reducer does.
+        self._handles = [
+            get_gradient_edge(parameter).node.register_hook(partial(self._gradient_is_ready, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    @property
+    def num_all_reduces(self) -> int:
+        """How many all-reduces exchange the gradients of a step."""
+        return len(self._large) + len(self._packs)
+
+    def check_last_pass(self) -> None:
+        """Checks that the last backward pass has computed all gradients.
+
+        Raises:
+            RuntimeError: If it has not: those that it has computed are not averaged.
+        """
+        if not 0 < self._num_left < len(self._parameters):
+            return
+        missing = [name for name, is_ready in zip(self._names, self._are_ready, strict=True) if not is_ready]
+        raise RuntimeError(
+            "Expected to have finished reduction in the prior iteration before starting a new one: the last backward"
+            f" pass computed no gradient of {_listed(missing)}. Parameters of the module that take no part in the loss"
+            " need `find_unused_parameters=True`."
+        )
+
+    def expect_pass(self) -> None:
+        """Lets the next backward pass, or the one that has just begun, exchange gradients.
+
+        Raises:
+            RuntimeError: See :meth:`check_last_pass`.
+        """
+        self.check_last_pass()
+        self._is_expecting = True
+
+    def close(self) -> None:
+        """Exchanges nothing any more. A second call does nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # --- backward pass ---
+
+    def _gradient_is_ready(self, index: int, *_: Any) -> None:
+        """Called when the gradient of a parameter was accumulated."""
+        if not self._is_expecting:
+            return
+        if self._are_ready[index]:
+            raise RuntimeError(
+                f"Expected to mark a variable ready only once: the gradient of {self._names[index]!r} was accumulated"
+                " twice in one backward pass. This happens if several reentrant activation checkpoints use one"
+                " parameter (use `use_reentrant=False`), or if the module's forward was called again within the pass."
+            )
+        self._are_ready[index] = True
+        self._num_left -= 1
+        if self._is_large[index]:
+            if not self._is_order_known:
+                self._order.append(index)
+            self._exchange_large()
+        if self._num_left == 0:
+            if self.takes_times:
+                self._ready_ns = time.time_ns()
+            # As late as the reducer: the gradient of a parameter may still be accumulated a second time.
+            Variable._execution_engine.queue_callback(self._finish)
+
+    def _exchange_large(self) -> None:
+        """Starts all-reduces in rank 0's order, as far as the gradients are computed."""
+        large, are_ready = self._large, self._are_ready
+        while self._num_started < len(large) and are_ready[large[self._num_started]]:
+            begin_ns = time.time_ns() if self.takes_times else 0
+            gradient = unshare_gradient(self._parameters[large[self._num_started]], NUM_HOLDERS_IN_HOOK_OF_NODE)
+            tensor = gradient if gradient.is_contiguous() else gradient.contiguous()
+            work = self._group.allreduce([tensor], self._options_of_large)
+            self._started.append((work, gradient, tensor))
+            self._num_started += 1
+            if self.takes_times:
+                self._begin_ns = self._begin_ns or begin_ns
+                self._held_up_ns += time.time_ns() - begin_ns
+
+    def _finish(self) -> None:
+        if torch.is_grad_enabled():  # `backward(create_graph=True)`
+            with torch.no_grad():
+                self._exchange_rest()
+        else:
+            self._exchange_rest()
+        if self.takes_times:
+            ready = self._ready_ns - self._held_up_ns
+            self.times = Times(self._begin_ns or ready, ready, time.time_ns())
+        if not self._is_order_known:
+            self._follow_rank_zero()
+        self._reset()
+
+    def _exchange_rest(self) -> None:
+        for parameters in self._packs:
+            gradients: list[Any] = [parameter.grad for parameter in parameters]
+            try:
+                pack = _flatten_dense_tensors(gradients)
+            except TypeError:  # this rank has computed none of one
+                gradients = [*map(gradient_of, parameters)]
+                pack = _flatten_dense_tensors(gradients)
+            work = self._group.allreduce([pack], self._options)
+            if not _WAITS_WITHIN:
+                work.wait()
+            # As with the reducer's buckets, what else refers to the memory of a gradient does not see the average.
+            for parameter, mean in zip(parameters, _unflatten_dense_tensors(pack, gradients), strict=True):
+                parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter).copy_(mean)
+        for work, gradient, tensor in self._started:
+            work.wait()
+            if tensor is not gradient:
+                gradient.copy_(tensor)
+
+    def _reset(self) -> None:
+        self._is_expecting = False
+        self._are_ready = [False] * len(self._parameters)
+        self._num_left = len(self._parameters)
+        self._num_started = 0
+        self._started: list[tuple[Any, Tensor, Tensor]] = []
+        self._begin_ns = self._ready_ns = self._held_up_ns = 0
+
+    def _follow_rank_zero(self) -> None:
+        """Takes over the order in which rank 0 has computed the large gradients; called by all ranks together."""
+        order = torch.tensor(self._order)
+        self._group.broadcast([order], dist.BroadcastOptions()).wait()
+        self._large = order.tolist()
+        self._is_order_known = True
+        self._order = []
+
+
+def reason_against(model: DistributedDataParallel, ddp_kwargs: Mapping[str, Any], *, tries_buckets: bool) -> str | None:
+    """Returns why the reducer has to exchange the gradients of a model; None if it does not have to."""
+    group = model.process_group
+    if not isinstance(group, ShmProcessGroup):
+        return "the process group is not `shm`"
+    if group.size() == 1:
+        return "there is one rank"
+    if not group.is_compiled:
+        return "the ranks are on several hosts, or there is no compiled library"
+    for name in _OF_REDUCER:
+        if ddp_kwargs.get(name):
+            return f"`{name}={ddp_kwargs[name]!r}`"
+    if tries_buckets:
+        return "sizes of buckets are compared"
+    if model.static_graph or model.find_unused_parameters:
+        return "it finds out which parameters are used"
+    if model._comm_hooks:
+        return "there is a communication hook"
+    if model._use_python_reducer or any(map(_is_compiled, model.module.modules())):
+        return "a module is compiled"
+    parameters = trained_parameters(model).values()
+    if any(parameter.dtype not in _DTYPES for parameter in parameters):
+        return "a parameter is neither float32 nor float64"
+    if any(getattr(module, "sparse", False) for module in model.module.modules()):
+        return "gradients may be sparse"
+    return None
+
+
+def trained_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Returns the parameters by name whose gradients DDP exchanges."""
+    ignored = model.parameters_to_ignore
+    named = model.module.named_parameters()
+    return {name: each for name, each in named if each.requires_grad and name not in ignored}
+
+
+def _packed(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Divides parameters of small gradients into those that are exchanged together."""
+    together: list[list[Tensor]] = []
+    num_bytes = 0
+    for parameter in sorted(parameters, key=lambda each: str(each.dtype)):
+        num_bytes += parameter.nbytes
+        if not together or num_bytes > _PACK_NUM_BYTES or together[-1][0].dtype != parameter.dtype:
+            together.append([])
+            num_bytes = parameter.nbytes
+        together[-1].append(parameter)
+    return together
+
+
+def _averaging(*, is_asynchronous: bool) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    if _WAITS_WITHIN:
+        options.asyncOp = is_asynchronous
+    return options
+
+
+def _is_compiled(module: Module) -> bool:
+    # `torch._dynamo` takes a second to import, and nothing is compiled before.
+    is_wrapped = "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.OptimizedModule)
+    return is_wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
