@@ -4,11 +4,13 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests.support import environments, ranks, tiers
 from tests.support.tiers import pytest_collection_modifyitems as pytest_collection_modifyitems
@@ -50,6 +52,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     if any(item.get_closest_marker("processes") for item in session.items):
         ranks.start_server()
+
+
+@pytest.fixture(autouse=True)
+def rank_that_logs() -> Iterator[None]:
+    """Has this process log and show messages as rank 0 after a test in which a strategy was another rank."""
+    before = getattr(rank_zero_only, "rank", 0)
+    yield
+    rank_zero_only.rank = before
 
 
 @pytest.fixture(scope="session", autouse=True)
