@@ -516,6 +516,8 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel):
             advise_static_graph(self.model, type(self).__name__)
+            if isinstance(self.model, DistributedModel):
+                self.model.exchange_by_reducer()
             self.model = module
         trainer = None if module is None else user_modules.trainer_of(module)
         layer_sync = strategy_parts.layer_sync(self)

@@ -75,10 +75,10 @@ class DistributedModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; in DDP's forward, but for what the reducer needs if it exchanges nothing."""
         exchange = self.direct_exchange
+        if not self._lazy_init_ran:  # which may register a communication hook
+            self._lazy_init()
         if exchange is None or self._comm_hooks or self._join_config.enable:
             return super().forward(*inputs, **kwargs)
-        if not self._lazy_init_ran:
-            self._lazy_init()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             exchange.check_last_pass()
         if self._check_sync_bufs_pre_fwd():
@@ -112,10 +112,14 @@ class DistributedModel(DistributedDataParallel):
         else:
             log.info("DDP's reducer exchanges the gradients: %s.", reason)
 
-    def _remove_autograd_hooks(self) -> None:
+    def exchange_by_reducer(self) -> None:
+        """Leaves the exchange of gradients to the reducer again. A second call does nothing."""
         if self.direct_exchange is not None:
             self.direct_exchange.close()
             self.direct_exchange = None
+
+    def _remove_autograd_hooks(self) -> None:
+        self.exchange_by_reducer()
         super()._remove_autograd_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,11 +159,6 @@ class DirectExchange:
             for index, parameter in enumerate(self._parameters)
         ]
 
-    @property
-    def num_all_reduces(self) -> int:
-        """How many all-reduces exchange the gradients of a step."""
-        return len(self._large) + len(self._packs)
-
     def check_last_pass(self) -> None:
         """Checks that the last backward pass has computed all gradients.
 
@@ -185,7 +184,7 @@ class DirectExchange:
         self._is_expecting = True
 
     def close(self) -> None:
-        """Exchanges nothing any more. A second call does nothing."""
+        """Exchanges nothing any more, even if a graph of autograd outlives the model. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -249,6 +248,8 @@ class DirectExchange:
             except TypeError:  # this rank has computed none of one
                 gradients = [*map(gradient_of, parameters)]
                 pack = _flatten_dense_tensors(gradients)
+            if len(parameters) == 1:  # it is the gradient itself
+                pack = pack.clone()
             work = self._group.allreduce([pack], self._options)
             if not _WAITS_WITHIN:
                 work.wait()

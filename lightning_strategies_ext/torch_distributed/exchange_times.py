@@ -42,10 +42,9 @@ class DDPTimes:
 
     @property
     def num_buckets(self) -> int:
-        """Into how many parts the gradients are put for the exchange: DDP's buckets, or the all-reduces of one step."""
-        direct = self._direct
-        if direct is not None:
-            return direct.num_all_reduces
+        """Into how many buckets DDP has put the gradients; 0 if it exchanges none."""
+        if self._direct is not None:
+            return 0
         return int(self._model._get_ddp_logging_data().get("num_buckets_reduced", 0))
 
     @property

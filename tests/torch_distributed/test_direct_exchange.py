@@ -220,6 +220,14 @@ def gradients_in_shared_memory(wrap: Callable[..., DistributedModel]) -> Any:
     return [*found, *gradients(model)]
 
 
+def one_small_parameter(wrap: Callable[..., DistributedModel]) -> Any:
+    module, seen = nn.Linear(WIDTH, 1, bias=False), []
+    module.weight.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad))
+    model = wrap(module)
+    model(batch(0)).sum().backward()
+    return [*seen, *gradients(model)]
+
+
 def ignored_parameters(wrap: Callable[..., DistributedModel]) -> Any:
     module = WithUnused()
     module._ddp_params_and_buffers_to_ignore = ["spare.weight", "spare.bias", "first.weight"]  # type: ignore[assignment]
@@ -306,6 +314,7 @@ CASES = [
     a_parameter_without_gradient,
     an_undefined_gradient,
     gradients_in_shared_memory,
+    one_small_parameter,
     ignored_parameters,
     hooks_of_the_users,
     a_communication_hook_after_all,
