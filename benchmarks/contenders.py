@@ -235,7 +235,7 @@ def train_alone(case: Case, length: Length) -> tuple[float, None]:
     """Trains on one device in each rank: the time of a step that exchanges nothing.
 
     Returns:
-        Milliseconds per step on this rank, and no weights, since each rank arrives at others.
+        Milliseconds per step on this rank, and no weights, because each rank computes different ones.
     """
     return train_with_lightning("auto", case, length, devices=1)[0], None
 

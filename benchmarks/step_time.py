@@ -30,6 +30,7 @@ cores every other process shows in the numbers.
 
 import argparse
 import gc
+import operator
 import sys
 from functools import partial
 from pathlib import Path
@@ -206,15 +207,18 @@ def compare_with_goals(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for summary in summaries
         for ratio, spread in summary["ratios"].items()
     }
-    goals = []
-    for bounds, words in ((LEAST, "at least"), (MOST, "at most")):
-        for ratio, case, bound in bounds:
-            reached = ratios.get((ratio, case))
-            if reached is not None:
-                is_met = reached >= bound if bounds is LEAST else reached <= bound
-                goal = {"goal": ratio, "case": case, "wanted": f"{words} {bound}", "reached": reached, "is_met": is_met}
-                goals.append(goal)
-    return goals
+    goals = [("at least", operator.ge, *goal) for goal in LEAST] + [("at most", operator.le, *goal) for goal in MOST]
+    return [
+        {
+            "goal": ratio,
+            "case": case,
+            "wanted": f"{words} {bound}",
+            "reached": ratios[ratio, case],
+            "is_met": is_within(ratios[ratio, case], bound),
+        }
+        for words, is_within, ratio, case, bound in goals
+        if (ratio, case) in ratios
+    ]
 
 
 def ranks_in_words(accelerator: str, world_size: int) -> str:

@@ -1,5 +1,6 @@
 """Kinds of values that arguments may have, whatever they are for."""
 
+import sys
 from typing import Any
 
 
@@ -31,3 +32,12 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}.")
     return value
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a module is compiled: by ``torch.compile(module)``, or in place by ``module.compile()``."""
+    # `torch._dynamo` takes a second to import, and nothing is compiled before. `module.compile()` keeps the compiled
+    # call in a private attribute (torch 2.5 to 2.13).
+    dynamo = sys.modules.get("torch._dynamo")
+    is_wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return is_wrapped or getattr(module, "_compiled_call_impl", None) is not None

@@ -110,7 +110,7 @@ class Activity:
         Args:
             elapsed_s: Since the last time. More than the caller meant to wait is not counted, so that a process that
                 was stopped does not take the time for its thread's.
-            has_moved: Whether it is known to have moved since, even if it is at the same place again.
+            has_moved: Whether the thread has moved since the last sample, even if it is at the same place again.
         """
         frames = self._frames()
         self.module = str(frames[0].f_globals.get("__name__", "")) if frames else ""

@@ -22,7 +22,7 @@ STILL_S = 2.0
 _OF_COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed", "horovod", "lightning_strategies_ext")
 #: Where one of them is no collective.
 _OF_FAILURES = "lightning_strategies_ext.failure"
-#: What a rank waits for that is done with a stage.
+#: What a rank waits for after its part of a stage has ended.
 _END_OF_STAGE = object()
 
 

@@ -176,5 +176,5 @@ def say(message: str) -> None:
 
 def _print(text: str) -> None:
     with suppress(OSError, ValueError):  # nobody reads it any more, when a launcher has ended first, say
-        # One write: what a launcher writes meanwhile does not come between the text and its last line's end.
+        # In one write, so that no output of a launcher comes between the text and its final newline.
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # noqa: T201

@@ -203,8 +203,8 @@ def stuck_ranks(signs: Mapping[int, Sign], silence: Mapping[int, float], patienc
     """The ranks that others wait for in vain: they do not move, and have not for as long as one has patience.
 
     A rank waits if it has been in one collective for so long, has begun more collectives than another and is still, or
-    has been done with the stage for so long: what another said of itself before that counts for nothing, since it may
-    have waited for this one. One that computes does come, however long it takes; one in a debugger, too.
+    has been done with the stage for so long. The time before the end of the stage does not count, because the other
+    rank may have waited for this one then. One that computes does come, however long it takes; one in a debugger, too.
 
     Args:
         signs: Of all ranks.

@@ -119,7 +119,7 @@ class Session:
         """See :class:`.observer.ExchangeObserver`."""
         is_in_backward = self._backward_again > self._backward_end
         kind = OF_MODELS if is_of_models else IN_BACKWARD if is_in_backward else AFTER_BACKWARD
-        if self._is_observing or is_of_models:  # a mean over more steps would be no part of that of the batches
+        if self._is_observing or is_of_models:  # means over other steps would not add up to the batches
             self._exchanges.append((self._done - self._before, begin_ns, ready_ns, end_ns, kind))
         self._num_bytes += num_bytes
 

@@ -15,6 +15,7 @@ from torch.nn import DataParallel, Module
 from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext._lightning import user_modules
+from lightning_strategies_ext.checks import is_compiled
 from lightning_strategies_ext.replication.context import ReplicaContext, Step
 from lightning_strategies_ext.replication.gathering import denominator_of, gather
 from lightning_strategies_ext.replication.given_numbers import GivenNumbers
@@ -207,8 +208,7 @@ def check_can_be_replicated(module: Module, num_replicas: int) -> None:
     if num_replicas == 1:
         return
     for part in modules_to_copy(module):
-        # `part.compile()` keeps the compiled call in an attribute (torch 2.5 to 2.13), which replicas would share.
-        if isinstance(part, torch._dynamo.OptimizedModule) or getattr(part, "_compiled_call_impl", None) is not None:
+        if is_compiled(part):  # replicas would share the compiled call
             raise ValueError(_refusal(part, "is compiled: its compiled code computes with the module's own weights"))
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(_refusal(part, "is a ScriptModule, of which torch makes no replicas that compute alone"))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_strategies_ext.torch_distributed.direct_exchange import trained_parameters
 from lightning_strategies_ext.torch_distributed.wrapping import ONCE_ONLY
 
 #: What is asked for by name.
@@ -165,12 +166,7 @@ def in_words(cap: float | None) -> str:
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
     """Of all gradients that a model in DDP exchanges in a step."""
-    ignored = model.parameters_to_ignore
-    return sum(
-        parameter.nbytes
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    )
+    return sum(parameter.nbytes for parameter in trained_parameters(model).values())
 
 
 def check_can_search(ddp_kwargs: Mapping[str, Any], others: Mapping[str, Any]) -> None:

@@ -9,15 +9,14 @@ reducer remains ready for steps that need it.
 What a training script can observe is the same as with the reducer: which passes exchange gradients, when gradients are
 averaged, which errors are raised and where, and with two ranks every bit of the result.
 """
-# torch's stubs leave methods of DistributedDataParallel without types.
+# Private names of DistributedDataParallel are those of torch 2.5 to 2.13. Its stubs leave methods without types.
 # mypy: disable-error-code="no-untyped-call"
 
 import logging
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,9 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_strategies_ext.checks import is_compiled
 from lightning_strategies_ext.gradients import NUM_HOLDERS_IN_HOOK_OF_NODE, gradient_of, unshare_gradient
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
@@ -45,14 +44,6 @@ _OF_REDUCER: Final = (
     *("process_group", "device_mesh", "bucket_cap_mb", "bucket_cap_mb_list", "mixed_precision"),
     *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "skip_all_reduce_unused_params"),
 )
-
-
-class Times(NamedTuple):
-    """When an exchange began, when only the exchange was left, and when it ended, as ``time.time_ns()`` counts."""
-
-    begin: int
-    ready: int
-    end: int
 
 
 class DistributedModel(DistributedDataParallel):
@@ -73,7 +64,7 @@ class DistributedModel(DistributedDataParallel):
         return self.direct_exchange is not None and not self._comm_hooks and not self._join_config.enable
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module; in DDP's forward, but for what the reducer needs if it exchanges nothing."""
+        """Runs the module as DDP's forward does, without the reducer's part if the reducer exchanges nothing."""
         exchange = self.direct_exchange
         if not self._lazy_init_ran:  # which may register a communication hook
             self._lazy_init()
@@ -99,7 +90,7 @@ class DistributedModel(DistributedDataParallel):
             self.direct_exchange.expect_pass()
 
     def exchange_directly(self, ddp_kwargs: Mapping[str, Any], *, tries_buckets: bool = False) -> None:
-        """Exchanges gradients without the reducer from now on, if that is possible. Else a message at INFO says why.
+        """Exchanges gradients without the reducer from now on, if possible. Otherwise an INFO message gives the reason.
 
         Args:
             ddp_kwargs: Arguments of DistributedDataParallel that the user has set.
@@ -135,12 +126,13 @@ class DirectExchange:
 
     Attributes:
         takes_times: Whether the times of exchanges are recorded.
-        times: Of the last exchange that was recorded; None before.
+        times: When the last recorded exchange began, when only the exchange was left, and when it ended, as
+            ``time.time_ns()`` counts; None if none was recorded.
     """
 
     def __init__(self, model: DistributedDataParallel, group: ShmProcessGroup) -> None:
         self.takes_times = False
-        self.times: Times | None = None
+        self.times: tuple[int, int, int] | None = None
         self._group = group
         named = trained_parameters(model)
         self._names, self._parameters = [*named], [*named.values()]
@@ -184,7 +176,7 @@ class DirectExchange:
         self._is_expecting = True
 
     def close(self) -> None:
-        """Exchanges nothing any more, even if a graph of autograd outlives the model. A second call does nothing."""
+        """Ends the exchange, even if a graph of autograd outlives the model. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -235,7 +227,7 @@ class DirectExchange:
             self._exchange_rest()
         if self.takes_times:
             ready = self._ready_ns - self._held_up_ns
-            self.times = Times(self._begin_ns or ready, ready, time.time_ns())
+            self.times = self._begin_ns or ready, ready, time.time_ns()
         if not self._is_order_known:
             self._follow_rank_zero()
         self._reset()
@@ -245,15 +237,15 @@ class DirectExchange:
             gradients: list[Any] = [parameter.grad for parameter in parameters]
             try:
                 pack = _flatten_dense_tensors(gradients)
-            except TypeError:  # this rank has computed none of one
+            except TypeError:  # this rank has computed no gradient of one parameter
                 gradients = [*map(gradient_of, parameters)]
                 pack = _flatten_dense_tensors(gradients)
-            if len(parameters) == 1:  # it is the gradient itself
+            if len(parameters) == 1:  # the pack is the gradient itself
                 pack = pack.clone()
             work = self._group.allreduce([pack], self._options)
             if not _WAITS_WITHIN:
                 work.wait()
-            # As with the reducer's buckets, what else refers to the memory of a gradient does not see the average.
+            # As with the reducer's buckets, other tensors in the memory of a gradient do not receive the average.
             for parameter, mean in zip(parameters, _unflatten_dense_tensors(pack, gradients), strict=True):
                 parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter).copy_(mean)
         for work, gradient, tensor in self._started:
@@ -279,7 +271,7 @@ class DirectExchange:
 
 
 def reason_against(model: DistributedDataParallel, ddp_kwargs: Mapping[str, Any], *, tries_buckets: bool) -> str | None:
-    """Returns why the reducer has to exchange the gradients of a model; None if it does not have to."""
+    """Returns the reason why the reducer must exchange the gradients of a model; None if there is none."""
     group = model.process_group
     if not isinstance(group, ShmProcessGroup):
         return "the process group is not `shm`"
@@ -296,7 +288,7 @@ def reason_against(model: DistributedDataParallel, ddp_kwargs: Mapping[str, Any]
         return "it finds out which parameters are used"
     if model._comm_hooks:
         return "there is a communication hook"
-    if model._use_python_reducer or any(map(_is_compiled, model.module.modules())):
+    if model._use_python_reducer or any(map(is_compiled, model.module.modules())):
         return "a module is compiled"
     parameters = trained_parameters(model).values()
     if any(parameter.dtype not in _DTYPES for parameter in parameters):
@@ -306,11 +298,15 @@ def reason_against(model: DistributedDataParallel, ddp_kwargs: Mapping[str, Any]
     return None
 
 
+def exchanged_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Returns the parameters by name that DDP does not ignore, frozen ones included."""
+    ignored = model.parameters_to_ignore
+    return {name: each for name, each in model.module.named_parameters() if name not in ignored}
+
+
 def trained_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
     """Returns the parameters by name whose gradients DDP exchanges."""
-    ignored = model.parameters_to_ignore
-    named = model.module.named_parameters()
-    return {name: each for name, each in named if each.requires_grad and name not in ignored}
+    return {name: each for name, each in exchanged_parameters(model).items() if each.requires_grad}
 
 
 def _packed(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -332,12 +328,6 @@ def _averaging(*, is_asynchronous: bool) -> dist.AllreduceOptions:
     if _WAITS_WITHIN:
         options.asyncOp = is_asynchronous
     return options
-
-
-def _is_compiled(module: Module) -> bool:
-    # `torch._dynamo` takes a second to import, and nothing is compiled before.
-    is_wrapped = "torch._dynamo" in sys.modules and isinstance(module, torch._dynamo.OptimizedModule)
-    return is_wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_strategies_ext.gpus import side_stream
-from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
+from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel, exchanged_parameters
 
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})
@@ -152,7 +152,7 @@ class TrainableParameters:
         model: DistributedDataParallel,
         on_change: Callable[[DistributedDataParallel, Sequence[Tensor]], None],
     ) -> None:
-        self._parameters = _exchanged_parameters(model)
+        self._parameters = exchanged_parameters(model)
         self._note(self._need_gradients())
         self._on_change = on_change
         model.register_forward_pre_hook(self._look)
@@ -160,12 +160,12 @@ class TrainableParameters:
     def find_added(self, model: DistributedDataParallel) -> list[Tensor]:
         """Returns the parameters that DDP does not know, because they were added to the module or replaced others."""
         known = {*map(id, self._parameters.values())}
-        return [parameter for parameter in _exchanged_parameters(model).values() if id(parameter) not in known]
+        return [parameter for parameter in exchanged_parameters(model).values() if id(parameter) not in known]
 
     def follow_added(self, model: DistributedDataParallel) -> None:
         """Lets DDP exchange the gradients of added parameters. Collective: all ranks call it."""
         trained = self._chosen(self._are_trained)
-        self._parameters = _exchanged_parameters(model)
+        self._parameters = exchanged_parameters(model)
         self._note(self._need_gradients())
         self._on_change(model, trained)
 
@@ -284,11 +284,6 @@ def _accumulates_in(model: DistributedDataParallel) -> bool:
         return any(map(torch._C._will_engine_execute_node, nodes))
     except RuntimeError:  # `torch.autograd.grad` with respect to a parameter
         return False
-
-
-def _exchanged_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    ignored = model.parameters_to_ignore
-    return {name: each for name, each in model.module.named_parameters() if name not in ignored}
 
 
 def check_has_trainable_parameters(module: Module) -> None:
