@@ -240,13 +240,16 @@ def train_alone(case: Case, length: Length) -> tuple[float, None]:
     return train_with_lightning("auto", case, length, devices=1)[0], None
 
 
-def train_by_hand(case: Case, length: Length, device: torch.device = CPU) -> tuple[float, Tensor]:
+def train_by_hand(
+    case: Case, length: Length, device: torch.device = CPU, process_group: dist.ProcessGroup | None = None
+) -> tuple[float, Tensor]:
     """Trains with nothing but torch: what is left when a training framework costs nothing.
 
     Args:
         case: What to train.
         length: How long.
         device: Of this rank.
+        process_group: The ranks that exchange gradients; all of them if None.
 
     Returns:
         Milliseconds per step on this rank, and the trained weights as one vector.
@@ -255,7 +258,10 @@ def train_by_hand(case: Case, length: Length, device: torch.device = CPU) -> tup
     has_gpu = device.type == "cuda"
     # gradient_as_bucket_view as in ddp_ext: the hand-written loop should be a good one.
     model = DistributedDataParallel(
-        make_net(case).to(device), device_ids=[device] if has_gpu else None, gradient_as_bucket_view=True
+        make_net(case).to(device),
+        device_ids=[device] if has_gpu else None,
+        gradient_as_bucket_view=True,
+        process_group=process_group,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     started_at = 0.0
@@ -281,6 +287,16 @@ def train_by_hand(case: Case, length: Length, device: torch.device = CPU) -> tup
             started_at = time_of_completion()
     ms_per_step = (time_of_completion() - started_at) * 1e3 / length.steps
     return ms_per_step, parameters_to_vector(model.parameters()).detach().cpu()
+
+
+def train_by_hand_in_one_rank(case: Case, length: Length) -> tuple[float, None]:
+    """Trains as :func:`train_by_hand` does, each rank in a process group of its own.
+
+    Returns:
+        Milliseconds per step on this rank, and no weights, because each rank computes different ones.
+    """
+    own, _ = dist.new_subgroups(1)
+    return train_by_hand(case, length, process_group=own)[0], None
 
 
 def train_over(backend: str, train: Training, case: Case, length: Length) -> tuple[float, Tensor | None]:

@@ -11,7 +11,8 @@ Per width three cases: plain; one metric averaged over ranks per step (``self.lo
 hand-written loop one all-reduce); four batches per optimizer step (in the hand-written loop ``no_sync`` on the first
 three). Two more cases at the first width: with BatchNorm, whose buffers are broadcast, and with 500 small parameters.
 The stock strategy talks over gloo; ours and the hand-written loop are measured over gloo and over our ``shm``. "No
-exchange" is Lightning on one device in each rank, side by side: what a step costs if the ranks exchange nothing.
+exchange" is Lightning on one device in each rank, side by side: what a step costs if the ranks exchange nothing. "Raw
+torch, one rank" is the hand-written loop, where each rank is alone in a process group of ``shm``.
 
 With ``--accelerator gpu`` two ranks with a GPU each, all over NCCL, and the GPUs are waited for when the clock is read.
 With one GPU there is one rank: nothing is exchanged then, and stock has no broadcast to wait for; the output says so.
@@ -29,6 +30,7 @@ cores every other process shows in the numbers.
 """
 
 import argparse
+import ctypes
 import gc
 import operator
 import sys
@@ -50,6 +52,7 @@ from benchmarks.contenders import (
     silence_lightning,
     train_alone,
     train_by_hand,
+    train_by_hand_in_one_rank,
     train_in_turn,
     train_over,
     train_with_lightning,
@@ -73,6 +76,7 @@ OURS = "ddp_ext"
 OURS_OVER_GLOO = "ddp_ext, gloo"
 BY_HAND = "raw torch"
 BY_HAND_OVER_SHM = "raw torch, shm"
+BY_HAND_ONE_RANK = "raw torch, one rank"
 ALONE = "no exchange"
 ACCUMULATE = 4
 #: Hidden layers of the net with 500 parameters.
@@ -90,6 +94,8 @@ MOST = (
     (f"{OURS}/{ALONE}", "h=32 plain", 1.3),
     (f"{OURS}/{ALONE}", "h=32 metric", 1.2),
     (f"{OURS}/{ALONE}", "h=1024 plain", 1.25),
+    (f"{BY_HAND_OVER_SHM}/{BY_HAND_ONE_RANK}", "h=32 plain", 1.15),
+    (f"{BY_HAND_OVER_SHM}/{BY_HAND_ONE_RANK}", "h=1024 plain", 1.15),
 )
 
 
@@ -108,6 +114,7 @@ def contenders_on(accelerator: str, peer: str) -> dict[str, Training]:
         OURS_OVER_GLOO: partial(train_over, "gloo", partial(train_with_lightning, OURS)),
         BY_HAND: partial(train_over, "gloo", train_by_hand),
         BY_HAND_OVER_SHM: partial(train_over, "shm", train_by_hand),
+        BY_HAND_ONE_RANK: partial(train_over, "shm", train_by_hand_in_one_rank),
         ALONE: partial(train_over, "gloo", train_alone),
     }
 
@@ -116,7 +123,8 @@ def measure(cases: list[Case], accelerator: str, peer: str, rounds: int, length:
     """Runs on every rank: all contenders, round by round, case by case.
 
     Returns:
-        Per case: ``ms`` (contender → one value per round), and after each round the memory in MB (``rss_mb``) and the
+        Per case: ``ms`` (contender → one value per round), ``peak_mb`` (contender → by how much the memory of this rank
+        grew in a training, in MB, one value per round), and after each round the memory in MB (``rss_mb``) and the
         number of threads (``threads``) of this rank.
     """
     silence_lightning()
@@ -125,17 +133,36 @@ def measure(cases: list[Case], accelerator: str, peer: str, rounds: int, length:
     results = []
     for case in cases:
         ms: dict[str, list[float]] = {name: [] for name in contenders}
+        peak_mb: dict[str, list[float]] = {name: [] for name in contenders}
         rss_mb, threads = [], []
         for round_index in range(rounds):
-            in_order = {name: contenders[name] for name in rotated(list(contenders), round_index)}
+            order = rotated(list(contenders), round_index)
+            in_order = {name: partial(with_peak, contenders[name], peak_mb[name]) for name in order}
             for name, sample in train_in_turn(in_order, case, length, reference=BY_HAND).items():
                 ms[name].append(sample)
             rss_mb.append(round(process.memory_info().rss / 2**20, 1))
             threads.append(process.num_threads())
         if dist.get_rank() == 0:
             print(f"measured {case.label}", file=sys.stderr, flush=True)
-        results.append({"ms": ms, "rss_mb": rss_mb, "threads": threads})
+        results.append({"ms": ms, "peak_mb": peak_mb, "rss_mb": rss_mb, "threads": threads})
     return results
+
+
+def with_peak(train: Training, peak_mb: list[float], case: Case, length: Length) -> tuple[float, Tensor | None]:
+    """Trains, and appends by how much the memory of this process grew meanwhile, in MB.
+
+    Returns:
+        What the training returns.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what others have freed, glibc still has
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is counted from now on
+    result = train(case, length)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [peak_kib] = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
+    peak_mb.append(round((peak_kib * 1024 - before) / 1e6, 1))
+    return result
 
 
 def rows(accelerator: str, cases: list[dict[str, Any]], length: dict[str, int]) -> dict[str, Row]:
@@ -167,7 +194,9 @@ def rows(accelerator: str, cases: list[dict[str, Any]], length: dict[str, int]) 
 def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Merges what the ranks measured of one case; the slower rank of a round counts."""
     ms = of_slowest_rank([rank["ms"] for rank in per_rank])
+    peak_mb = of_slowest_rank([rank["peak_mb"] for rank in per_rank])
     pairs = [(peer, OURS), (peer, OURS_OVER_GLOO), (BY_HAND, OURS), (BY_HAND, BY_HAND_OVER_SHM), (OURS, ALONE)]
+    pairs.append((BY_HAND_OVER_SHM, BY_HAND_ONE_RANK))
     pairs = [(above, below) for above, below in pairs if below in ms]
     return {
         "case": case.label,
@@ -176,6 +205,7 @@ def summarize(case: Case, peer: str, per_rank: list[dict[str, Any]]) -> dict[str
         "accumulate": case.accumulate,
         "ms_per_step": {name: vars(Spread.of(samples)) for name, samples in ms.items()},
         "ratios": {f"{above}/{below}": vars(paired_ratio(ms[above], ms[below])) for above, below in pairs},
+        "peak_mb": {name: Spread.of(samples).median for name, samples in peak_mb.items()},
         "rounds_ms_per_step": {name: [round(sample, 4) for sample in samples] for name, samples in ms.items()},
         "rounds_rank_0": {name: per_rank[0][name] for name in ("rss_mb", "threads")},
     }
@@ -248,6 +278,14 @@ def present(
         ["case", *ratios],
         [[label, *(factors[ratio][row].text() for ratio in ratios)] for row, label in enumerate(labels)],
         caption="A ratio above 1 means that the one named second is faster.",
+    )
+    print_table(
+        "MB by which the memory of a rank grows in a training, at most: median over rounds",
+        ["case", *names],
+        [
+            [label, *(f"{summary['peak_mb'][name]:.1f}" for name in names)]
+            for label, summary in zip(labels, summaries, strict=True)
+        ],
     )
     if goals:
         print_goals(goals)

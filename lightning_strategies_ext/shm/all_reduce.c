@@ -25,6 +25,17 @@
  *     A(0), A(1)          A, B of the last tensor    they go to the slots after its last two pieces; event 1 of a rank
  *                                                    tells that it has done with that tensor
  *
+ * A tensor whose result belongs into memory that the ranks share ("copies": one per rank, each mapped by all ranks) goes
+ * whole, without slots. Each rank lays the shares of the others out in its own copy, and then reduces its share from all
+ * copies into all of them. Nothing is copied back:
+ *
+ *     step     waits, of all, for   reduces its share      lays out                          publishes
+ *     begin    -                    -                      the others' shares, own copy      event 1
+ *     0        event 1              into all copies        -                                 event 2
+ *     1        event 2              -                      -                                 -
+ *
+ * Between event 2 of all ranks and event 1 of the next use, a rank's copy is its own to read and write.
+ *
  * A rank that waits looks for a while, then goes to sleep by Dekker's handshake: it says in its board what it waits for,
  * looks at the counters once more, and leaves it to its caller to sleep on its sockets. Who publishes that stores its
  * counter, then looks for the note, takes it from the board and sends a message. All four are sequentially consistent:
@@ -61,8 +72,9 @@ typedef struct {
     uint64_t events, pieces, tensors; /* so far, the same on all ranks between tensors */
     /* the tensor at hand */
     char *tensor;
+    char *copies[MAX_RANKS]; /* where the results belong, if has_copies */
     size_t num_bytes, item_bytes, num_pieces, piece_bytes, share_bytes, step;
-    int is_average, is_whole, has_compared;
+    int is_average, is_whole, has_copies, has_compared;
     Reduce reduce;
     uint64_t first_event, awaited;
 } Group;
@@ -222,8 +234,42 @@ static void reduce_span(Group *g, size_t piece, Span span)
     g->reduce(into, copy, parts, g->size, span.bytes / g->item_bytes, g->is_average);
 }
 
+/* For a tensor with copies, which is one piece: lays out the shares of the other ranks. */
+static void lay_out_in_copy(Group *g)
+{
+    for (int rank = 0; rank < g->size; rank++) {
+        Span span = share_of(g, 0, rank);
+        if (rank != g->rank && span.bytes)
+            memcpy(g->copies[g->rank] + span.start, g->tensor + span.start, span.bytes);
+    }
+}
+
+/* Reduces this rank's share into all copies. */
+static void reduce_into_copies(Group *g)
+{
+    const char *parts[MAX_RANKS];
+    Span span = share_of(g, 0, g->rank);
+    int next = (g->rank + 1) % g->size;
+    if (!span.bytes)
+        return;
+    for (int rank = 0; rank < g->size; rank++)
+        parts[rank] = (rank == g->rank ? g->tensor : g->copies[rank]) + span.start;
+    char *into = g->copies[g->rank] + span.start;
+    g->reduce(into, g->copies[next] + span.start, parts, g->size, span.bytes / g->item_bytes, g->is_average);
+    for (int rank = 0; rank < g->size; rank++)
+        if (rank != g->rank && rank != next)
+            memcpy(g->copies[rank] + span.start, into, span.bytes);
+}
+
 static void do_step(Group *g, size_t k)
 {
+    if (g->has_copies) {
+        if (k == 0) {
+            reduce_into_copies(g);
+            publish(g);
+        }
+        return;
+    }
     if (k < g->num_pieces)
         reduce_span(g, k, share_of(g, k, g->rank));
     if (k >= 2)
@@ -278,8 +324,10 @@ void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t bo
     memcpy(g->wake, wake, WAKE_BYTES);
 }
 
-/* Begins to reduce a tensor, which must not be empty, in place; the one before has ended. */
-void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is_average, size_t whole_bytes)
+/* Begins to reduce a tensor, which must not be empty; the one before has ended. The result goes into the copies, one per
+ * rank, of which this rank's may be the tensor itself; without copies it goes into the tensor. */
+void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is_average, size_t whole_bytes,
+                      char *const *copies)
 {
     g->tensor = tensor;
     g->reduce = TYPES[type].reduce;
@@ -287,17 +335,22 @@ void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is
     g->num_bytes = num_items * g->item_bytes;
     /* Shares are whole lines, so that ranks do not share any; pieces have one size, so that shares have. */
     size_t unit = LINE * (size_t)g->size, most = g->slot_bytes / unit * unit;
-    size_t count = up(g->num_bytes, most) / most;
+    size_t count = copies ? 1 : up(g->num_bytes, most) / most;
     g->piece_bytes = up((g->num_bytes + count - 1) / count, unit);
     g->share_bytes = g->piece_bytes / (size_t)g->size;
     g->num_pieces = up(g->num_bytes, g->piece_bytes) / g->piece_bytes;
     g->is_average = is_average;
-    g->is_whole = g->num_bytes <= whole_bytes && g->num_pieces == 1;
+    g->has_copies = copies != NULL;
+    g->is_whole = !copies && g->num_bytes <= whole_bytes && g->num_pieces == 1;
     g->step = 0;
     g->has_compared = 0;
     g->first_event = g->events;
     g->boards[g->rank]->calls[g->tensors % 2] = (uint64_t)num_items << 8 | (uint64_t)type << 1 | (uint64_t)is_average;
-    if (g->is_whole)
+    if (copies) {
+        memcpy(g->copies, copies, (size_t)g->size * sizeof *copies);
+        if (tensor != copies[g->rank])
+            lay_out_in_copy(g);
+    } else if (g->is_whole)
         memcpy(g->slots[g->rank] + g->pieces % SLOTS * g->slot_bytes, tensor, g->num_bytes);
     else
         for (size_t piece = 0; piece < 2 && piece < g->num_pieces; piece++)
@@ -311,9 +364,10 @@ uint64_t all_reduce_call(const Group *g, int rank) { return g->boards[rank]->cal
 /* Goes on until it is done, or must wait for longer than `spin_ns`, or a rank has begun with another kind of tensor. */
 int all_reduce_advance(Group *g, uint64_t spin_ns)
 {
-    size_t num_steps = g->is_whole ? 1 : g->num_pieces + 2;
+    size_t num_steps = g->is_whole ? 1 : g->has_copies ? 2 : g->num_pieces + 2;
     for (; g->step < num_steps; g->step++) {
-        if (!look_for_all(g, g->first_event + (g->step ? g->step : 1), spin_ns))
+        size_t event = g->has_copies ? g->step + 1 : g->step ? g->step : 1;
+        if (!look_for_all(g, g->first_event + event, spin_ns))
             return WAITS;
         for (int rank = 0; rank < g->size && !g->has_compared; rank++)
             if (all_reduce_call(g, rank) != all_reduce_call(g, g->rank))
@@ -325,7 +379,7 @@ int all_reduce_advance(Group *g, uint64_t spin_ns)
         }
         do_step(g, g->step);
     }
-    g->pieces += g->num_pieces;
+    g->pieces += g->has_copies ? 0 : g->num_pieces; /* which have used slots */
     g->tensors++;
     return DONE;
 }

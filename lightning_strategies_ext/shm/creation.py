@@ -1,15 +1,18 @@
 """How a ``shm`` process group comes to be: who is on which host, whether there is shared memory, who talks to whom."""
 
 import ctypes
+import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
 import wrapt
+from torch import Tensor
 
 from lightning_strategies_ext.shm import native_build
 from lightning_strategies_ext.shm.compiler import NotCompiledError
@@ -21,7 +24,7 @@ from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.shm.rounds import Rounds
-from lightning_strategies_ext.shm.segments import Segment, chosen_num_bytes, create
+from lightning_strategies_ext.shm.segments import DIRECTORY, Segment, chosen_num_bytes, create, mapped
 
 #: What has been said already, which is not said for each group.
 _said: set[str] = set()
@@ -82,7 +85,37 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     if len(leaders) > 1 and rank in leaders:
         prefix = dist.PrefixStore("leaders", store)
         between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
-    return ShmProcessGroup(rank, size, Execution(rounds), rounds, compiled, gloo, between)
+    share_memory = partial(_share_memory, rank, size, store, peers, timeout, itertools.count())
+    return ShmProcessGroup(rank, size, Execution(rounds), rounds, compiled, share_memory, gloo, between)
+
+
+def _share_memory(
+    rank: int,
+    size: int,
+    store: dist.Store,
+    peers: Mapping[int, LinkedRank],
+    timeout: timedelta,
+    numbers: Iterator[int],
+    num_bytes: int,
+) -> list[Tensor]:
+    """Maps further shared memory of each rank; see :meth:`.ShmProcessGroup.share_memory`."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    rendezvous = Rendezvous(rank, size, dist.PrefixStore(f"shm/memory/{next(numbers)}", store))
+    try:
+        own_fd, problem = None, _problem_of_half(size * num_bytes, rank)
+        if not problem:
+            own_fd, problem = _try_to_create(num_bytes, rank)
+        announced = rendezvous.announce({"problem": problem}, deadline)
+        if problem := next((words["problem"] for words in announced if words["problem"]), ""):
+            if own_fd is not None:
+                os.close(own_fd)
+            raise MemoryError(problem)
+        assert own_fd is not None
+        links, fds = rendezvous.connect([(peer, announced[peer.rank]) for peer in peers.values()], own_fd, deadline)
+    finally:
+        rendezvous.close()
+    links.close()
+    return [mapped(fds[peers[place]] if place in peers else own_fd) for place in range(size)]
 
 
 @cache
@@ -116,6 +149,14 @@ def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
         return create(num_bytes), ""
     except OSError as error:
         return None, f"rank {rank} finds no room for {num_bytes} bytes in /dev/shm ({error.strerror})"
+
+
+def _problem_of_half(num_bytes: int, rank: int) -> str:
+    """Leaves half of what is free to others, such as the workers of data loaders."""
+    space = os.statvfs(DIRECTORY)
+    if 2 * num_bytes <= space.f_bavail * space.f_frsize:
+        return ""
+    return f"rank {rank}: {num_bytes} bytes are more than half of what is free in {DIRECTORY}"
 
 
 def _leaders_of(said: list[dict[str, Any]]) -> list[int]:

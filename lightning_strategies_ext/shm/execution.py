@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from lightning_strategies_ext.shm.native import CompiledAllReduce
+from lightning_strategies_ext.shm.native import CompiledAllReduce, SharedCopies
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.work import ShmWork
 
@@ -77,7 +77,14 @@ class Execution:
         self._queue.append(work)
         self._begin_queue(work, is_asynchronous)
 
-    def all_reduce(self, compiled: CompiledAllReduce, tensor: Tensor, opts: Any, timeout: timedelta) -> ShmWork:
+    def all_reduce(
+        self,
+        compiled: CompiledAllReduce,
+        tensor: Tensor,
+        opts: Any,
+        timeout: timedelta,
+        copies: SharedCopies | None = None,
+    ) -> ShmWork:
         """All-reduces one tensor as :meth:`start` does, in fewer steps if nothing has to be waited for.
 
         Args:
@@ -85,12 +92,13 @@ class Execution:
             tensor: Contiguous, and such that it can.
             opts: The caller's.
             timeout: If these have none.
+            copies: For the result; None if it belongs into the tensor.
 
         Raises:
             torch.distributed.DistBackendError: As :meth:`start`.
         """
         work: ShmWork | None = None
-        call = compiled.call_for(tensor, opts.reduceOp)
+        call = compiled.call_for(tensor, opts.reduceOp, copies)
         if not self._queue and self._broken is None and self._is_running.acquire(blocking=False):
             try:
                 if not self._queue:
@@ -98,7 +106,8 @@ class Execution:
                         if not is_asynchronous(opts):
                             return self._ended
                         return self._held(ShmWork("all_reduce", None, compiled, [tensor], 0.0, self))
-                    work = ShmWork("all_reduce", compiled.go_on(), compiled, [tensor], deadline_of(opts, timeout), self)
+                    progress = compiled.go_on(call)
+                    work = ShmWork("all_reduce", progress, compiled, [tensor], deadline_of(opts, timeout), self)
                     # It has begun: what another thread has queued in the meantime comes after it.
                     self._queue.appendleft(work)
             except BaseException as caught:  # the user's Ctrl-C

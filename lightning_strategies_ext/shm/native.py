@@ -27,14 +27,29 @@ _SPIN_NS: Final = int(SPIN_S * 1e9)
 _WHOLE_NUM_BYTES: Final = 32 * 1024
 
 
+class SharedCopies(NamedTuple):
+    """Memory for the result of all-reduces: a copy per rank, in memory that all ranks of the host have mapped.
+
+    Attributes:
+        own: This rank's copy, contiguous.
+        pointers: The addresses of all copies in this process, in rank order.
+        memory: What keeps the copies of all ranks mapped.
+    """
+
+    own: Tensor
+    pointers: "ctypes.Array[ctypes.c_void_p]"
+    memory: Sequence[Tensor]
+
+
 class Call(NamedTuple):
-    """One all-reduce, in the library's terms; the tensor is held as long as its memory is written to."""
+    """One all-reduce, in the library's terms; the tensors are held as long as their memory is read or written to."""
 
     tensor: Tensor
     pointer: int
     numel: int
     type: int
     is_average: bool
+    copies: SharedCopies | None
 
 
 class CompiledAllReduce:
@@ -90,27 +105,32 @@ class CompiledAllReduce:
         return tensor.dtype in _TYPES and getattr(op, "op", op) in _IS_AVERAGE and tensor.numel() > 0
 
     @staticmethod
-    def call_for(flat: Tensor, op: Any) -> Call:
+    def call_for(flat: Tensor, op: Any, copies: SharedCopies | None = None) -> Call:
         """What :meth:`begin` takes, found out before anything is begun.
 
         Args:
             flat: Contiguous, on the CPU, and such that :meth:`does` says yes.
             op: SUM, or AVG.
+            copies: Of the size of the tensor, for the result; None if it belongs into the tensor.
 
         Raises:
             RuntimeError: If the tensor has no memory.
         """
         is_average = _IS_AVERAGE[getattr(op, "op", op)]
-        return Call(flat, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average)
+        return Call(flat, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average, copies)
 
     def begin(self, call: Call) -> bool:
-        """Begins to reduce a tensor in place; True if that is done already, else :meth:`go_on` goes on."""
-        _, *numbers = call
-        self._library.all_reduce_begin(self._group, *numbers, self._whole_num_bytes)
+        """Begins to reduce a tensor; True if that is done already, else :meth:`go_on` goes on."""
+        _, *numbers, copies = call
+        pointers = None if copies is None else copies.pointers
+        self._library.all_reduce_begin(self._group, *numbers, self._whole_num_bytes, pointers)
         return bool(self._library.all_reduce_advance(self._group, _SPIN_NS) == _DONE)
 
-    def go_on(self) -> Generator[None, None, None]:
+    def go_on(self, call: Call) -> Generator[None, None, None]:
         """Goes on where :meth:`begin` had to stop; yields where it has to wait for others.
+
+        Args:
+            call: The one that has begun. Its memory is held until the end.
 
         Raises:
             DistBackendError: If a rank reduces a tensor of another size or dtype, or with another op.
@@ -124,7 +144,7 @@ class CompiledAllReduce:
         """Reduces tensors in place, one after the other; as :meth:`begin` and :meth:`go_on` do."""
         for call in calls:
             if not self.begin(call):
-                yield from self.go_on()
+                yield from self.go_on(call)
 
     def wait(self, deadline: float) -> None:
         """Sleeps until a rank that is waited for has laid something out.

@@ -26,7 +26,7 @@ from lightning_strategies_ext.shm.calls import Kind, number_of
 from lightning_strategies_ext.shm.collectives import Plan
 from lightning_strategies_ext.shm.execution import Execution, deadline_of, is_asynchronous
 from lightning_strategies_ext.shm.gloo import AllOf, GlooBeside, or_by_dispatcher
-from lightning_strategies_ext.shm.native import CompiledAllReduce
+from lightning_strategies_ext.shm.native import CompiledAllReduce, SharedCopies
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.short_forms import or_in_short
@@ -45,6 +45,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         execution: What carries operations out.
         rounds: Of the ranks of this host.
         compiled: What all-reduces in this host faster than rounds do, if there is a compiled library.
+        share_memory: Maps memory of a size in bytes for :meth:`share_memory`.
         gloo: A backend of all ranks, for what is not done here.
         leaders: A gloo group of the first rank of each host, if there are several and this rank is one of them.
 
@@ -60,6 +61,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         execution: Execution,
         rounds: Rounds,
         compiled: CompiledAllReduce | None,
+        share_memory: Callable[[int], list[Tensor]],
         gloo: GlooBeside,
         leaders: Any,
     ) -> None:
@@ -77,6 +79,7 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._across_hosts = AllReduceAcrossHosts(rounds, compiled, leaders)
         self.spans_hosts = rounds.size < size
         self._compiled = None if self.spans_hosts else compiled
+        self._share_memory = share_memory
         self._finalizer = weakref.finalize(self, execution.close)
 
     def getBackendName(self) -> str:  # noqa: N802 - as torch calls it
@@ -87,6 +90,38 @@ class ShmProcessGroup(dist.ProcessGroup):
     def is_compiled(self) -> bool:
         """Whether the compiled library all-reduces, for float32 and float64 tensors at least."""
         return self._compiled is not None
+
+    def share_memory(self, num_bytes: int) -> list[Tensor]:
+        """Maps further shared memory of each rank; called by all ranks, which are on one host, together.
+
+        Args:
+            num_bytes: The size of the memory of each rank.
+
+        Returns:
+            The memory of each rank, in rank order, as zeros of dtype uint8. It is freed with the tensors of all ranks.
+
+        Raises:
+            MemoryError: On all ranks, if one has no room for it in ``/dev/shm``, or if the memory of all ranks takes more
+                than half of the room.
+            DistBackendError: If a rank has ended.
+            TimeoutError: If a rank does not come.
+        """
+        return self._share_memory(num_bytes)
+
+    def all_reduce_into(self, copies: SharedCopies, tensor: Tensor, opts: dist.AllreduceOptions) -> ShmWork:
+        """Reduces a tensor over all ranks into memory that they share. The tensor is only read.
+
+        Args:
+            copies: Of the size and dtype of the tensor.
+            tensor: Contiguous, on the CPU, with one element at least. It may be this rank's copy.
+            opts: SUM or AVG.
+
+        Raises:
+            torch.distributed.DistBackendError: If it has failed, unless it is asynchronous: then its handle raises.
+        """
+        assert self._compiled is not None
+        with _recorded("all_reduce"):
+            return self._execution.all_reduce(self._compiled, tensor, opts, self._backend.timeout, copies)
 
     @property
     def waiting_for(self) -> ShmWork | None:

@@ -66,6 +66,15 @@ def create(num_bytes: int) -> int:
     return fd
 
 
+def mapped(fd: int) -> Tensor:
+    """Maps the whole of a segment into this process as a tensor of bytes, and closes its descriptor."""
+    try:
+        memory = mmap.mmap(fd, 0)
+    finally:
+        os.close(fd)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class Segment:
     """One rank's segment, mapped into this process.
 
@@ -78,11 +87,7 @@ class Segment:
     """
 
     def __init__(self, fd: int) -> None:
-        try:
-            self._memory = mmap.mmap(fd, 0)
-        finally:
-            os.close(fd)
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        whole = mapped(fd)
         self.board, slots = whole.tensor_split([whole.numel() // _COMPILED_SHARE])
         self.slots: tuple[Tensor, ...] = slots.chunk(NUM_SLOTS)
 

@@ -2,9 +2,10 @@
 
 DDP's reducer copies each gradient into a bucket, calls the process group from C++, and waits for a Python future. That
 takes longer than an all-reduce over ``shm`` itself. :class:`DirectExchange` hooks into the same nodes of autograd as
-the reducer and all-reduces the gradients itself: large ones in place as soon as they are computed, small ones together,
-as one tensor, at the end of the backward pass. The model remains an instance of DistributedDataParallel, and its
-reducer remains ready for steps that need it.
+the reducer and all-reduces the gradients itself: large ones as soon as they are computed, small ones together, as one
+tensor, at the end of the backward pass. The mean of a large gradient is written to memory that the ranks share, which
+becomes the gradient, as the memory of a bucket does with the reducer. The model remains an instance of
+DistributedDataParallel, and its reducer remains ready for steps that need it.
 
 What a training script can observe is the same as with the reducer: which passes exchange gradients, when gradients are
 averaged, which errors are raised and where, and with two ranks every bit of the result.
@@ -15,8 +16,10 @@ averaged, which errors are raised and where, and with two ranks every bit of the
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from ctypes import c_void_p
 from functools import partial
-from typing import Any, Final
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,14 +31,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.checks import is_compiled
 from lightning_strategies_ext.gradients import NUM_HOLDERS_IN_HOOK_OF_NODE, gradient_of, unshare_gradient
+from lightning_strategies_ext.shm.native import SharedCopies
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
 log = logging.getLogger(__name__)
 
-#: A gradient of this size, in bytes, is exchanged by itself, in place; smaller ones are copied into one tensor.
+#: A gradient of this size, in bytes, is exchanged by itself; smaller ones are copied into one tensor.
 LARGE_NUM_BYTES: Final = 64 * 1024
 #: The size of that tensor, in bytes, at most. More small gradients than that are exchanged by several all-reduces.
 _PACK_NUM_BYTES: Final = 1024 * 1024
+#: Of gradients in shared memory, in bytes: a line of a core's cache.
+_ALIGNMENT: Final = 64
 _DTYPES: Final = (torch.float32, torch.float64)
 #: Whether an operation returns when it has ended, if its options say so: from torch 2.8 on.
 _WAITS_WITHIN: Final = hasattr(dist.AllreduceOptions(), "asyncOp")
@@ -117,6 +123,22 @@ class DistributedModel(DistributedDataParallel):
         return {**super().__getstate__(), "direct_exchange": None}
 
 
+class _Started(NamedTuple):
+    """The all-reduce of a large gradient.
+
+    Attributes:
+        work: Its handle.
+        parameter: Whose gradient it is.
+        result: The mean, once the work has ended.
+        copied_to: The gradient, if it keeps its memory; None if the result becomes the gradient.
+    """
+
+    work: Any
+    parameter: Tensor
+    result: Tensor
+    copied_to: Tensor | None = None
+
+
 class DirectExchange:
     """Exchanges the gradients of a model in DDP in place of its reducer.
 
@@ -141,6 +163,7 @@ class DirectExchange:
         # Until rank 0's order is known: autograd mostly computes the gradients of the last layers first.
         self._large = [index for index in reversed(range(len(self._parameters))) if self._is_large[index]]
         self._is_order_known = len(self._large) < 2
+        self._copies = self._share_copies() if self._large and model.gradient_as_bucket_view else {}
         self._order: list[int] = []
         self._begin_ns = self._ready_ns = self._held_up_ns = 0
         self._packs = _packed(each for each in self._parameters if each.nbytes < LARGE_NUM_BYTES)
@@ -210,14 +233,27 @@ class DirectExchange:
         large, are_ready = self._large, self._are_ready
         while self._num_started < len(large) and are_ready[large[self._num_started]]:
             begin_ns = time.time_ns() if self.takes_times else 0
-            gradient = unshare_gradient(self._parameters[large[self._num_started]], NUM_HOLDERS_IN_HOOK_OF_NODE)
-            tensor = gradient if gradient.is_contiguous() else gradient.contiguous()
-            work = self._group.allreduce([tensor], self._options_of_large)
-            self._started.append((work, gradient, tensor))
+            self._started.append(self._start(large[self._num_started]))
             self._num_started += 1
             if self.takes_times:
                 self._begin_ns = self._begin_ns or begin_ns
                 self._held_up_ns += time.time_ns() - begin_ns
+
+    def _start(self, index: int) -> "_Started":
+        """Starts the all-reduce of a large gradient."""
+        parameter = self._parameters[index]
+        copies = self._copies.get(index)
+        gradient = gradient_of(parameter)
+        # With `create_graph`, the gradient is part of a graph.
+        if copies is not None and gradient.is_contiguous() and not gradient.requires_grad:
+            work = self._group.all_reduce_into(copies, gradient, self._options_of_large)
+            result = copies.own.detach()
+            if work.is_completed():
+                parameter.grad = result  # frees the memory in which the next gradient is computed
+            return _Started(work, parameter, result)
+        gradient = unshare_gradient(parameter, NUM_HOLDERS_IN_HOOK_OF_NODE)
+        result = gradient if gradient.is_contiguous() else gradient.contiguous()
+        return _Started(self._group.allreduce([result], self._options_of_large), parameter, result, copied_to=gradient)
 
     def _finish(self) -> None:
         if torch.is_grad_enabled():  # `backward(create_graph=True)`
@@ -248,18 +284,38 @@ class DirectExchange:
             # As with the reducer's buckets, other tensors in the memory of a gradient do not receive the average.
             for parameter, mean in zip(parameters, _unflatten_dense_tensors(pack, gradients), strict=True):
                 parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter).copy_(mean)
-        for work, gradient, tensor in self._started:
-            work.wait()
-            if tensor is not gradient:
-                gradient.copy_(tensor)
+        for started in self._started:
+            started.work.wait()
+            if started.copied_to is None:
+                started.parameter.grad = started.result
+            elif started.copied_to is not started.result:
+                started.copied_to.copy_(started.result)
 
     def _reset(self) -> None:
         self._is_expecting = False
         self._are_ready = [False] * len(self._parameters)
         self._num_left = len(self._parameters)
         self._num_started = 0
-        self._started: list[tuple[Any, Tensor, Tensor]] = []
+        self._started: list[_Started] = []
         self._begin_ns = self._ready_ns = self._held_up_ns = 0
+
+    def _share_copies(self) -> dict[int, SharedCopies]:
+        """Shares memory for the means of large gradients; none if ``/dev/shm`` has no room on a rank."""
+        parameters = {index: self._parameters[index] for index in sorted(self._large)}
+        *begins, end = accumulate(
+            (-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in parameters.values()), initial=0
+        )
+        try:
+            memory = self._group.share_memory(end)
+        except MemoryError as error:
+            log.info("Means of large gradients are copied from shared memory: %s.", error)
+            return {}
+        copies = {}
+        for begin, (index, parameter) in zip(begins, parameters.items(), strict=True):
+            own = memory[self._group.rank()][begin : begin + parameter.nbytes].view(parameter.dtype)
+            pointers = (c_void_p * len(memory))(*(each.data_ptr() + begin for each in memory))
+            copies[index] = SharedCopies(own.view(parameter.shape), pointers, memory)
+        return copies
 
     def _follow_rank_zero(self) -> None:
         """Takes over the order in which rank 0 has computed the large gradients; called by all ranks together."""

@@ -3,7 +3,8 @@
  *
  *     all_reduce_stress RANKS TENSORS SLEEPS
  *
- * Each rank all-reduces tensors of random sizes and types and checks every item. With SLEEPS it goes to sleep on its
+ * Each rank all-reduces tensors of random sizes and types and checks every item. Some results go into shared copies; a
+ * rank's own copy is sometimes the tensor itself. With SLEEPS it goes to sleep on its
  * sockets wherever it has to wait, as the process group does; who is not woken ends the program with an error. */
 #include <poll.h>
 #include <pthread.h>
@@ -16,7 +17,7 @@
 enum { BOARD_BYTES = 4096, SLOT_BYTES = 4096, MOST_ITEMS = 20000, SPIN_NS = 2000, PATIENCE_MS = 10000 };
 
 static int size, num_tensors, sleeps;
-static char *areas[MAX_RANKS];
+static char *areas[MAX_RANKS], *copies[MAX_RANKS];
 static int links[MAX_RANKS][MAX_RANKS];
 
 static void fail(const char *what, int rank, int tensor)
@@ -42,28 +43,31 @@ static void wait_for_others(Group *g, int rank, int tensor)
 #define CHECK(TYPE)                                                                                                    \
     for (size_t i = 0; i < n; i++)                                                                                     \
         ((TYPE *)items)[i] = (TYPE)(rank + (int)i % 7);                                                                \
-    all_reduce_begin(g, items, n, type, 0, whole);                                                                            \
-    while ((state = all_reduce_advance(g, SPIN_NS)) != DONE) {                                                                \
+    all_reduce_begin(g, items, n, type, 0, whole, has_copies ? copies : NULL);                                         \
+    while ((state = all_reduce_advance(g, SPIN_NS)) != DONE) {                                                         \
         if (state != WAITS)                                                                                            \
             fail("ranks differ", rank, tensor);                                                                        \
         if (sleeps)                                                                                                    \
             wait_for_others(g, rank, tensor);                                                                          \
     }                                                                                                                  \
     for (size_t i = 0; i < n; i++)                                                                                     \
-        if (((TYPE *)items)[i] != (TYPE)(size * (size - 1) / 2 + size * ((int)i % 7)))                                 \
+        if (((TYPE *)result)[i] != (TYPE)(size * (size - 1) / 2 + size * ((int)i % 7)))                                \
             fail("wrong sum", rank, tensor);
 
 static void *work(void *argument)
 {
     int rank = (int)(intptr_t)argument, state;
     unsigned seed = 1, own_seed = (unsigned)rank;
-    char *items = malloc(MOST_ITEMS * 8);
+    char *own = malloc(MOST_ITEMS * 8);
     Group *g = malloc(all_reduce_group_bytes());
     all_reduce_open(g, rank, size, areas, BOARD_BYTES, SLOT_BYTES, links[rank], "0123456789abcdef");
     for (int tensor = 0; tensor < num_tensors; tensor++) {
         size_t n = 1 + (size_t)rand_r(&seed) % (rand_r(&seed) % 3 ? MOST_ITEMS : 100);
         int type = rand_r(&seed) % 4;
         size_t whole = rand_r(&seed) % 2 ? 2048 : 0;
+        int has_copies = rand_r(&seed) % 3 == 0;
+        char *result = has_copies ? copies[rank] : own;
+        char *items = rand_r(&own_seed) % 2 ? result : own;
         if (rand_r(&own_seed) % 20 == 0)
             usleep(200);
         switch (type) {
@@ -73,7 +77,7 @@ static void *work(void *argument)
         case 3: CHECK(int64_t) break;
         }
     }
-    free(items);
+    free(own);
     return g; /* read by nobody any more only when all have ended */
 }
 
@@ -87,6 +91,7 @@ int main(int count, char **arguments)
     pthread_t threads[MAX_RANKS];
     for (int rank = 0; rank < size; rank++) {
         areas[rank] = aligned_alloc(BOARD_BYTES, BOARD_BYTES + SLOTS * SLOT_BYTES);
+        copies[rank] = aligned_alloc(LINE, MOST_ITEMS * 8);
         memset(areas[rank], 0, BOARD_BYTES + SLOTS * SLOT_BYTES);
         for (int other = 0; other < rank; other++) {
             int ends[2];

@@ -6,6 +6,7 @@ Each case trains a module that ``wrap`` puts into DDP, and returns what a script
 """
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,38 @@ def accumulating(wrap: Callable[..., DistributedModel]) -> Any:
         local = gradients(model)
     model(batch(1)).backward()
     return local + gradients(model)
+
+
+def accumulating_means(wrap: Callable[..., DistributedModel]) -> Any:
+    model = wrap(Net())
+    seen = []
+    for number in range(3):
+        model(batch(number)).backward()
+        seen += gradients(model)
+    return seen
+
+
+def a_rank_that_is_late(wrap: Callable[..., DistributedModel]) -> Any:
+    model = wrap(Net())
+    seen = []
+    for number in range(4):
+        rows = model.module.first(batch(number))
+        if number % 2 == dist.get_rank():
+            rows.register_hook(lambda _: time.sleep(0.02))  # other ranks wait longer than they spin
+        model(rows).backward()
+        seen += gradients(model)
+        model.zero_grad()
+    return seen
+
+
+def gradients_that_the_script_keeps(wrap: Callable[..., DistributedModel]) -> Any:
+    model = wrap(Net(), gradient_as_bucket_view=False)
+    kept: list[Any] = []
+    for number in range(3):
+        model(batch(number)).backward()
+        kept += [each.grad for each in model.parameters()]
+        model.zero_grad()
+    return kept
 
 
 def forward_passes_before_one_backward_pass(wrap: Callable[..., DistributedModel]) -> Any:
@@ -301,6 +334,9 @@ def copies(wrap: Callable[..., DistributedModel]) -> Any:
 CASES = [
     one_pass,
     accumulating,
+    accumulating_means,
+    a_rank_that_is_late,
+    gradients_that_the_script_keeps,
     forward_passes_before_one_backward_pass,
     forward_passes_without_backward_pass,
     a_second_backward_pass,

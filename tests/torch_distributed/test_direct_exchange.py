@@ -1,10 +1,15 @@
 """Gradients that are exchanged without DDP's reducer: all that a script can see is what it sees with the reducer."""
 
+import gc
 import logging
 import os
+import re
+import resource
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_strategies_ext.torch_distributed.direct_exchange import LARGE_NUM_BYTES, DistributedModel
 from lightning_strategies_ext.torch_distributed.wrapping import wrap_in_ddp
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_command
+from tests.support.shared_memory import private_shared_memory
 from tests.torch_distributed.direct_exchange_cases import CASES, WIDTH, Net, batch, gradients
 
 CPU = torch.device("cpu")
@@ -37,8 +43,8 @@ def try_all(names: list[str]) -> list[tuple[Any, Any]]:
             outcomes = []
             for is_direct in (False, True):
 
-                def wrap(module: nn.Module, is_direct: bool = is_direct) -> DistributedModel:
-                    model = wrap_in_ddp(module, CPU)
+                def wrap(module: nn.Module, is_direct: bool = is_direct, **ddp_kwargs: Any) -> DistributedModel:
+                    model = wrap_in_ddp(module, CPU, **ddp_kwargs)
                     if is_direct:
                         model.exchange_directly({})
                     assert model.is_exchanged_directly is is_direct
@@ -111,10 +117,88 @@ def test_ranks_that_compute_layers_of_equal_shape_in_different_orders(world_size
             torch.testing.assert_close(mine, right)
 
 
+# --- memory ---
+
+
+def without_room_on_one_rank() -> tuple[list[str], list[Tensor], list[Tensor]]:
+    found = []
+    with process_group(), messages() as said:
+        for is_direct in (False, True):
+            torch.manual_seed(1)
+            model = wrap_in_ddp(Net(), CPU)
+            if is_direct:
+                if dist.get_rank() == 1:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+                model.exchange_directly({})
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            model(batch()).backward()
+            found.append(gradients(model))
+    return [*said], *found
+
+
+@pytest.mark.processes
+def test_a_rank_without_room_for_shared_gradients() -> None:
+    for said, with_reducer, without in run_ranks(without_room_on_one_rank):
+        [message] = said
+        assert re.search(r"rank 1 finds no room for \d+ bytes in /dev/shm", message), message
+        for ours, theirs in zip(without, with_reducer, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+WITH_LITTLE_ROOM = """
+import logging, sys, torch, torch.distributed as dist
+from lightning_strategies_ext.torch_distributed.wrapping import wrap_in_ddp
+logging.basicConfig(level=logging.INFO)
+dist.init_process_group("shm", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+model = wrap_in_ddp(torch.nn.Linear(1024, 1024), torch.device("cpu"))
+model.exchange_directly({})
+model(torch.full((1, 1024), dist.get_rank() + 1.0)).sum().backward()
+print(model.module.weight.grad.unique().tolist())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("size", "is_enough"), [("16m", False), ("64m", True)])
+def test_half_of_the_shared_memory_is_left_to_others(tmp_path: Path, size: str, is_enough: bool) -> None:
+    with private_shared_memory(size) as shared_memory:
+        command = [*shared_memory.prefix, sys.executable, "-c", WITH_LITTLE_ROOM, f"file://{tmp_path}/store"]
+        processes = [start_command(*command, rank) for rank in range(2)]
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    for output in outputs:
+        assert "[1.5]" in output
+        assert ("more than half of what is free in /dev/shm" in output) is not is_enough, output
+
+
+def often_wrapped() -> tuple[int, int]:
+    def num_bytes_of_shared_memory() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
+
+    with process_group():
+        found = []
+        for _ in range(6):
+            model = wrap_in_ddp(nn.Linear(1024, 1024), CPU)
+            model.exchange_directly({})
+            model(torch.ones(1, 1024)).sum().backward()
+            found.append(num_bytes_of_shared_memory())
+            del model
+            gc.collect()
+            dist.barrier()
+    return found[1], found[-1]
+
+
+@pytest.mark.processes
+def test_shared_memory_is_freed_with_the_model() -> None:
+    for early, late in run_ranks(often_wrapped):
+        assert 4 * 1024 * 1024 < late < early + 1024 * 1024
+
+
 # --- when the reducer exchanges ---
 
 
-def reasons() -> list[str]:
+@contextmanager
+def messages() -> Iterator[list[str]]:
+    """What is logged meanwhile at the level INFO."""
     logger = logging.getLogger("lightning_strategies_ext.torch_distributed.direct_exchange")
     logger.setLevel(logging.INFO)
     found: list[str] = []
@@ -123,10 +207,16 @@ def reasons() -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.getMessage())
 
-    logger.addHandler(Collect())
+    handler = Collect()
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def reasons() -> list[str]:
     compiled = Net()
     compiled.compile()
-    with process_group():
+    with process_group(), messages() as found:
         for module, ddp_kwargs in (
             (Net(), {"find_unused_parameters": True}),
             (Net(), {"static_graph": True}),
