@@ -37,6 +37,7 @@ class Case:
         blocks: Parts of the module, from :data:`BLOCKS`.
         later: Stages after the first `fit`, from :data:`LATER_STAGES`.
         uneven: Value of `uneven_inputs`, for ranks with different numbers of batches.
+        exchanges_each: Whether small gradients are exchanged over `shm` as large ones are, each by itself.
         kill: The training step at which rank 1 is killed in elastic training; 0 is never.
         fault: A fault to inject into our side, which the check must find; it is never drawn.
     """
@@ -78,6 +79,7 @@ class Case:
     checkpoint: str = _choice("", "epoch", "steps", "best")
     callback: str = _choice("", "ema", "swa", "early_stopping", "accumulation")
     bucket_view: bool = _choice(False, True)
+    exchanges_each: bool = _choice(False, True)
     find_unused: bool = _choice(False, True)
     static_graph: bool = _choice(False, True)
     sync_batchnorm: bool = _choice(False, True)
@@ -196,6 +198,10 @@ def possible(case: Case) -> Case:
         changes["accumulate"] = 1
     if case.optimization == "two" and case.edit_gradients:
         changes["edit_gradients"] = ""
+    accumulates = case.accumulate > 1 or case.callback == "accumulation"
+    if accumulates and case.edit_gradients == "on_after_backward" and changes.get("reference", case.reference) == "one":
+        # The hook edits the gradients of each rank before their mean, and those of one device after it.
+        changes["edit_gradients"] = "on_before_optimizer_step"
     if case.limit_val == 0 or case.check_val_every_n_epoch > 1:
         if case.callback == "early_stopping":
             changes["callback"] = ""

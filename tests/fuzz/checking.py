@@ -235,7 +235,9 @@ def differences(mine: Any, other: Any, where: str, tolerance: float = 0.0) -> An
     if mine is _ANY:
         return
     if isinstance(mine, Tensor) and isinstance(other, Tensor):
-        if mine.dtype != other.dtype or mine.shape != other.shape:
+        if mine.is_sparse and other.is_sparse:
+            yield from differences(mine.to_dense(), other.to_dense(), where, tolerance)
+        elif mine.dtype != other.dtype or mine.shape != other.shape:
             yield f"{where}: {mine.dtype} {tuple(mine.shape)} and {other.dtype} {tuple(other.shape)}"
         elif mine.is_floating_point() and tolerance:
             if not torch.allclose(mine, other, rtol=tolerance, atol=tolerance, equal_nan=True):

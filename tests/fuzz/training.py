@@ -31,6 +31,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from torchmetrics import MeanMetric
 
 from lightning_strategies_ext import DataParallelStrategy, DDPSpawnStrategy, DDPStrategy, HorovodStrategy
+from lightning_strategies_ext.torch_distributed import direct_exchange
+from lightning_strategies_ext.torch_distributed.direct_exchange import LARGE_NUM_BYTES
 from tests.fuzz.cases import Case
 from tests.support.models import LOADS_EVERYTHING
 
@@ -285,6 +287,8 @@ class Model(pl.LightningModule):
         return {"index": index, "value": self.net(features, tokens, 0)}
 
     def setup(self, stage: str) -> None:
+        num_bytes = 0 if self.case.exchanges_each else LARGE_NUM_BYTES
+        direct_exchange.LARGE_NUM_BYTES = num_bytes  # type: ignore[misc]
         if self.injects("gradient"):
             self._ddp_params_and_buffers_to_ignore = ["net.last.bias"]
 
