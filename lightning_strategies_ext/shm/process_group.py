@@ -101,8 +101,8 @@ class ShmProcessGroup(dist.ProcessGroup):
             The memory of each rank, in rank order, as zeros of dtype uint8. It is freed with the tensors of all ranks.
 
         Raises:
-            MemoryError: On all ranks, if one has no room for it in ``/dev/shm``, or if the memory of all ranks takes more
-                than half of the room.
+            MemoryError: On all ranks, if one has no room for it in ``/dev/shm``, or if the memory of all ranks takes
+                more than half of the room.
             DistBackendError: If a rank has ended.
             TimeoutError: If a rank does not come.
         """

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from ctypes import c_void_p
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
@@ -24,7 +25,6 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
@@ -139,6 +139,36 @@ class _Started(NamedTuple):
     copied_to: Tensor | None = None
 
 
+@dataclass
+class _Pack:
+    """Small gradients that are exchanged as one tensor.
+
+    Attributes:
+        parameters: Whose gradients they are.
+        tensor: Its memory, which is used in each step; None if each step takes new memory.
+        gradients: The gradients in it, with the strides of the parameters.
+    """
+
+    parameters: list[Tensor]
+    tensor: Tensor | None
+    gradients: list[Tensor]
+
+    @classmethod
+    def of(cls, parameters: list[Tensor], keeps_memory: bool) -> "_Pack":
+        tensor, gradients = _new_pack(parameters)
+        return cls(parameters, tensor, gradients) if keeps_memory else cls(parameters, None, [])
+
+    def filled(self) -> tuple[Tensor, list[Tensor]]:
+        """Returns a tensor with the gradients of this pass, and its parts."""
+        tensor, parts = (self.tensor, self.gradients) if self.tensor is not None else _new_pack(self.parameters)
+        gradients: list[Any] = [parameter.grad for parameter in self.parameters]
+        try:
+            torch._foreach_copy_(parts, gradients)
+        except TypeError:  # this rank has computed no gradient of one parameter
+            torch._foreach_copy_(parts, [*map(gradient_of, self.parameters)])
+        return tensor, parts
+
+
 class DirectExchange:
     """Exchanges the gradients of a model in DDP in place of its reducer.
 
@@ -159,14 +189,16 @@ class DirectExchange:
         named = trained_parameters(model)
         self._names, self._parameters = [*named], [*named.values()]
         self._options, self._options_of_large = _averaging(is_asynchronous=False), _averaging(is_asynchronous=True)
+        keeps_memory = bool(model.gradient_as_bucket_view)
         self._is_large = [parameter.nbytes >= LARGE_NUM_BYTES for parameter in self._parameters]
         # Until rank 0's order is known: autograd mostly computes the gradients of the last layers first.
         self._large = [index for index in reversed(range(len(self._parameters))) if self._is_large[index]]
         self._is_order_known = len(self._large) < 2
-        self._copies = self._share_copies() if self._large and model.gradient_as_bucket_view else {}
+        self._copies = self._share_copies() if self._large and keeps_memory else {}
         self._order: list[int] = []
         self._begin_ns = self._ready_ns = self._held_up_ns = 0
-        self._packs = _packed(each for each in self._parameters if each.nbytes < LARGE_NUM_BYTES)
+        small = [each for each in self._parameters if each.nbytes < LARGE_NUM_BYTES]
+        self._packs = [_Pack.of(parameters, keeps_memory) for parameters in _packed(small)]
         self._reset()
         # The reducer owns these nodes, and so the hooks exist as long as the reducer does.
         self._handles = [
@@ -269,21 +301,14 @@ class DirectExchange:
         self._reset()
 
     def _exchange_rest(self) -> None:
-        for parameters in self._packs:
-            gradients: list[Any] = [parameter.grad for parameter in parameters]
-            try:
-                pack = _flatten_dense_tensors(gradients)
-            except TypeError:  # this rank has computed no gradient of one parameter
-                gradients = [*map(gradient_of, parameters)]
-                pack = _flatten_dense_tensors(gradients)
-            if len(parameters) == 1:  # the pack is the gradient itself
-                pack = pack.clone()
-            work = self._group.allreduce([pack], self._options)
+        for pack in self._packs:
+            tensor, means = pack.filled()
+            work = self._group.allreduce([tensor], self._options)
             if not _WAITS_WITHIN:
                 work.wait()
             # As with the reducer's buckets, other tensors in the memory of a gradient do not receive the average.
-            for parameter, mean in zip(parameters, _unflatten_dense_tensors(pack, gradients), strict=True):
-                parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter).copy_(mean)
+            for parameter, mean in zip(pack.parameters, means, strict=True):
+                parameter.grad = mean
         for started in self._started:
             started.work.wait()
             if started.copied_to is None:
@@ -376,6 +401,17 @@ def _packed(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
             num_bytes = parameter.nbytes
         together[-1].append(parameter)
     return together
+
+
+def _new_pack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Returns memory for the gradients of parameters, and the gradients in it."""
+    *begins, end = accumulate((each.numel() for each in parameters), initial=0)
+    tensor = parameters[0].new_empty(end)
+    # `empty_like` has the strides of a parameter if its elements fill its memory, and those of the default otherwise.
+    strides = [torch.empty_like(each).stride() for each in parameters]
+    with torch.no_grad():
+        pairs = zip(parameters, strides, begins, strict=True)
+        return tensor, [tensor.as_strided(each.shape, stride, begin) for each, stride, begin in pairs]
 
 
 def _averaging(*, is_asynchronous: bool) -> dist.AllreduceOptions:

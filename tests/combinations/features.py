@@ -103,6 +103,12 @@ def _uneven(way: str, lengths: tuple[int, int]) -> Callable[[Setup], None]:
     return apply
 
 
+def _lbfgs(setup: Setup) -> None:
+    """LBFGS amplifies the rounding of float32 beyond the limit of "exact"."""
+    setup.flags.add("lbfgs")
+    setup.trainer.setdefault("precision", "64-true")
+
+
 def _compression(name: str, value: Any, closeness: Closeness, named: str) -> Feature:
     apply = _strategy(compression=value)
     return Feature(f"compression {name}", apply, DDP, "exchange", closeness, True, (named, f"compression={name!r}"))
@@ -162,7 +168,7 @@ FEATURES = (
     Feature("checkpointed activations", _flag("checkpointed"), trains_alike=True),
     Feature("unfreezing", _callback(lambda: BackboneFinetuning(1)), named=("Other parameters", "BackboneFinetuning")),
     Feature("resume", _flag("resume"), named=("ckpt_path",)),
-    Feature("LBFGS", _flag("lbfgs"), named=("LBFGS",)),
+    Feature("LBFGS", _lbfgs, named=("LBFGS",)),
     Feature("schedulers", _flag("scheduler"), named=("scheduler",)),
     Feature("CombinedLoader", _flag("combined"), named=("CombinedLoader",)),
     Feature("iterable data", _flag("iterable"), named=("IterableDataset",)),

@@ -22,8 +22,7 @@ The comparison with one device allows for what a feature rounds or leaves out:
 | bf16-true; compression powersgd, localsgd and diloco; Horovod: adasum | at most half of it |
 | all others, `TopK(fraction=1.0)` too | rounding of float32 |
 
-LBFGS amplifies rounding: its pairs with several optimizers are outside the limit in float32, where they count as
-wrong, and inside it with `precision="64-true"`.
+LBFGS amplifies rounding, so its cells train with `precision="64-true"`, unless the other feature is a precision.
 
 A pair that cannot work is refused by one message, which names both features and a way out. "As alone" are exceptions
 of torch or Lightning that one device or Lightning's `ddp` raises in the same training.
