@@ -37,8 +37,8 @@ from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.torch_distributed.compression.options import BFloat16, Float16, compression_of
-from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,
     check_ddp_kwargs,

@@ -65,8 +65,8 @@ from lightning_strategies_ext.torch_distributed.compression.options import (
     Float16,
     compression_of,
 )
-from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
+from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.exchange import DDPExchange, Share
 from lightning_strategies_ext.torch_distributed.gradient_sync import (
     GradientSync,

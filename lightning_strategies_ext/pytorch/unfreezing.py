@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
-from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
+from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.exchange import Share
 from lightning_strategies_ext.torch_distributed.gradient_sync import GradientSync
 from lightning_strategies_ext.torch_distributed.wrapping import TrainableParameters

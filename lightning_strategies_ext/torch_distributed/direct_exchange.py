@@ -15,7 +15,7 @@ averaged, which errors are raised and where, and with two ranks every bit of the
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,6 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_strategies_ext.checks import is_compiled
 from lightning_strategies_ext.gradients import NUM_HOLDERS_IN_HOOK_OF_NODE, gradient_of, unshare_gradient
 from lightning_strategies_ext.shm.native import SharedCopies
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
@@ -42,85 +41,8 @@ LARGE_NUM_BYTES: Final = 64 * 1024
 _PACK_NUM_BYTES: Final = 1024 * 1024
 #: Of gradients in shared memory, in bytes: a line of a core's cache.
 _ALIGNMENT: Final = 64
-_DTYPES: Final = (torch.float32, torch.float64)
 #: Whether an operation returns when it has ended, if its options say so: from torch 2.8 on.
 _WAITS_WITHIN: Final = hasattr(dist.AllreduceOptions(), "asyncOp")
-#: Arguments of DistributedDataParallel with which the user chooses how its reducer exchanges gradients.
-_OF_REDUCER: Final = (
-    *("process_group", "device_mesh", "bucket_cap_mb", "bucket_cap_mb_list", "mixed_precision"),
-    *("delay_all_reduce_named_params", "param_to_hook_all_reduce", "skip_all_reduce_unused_params"),
-)
-
-
-class DistributedModel(DistributedDataParallel):
-    """A model in DDP whose gradients may be exchanged without DDP's reducer.
-
-    Attributes:
-        direct_exchange: What exchanges them then; None if the reducer does.
-    """
-
-    direct_exchange: "DirectExchange | None" = None
-
-    @property
-    def is_exchanged_directly(self) -> bool:
-        """Whether the gradients are exchanged without the reducer now.
-
-        They are not once a communication hook was registered, nor in DDP's ``join``.
-        """
-        return self.direct_exchange is not None and not self._comm_hooks and not self._join_config.enable
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module as DDP's forward does, without the reducer's part if the reducer exchanges nothing."""
-        exchange = self.direct_exchange
-        if not self._lazy_init_ran:  # which may register a communication hook
-            self._lazy_init()
-        if exchange is None or self._comm_hooks or self._join_config.enable:
-            return super().forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            exchange.check_last_pass()
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        output = self.module(*inputs, **kwargs)
-        self.prepare_for_backward()  # Lightning's manual optimization has changed `require_backward_grad_sync` by now
-        return output
-
-    def prepare_for_backward(self) -> None:
-        """Lets the next backward pass exchange gradients directly, unless it is run in ``no_sync``.
-
-        Raises:
-            RuntimeError: If the backward pass before has not computed all gradients.
-        """
-        assert self.direct_exchange is not None
-        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if self.require_forward_param_sync:
-            self.direct_exchange.expect_pass()
-
-    def exchange_directly(self, ddp_kwargs: Mapping[str, Any], *, tries_buckets: bool = False) -> None:
-        """Exchanges gradients without the reducer from now on, if possible. Otherwise an INFO message gives the reason.
-
-        Args:
-            ddp_kwargs: Arguments of DistributedDataParallel that the user has set.
-            tries_buckets: Whether sizes of buckets are compared.
-        """
-        reason = reason_against(self, ddp_kwargs, tries_buckets=tries_buckets)
-        if reason is None:
-            group: Any = self.process_group
-            self.direct_exchange = DirectExchange(self, group)
-        else:
-            log.info("DDP's reducer exchanges the gradients: %s.", reason)
-
-    def exchange_by_reducer(self) -> None:
-        """Leaves the exchange of gradients to the reducer again. A second call does nothing."""
-        if self.direct_exchange is not None:
-            self.direct_exchange.close()
-            self.direct_exchange = None
-
-    def _remove_autograd_hooks(self) -> None:
-        self.exchange_by_reducer()
-        super()._remove_autograd_hooks()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "direct_exchange": None}
 
 
 class _Started(NamedTuple):
@@ -188,7 +110,8 @@ class DirectExchange:
         self._group = group
         named = trained_parameters(model)
         self._names, self._parameters = [*named], [*named.values()]
-        self._options, self._options_of_large = _averaging(is_asynchronous=False), _averaging(is_asynchronous=True)
+        self._options = all_reduce_options(dist.ReduceOp.AVG, is_asynchronous=False)
+        self._options_of_large = all_reduce_options(dist.ReduceOp.AVG, is_asynchronous=True)
         keeps_memory = bool(model.gradient_as_bucket_view)
         self._is_large = [parameter.nbytes >= LARGE_NUM_BYTES for parameter in self._parameters]
         # Until rank 0's order is known: autograd mostly computes the gradients of the last layers first.
@@ -351,45 +274,6 @@ class DirectExchange:
         self._order = []
 
 
-def reason_against(model: DistributedDataParallel, ddp_kwargs: Mapping[str, Any], *, tries_buckets: bool) -> str | None:
-    """Returns the reason why the reducer must exchange the gradients of a model; None if there is none."""
-    group = model.process_group
-    if not isinstance(group, ShmProcessGroup):
-        return "the process group is not `shm`"
-    if group.size() == 1:
-        return "there is one rank"
-    if not group.is_compiled:
-        return "the ranks are on several hosts, or there is no compiled library"
-    for name in _OF_REDUCER:
-        if ddp_kwargs.get(name):
-            return f"`{name}={ddp_kwargs[name]!r}`"
-    if tries_buckets:
-        return "sizes of buckets are compared"
-    if model.static_graph or model.find_unused_parameters:
-        return "it finds out which parameters are used"
-    if model._comm_hooks:
-        return "there is a communication hook"
-    if model._use_python_reducer or any(map(is_compiled, model.module.modules())):
-        return "a module is compiled"
-    parameters = trained_parameters(model).values()
-    if any(parameter.dtype not in _DTYPES for parameter in parameters):
-        return "a parameter is neither float32 nor float64"
-    if any(getattr(module, "sparse", False) for module in model.module.modules()):
-        return "gradients may be sparse"
-    return None
-
-
-def exchanged_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Returns the parameters by name that DDP does not ignore, frozen ones included."""
-    ignored = model.parameters_to_ignore
-    return {name: each for name, each in model.module.named_parameters() if name not in ignored}
-
-
-def trained_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Returns the parameters by name whose gradients DDP exchanges."""
-    return {name: each for name, each in exchanged_parameters(model).items() if each.requires_grad}
-
-
 def _packed(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Divides parameters of small gradients into those that are exchanged together."""
     together: list[list[Tensor]] = []
@@ -414,12 +298,29 @@ def _new_pack(parameters: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return tensor, [tensor.as_strided(each.shape, stride, begin) for each, stride, begin in pairs]
 
 
-def _averaging(*, is_asynchronous: bool) -> dist.AllreduceOptions:
+def aligned(num_bytes: int) -> int:
+    """Returns a number of bytes, rounded up so that what follows begins with a line of a core's cache."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def all_reduce_options(op: Any, *, is_asynchronous: bool) -> dist.AllreduceOptions:
+    """Returns what a process group takes for an all-reduce. Before torch 2.8, the caller waits in any case."""
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.reduceOp = dist.ReduceOp(op)
     if _WAITS_WITHIN:
         options.asyncOp = is_asynchronous
     return options
+
+
+def exchanged_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Returns the parameters by name that DDP does not ignore, frozen ones included."""
+    ignored = model.parameters_to_ignore
+    return {name: each for name, each in model.module.named_parameters() if name not in ignored}
+
+
+def trained_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Returns the parameters by name whose gradients DDP exchanges."""
+    return {name: each for name, each in exchanged_parameters(model).items() if each.requires_grad}
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext.shm import call_times
 from lightning_strategies_ext.torch_distributed.bucket_search import gradient_bytes
-from lightning_strategies_ext.torch_distributed.direct_exchange import DirectExchange, DistributedModel
+from lightning_strategies_ext.torch_distributed.direct_exchange import DirectExchange
+from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 
 _NEVER = 1 << 30
 

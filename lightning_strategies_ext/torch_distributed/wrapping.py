@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from lightning_strategies_ext.gpus import side_stream
-from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel, exchanged_parameters
+from lightning_strategies_ext.torch_distributed.direct_exchange import exchanged_parameters
+from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 
 #: Arguments of DistributedDataParallel that the strategy decides.
 _DECIDED_HERE = frozenset({"self", "module", "device_ids", "output_device"})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from lightning_strategies_ext.torch_distributed.direct_exchange import DistributedModel
+from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 
 WIDTH = 160  # of layers whose weights are large
 
@@ -308,6 +308,44 @@ def buffers(wrap: Callable[..., DistributedModel]) -> Any:
     return [*seen, model.module.norm.running_mean.clone()]
 
 
+class WithBuffers(nn.Module):
+    """Buffers of several dtypes and layouts, which each rank sets to its own values."""
+
+    VALUES = (
+        torch.tensor([-0.0, 0.0, float("nan"), float("-inf"), 1e-45]),
+        torch.tensor([True, False, True]),
+        torch.tensor(-(2**63)),
+        torch.tensor([[1, -2], [-128, 127], [0, 5]], dtype=torch.int8).t(),
+        torch.tensor([1.5, -3e38], dtype=torch.bfloat16),
+        torch.tensor([-0.0, 1e-320], dtype=torch.float64),
+        torch.tensor([complex(1, -0.0)]),
+        torch.empty(0),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+        for number, value in enumerate(self.VALUES):
+            self.register_buffer(f"buffer{number}", value.clone())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layer(rows).sum()
+
+
+def buffers_of_many_kinds(wrap: Callable[..., DistributedModel]) -> Any:
+    model = wrap(WithBuffers())
+    seen = []
+    for number in range(3):
+        if dist.get_rank() == 1:
+            for buffer in model.module.buffers():
+                buffer.fill_(1)
+        if number == 1:  # another tensor, of another size
+            model.module.buffer0 = torch.full((7,), dist.get_rank() + 2.5)
+        model(batch(number)).backward()
+        seen += [each.contiguous().view(-1).view(torch.uint8).clone() for each in model.module.buffers()]
+    return seen
+
+
 def different_numbers_of_batches(wrap: Callable[..., DistributedModel]) -> Any:
     model = wrap(nn.Linear(WIDTH, 1))
     with model.join():
@@ -353,6 +391,7 @@ CASES = [
     hooks_of_the_users,
     a_communication_hook_after_all,
     buffers,
+    buffers_of_many_kinds,
     different_numbers_of_batches,
     frozen_weights,
     copies,

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_strategies_ext.torch_distributed.direct_exchange import LARGE_NUM_BYTES, DistributedModel
+from lightning_strategies_ext.torch_distributed.direct_exchange import LARGE_NUM_BYTES
+from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 from lightning_strategies_ext.torch_distributed.wrapping import wrap_in_ddp
 from tests.support.ranks import run_ranks, start_command
 from tests.support.shared_memory import private_shared_memory
@@ -199,7 +200,7 @@ def test_shared_memory_is_freed_with_the_model() -> None:
 @contextmanager
 def messages() -> Iterator[list[str]]:
     """What is logged meanwhile at the level INFO."""
-    logger = logging.getLogger("lightning_strategies_ext.torch_distributed.direct_exchange")
+    logger = logging.getLogger("lightning_strategies_ext.torch_distributed")
     logger.setLevel(logging.INFO)
     found: list[str] = []
 
