@@ -145,7 +145,7 @@ $(CLIENTS)/.installed: pyproject.toml tests/clients/requirements.txt tests/clien
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(CLIENTS)/bin/python -m pip freeze --exclude-editable | grep "^torch==" > build/clients/torch.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint build/clients/torch.txt \
-		--constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt --editable ".[lightning,pytorch-lightning]"
+		--constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt hatchling --editable ".[lightning,pytorch-lightning]"
 	touch $@
 
 $(MATRIX)/nox/bin/nox:

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_strategies_ext.gradients import NUM_HOLDERS_IN_HOOK_OF_NODE, gradient_of, unshare_gradient
 from lightning_strategies_ext.shm.native import SharedCopies
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
+from lightning_strategies_ext.shm.tensors import is_plain
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,14 @@ class _Started(NamedTuple):
     parameter: Tensor
     result: Tensor
     copied_to: Tensor | None = None
+
+    def end(self) -> None:
+        """Waits until the mean exists, and makes it the gradient."""
+        self.work.wait()
+        if self.copied_to is None:
+            self.parameter.grad = self.result
+        elif self.copied_to is not self.result:
+            self.copied_to.copy_(self.result)
 
 
 @dataclass
@@ -188,27 +197,30 @@ class DirectExchange:
         large, are_ready = self._large, self._are_ready
         while self._num_started < len(large) and are_ready[large[self._num_started]]:
             begin_ns = time.time_ns() if self.takes_times else 0
-            self._started.append(self._start(large[self._num_started]))
+            self._start(large[self._num_started])
             self._num_started += 1
             if self.takes_times:
                 self._begin_ns = self._begin_ns or begin_ns
                 self._held_up_ns += time.time_ns() - begin_ns
 
-    def _start(self, index: int) -> "_Started":
+    def _start(self, index: int) -> None:
         """Starts the all-reduce of a large gradient."""
         parameter = self._parameters[index]
         copies = self._copies.get(index)
         gradient = gradient_of(parameter)
         # With `create_graph`, the gradient is part of a graph.
-        if copies is not None and gradient.is_contiguous() and not gradient.requires_grad:
+        if copies is not None and is_plain(gradient) and gradient.is_contiguous() and not gradient.requires_grad:
             work = self._group.all_reduce_into(copies, gradient, self._options_of_large)
-            result = copies.own.detach()
+            started = _Started(work, parameter, copies.own.detach())
             if work.is_completed():
-                parameter.grad = result  # frees the memory in which the next gradient is computed
-            return _Started(work, parameter, result)
-        gradient = unshare_gradient(parameter, NUM_HOLDERS_IN_HOOK_OF_NODE)
-        result = gradient if gradient.is_contiguous() else gradient.contiguous()
-        return _Started(self._group.allreduce([result], self._options_of_large), parameter, result, copied_to=gradient)
+                started.end()  # frees the memory in which the next gradient is computed
+                return
+        else:
+            gradient = unshare_gradient(parameter, NUM_HOLDERS_IN_HOOK_OF_NODE)
+            result = gradient if gradient.is_contiguous() else gradient.contiguous()
+            work = self._group.allreduce([result], self._options_of_large)
+            started = _Started(work, parameter, result, copied_to=gradient)
+        self._started.append(started)
 
     def _finish(self) -> None:
         if torch.is_grad_enabled():  # `backward(create_graph=True)`
@@ -233,11 +245,7 @@ class DirectExchange:
             for parameter, mean in zip(pack.parameters, means, strict=True):
                 parameter.grad = mean
         for started in self._started:
-            started.work.wait()
-            if started.copied_to is None:
-                started.parameter.grad = started.result
-            elif started.copied_to is not started.result:
-                started.copied_to.copy_(started.result)
+            started.end()
 
     def _reset(self) -> None:
         self._is_expecting = False
@@ -250,9 +258,7 @@ class DirectExchange:
     def _share_copies(self) -> dict[int, SharedCopies]:
         """Shares memory for the means of large gradients; none if ``/dev/shm`` has no room on a rank."""
         parameters = {index: self._parameters[index] for index in sorted(self._large)}
-        *begins, end = accumulate(
-            (-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in parameters.values()), initial=0
-        )
+        *begins, end = accumulate((aligned(each.nbytes) for each in parameters.values()), initial=0)
         try:
             memory = self._group.share_memory(end)
         except MemoryError as error:

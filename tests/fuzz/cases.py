@@ -202,7 +202,9 @@ def possible(case: Case) -> Case:
     if accumulates and case.edit_gradients == "on_after_backward" and changes.get("reference", case.reference) == "one":
         # The hook edits the gradients of each rank before their mean, and those of one device after it.
         changes["edit_gradients"] = "on_before_optimizer_step"
-    if case.limit_val == 0 or case.check_val_every_n_epoch > 1:
+    # Without a reference, no exception is expected, such as of a callback that has no validation to look at.
+    may_end_early = case.max_steps > 0 and changes.get("reference", case.reference) == "none"
+    if case.limit_val == 0 or case.check_val_every_n_epoch > 1 or may_end_early:
         if case.callback == "early_stopping":
             changes["callback"] = ""
         if case.checkpoint == "best":
