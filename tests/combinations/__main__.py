@@ -3,7 +3,7 @@
 python -m tests.combinations --strategies ddp_ext --only EMA accumulation   # some cells
 python -m tests.combinations --strategies ddp_ext --fault "ranks differ"     # every cell has to fail
 
-Verdicts are kept in ``build/combinations``, a file per strategy; ``--report`` reads them from there.
+Verdicts are kept in ``tests/combinations/verdicts``, a file per strategy; ``--report`` reads them from there.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from tests.support.ranks import REPOSITORY
 
 #: Cells after which verdicts are kept.
 AT_ONCE = 60
-RESULTS = REPOSITORY / "build" / "combinations"
+RESULTS = REPOSITORY / "tests" / "combinations" / "verdicts"
 
 
 def main() -> None:
@@ -61,7 +61,8 @@ def main() -> None:
             print(f"{strategy}: {dict(counts)} in {time.monotonic() - start:.0f} s", flush=True)
             if arguments.fault is None:
                 kept |= {name_of(cell): [verdict.status, verdict.text] for cell, verdict in verdicts.items()}
-                path.write_text(json.dumps(kept, indent=1))
+                in_order = {name: kept[name] for name in map(name_of, cells_of(strategy)) if name in kept}
+                path.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n")
         is_wrong |= counts["wrong"] > 0
     if arguments.report is not None:
         results = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
