@@ -10,7 +10,7 @@ from tests.combinations.cells import Cell, Failure
 from tests.combinations.features import closeness_of
 
 #: How far parameters may be from those of the reference, as a share of the way that these went in training.
-SHARES = {"rounded": 0.1, "lossy": 0.5}
+SHARES = {"rounded": 0.1, "lossy": 0.5, "summed": 1.0}
 #: Statuses: "as alone": a refusal that is that of one device, or of Lightning's `ddp`, too.
 Status = Literal["right", "refused", "as alone", "wrong"]
 

@@ -42,9 +42,13 @@ def _refusal(text: str, *features: str, strategies: frozenset[str] = DDP) -> Ref
 
 _COMPRESSIONS = tuple(f"compression {name}" for name in ("bf16", "fp16", "powersgd", "topk", "localsgd", "diloco"))
 
+#: Strategies whose workers receive the module as a pickle.
+_SPAWNED = frozenset({"ddp_spawn_ext", "ddp_spawn_elastic_ext"})
+
 REFUSALS = (
     _refusal("`sync_batchnorm=True` needs GPUs", "SyncBatchNorm", strategies=DDP | HOROVOD),
     _refusal("that `torch.compile` made", "compiled module", strategies=DP | HOROVOD),
+    _refusal("cannot be sent to the worker processes", "compiled module", strategies=_SPAWNED),
     _refusal("is compiled: its compiled code", "compiled submodule", strategies=DP | {"fabric dp_ext"}),
     _refusal("outside of its step", "SyncBatchNorm", "checkpointed activations", strategies=DP),
     _refusal("only the Trainer's `fit` tries", "buckets by trial", strategies=frozenset({"fabric ddp_ext"})),

@@ -19,7 +19,8 @@ The comparison with one device allows for what a feature rounds or leaves out:
 | features | distance from the parameters of one device |
 | --- | --- |
 | bf16-mixed; compression bf16 and fp16; Horovod: fp16 | at most a tenth of the distance that training covers |
-| bf16-true; compression powersgd, localsgd and diloco; Horovod: adasum | at most half of it |
+| bf16-true; compression powersgd, localsgd and diloco | at most half of it |
+| Horovod: adasum, which adds up orthogonal gradients | at most that distance |
 | all others, `TopK(fraction=1.0)` too | rounding of float32 |
 
 LBFGS amplifies rounding, so its cells train with `precision="64-true"`, unless the other feature is a precision.

@@ -143,6 +143,8 @@ def possible(case: Case) -> Case:
         changes |= {"uneven": "", "kill": 0}
     if case.strategy != "ddp_spawn_ext":
         changes |= {"kill": 0}
+    if "branch" in has or case.optimization == "two":
+        changes["static_graph"] = False  # passes use different parameters
     case = dataclasses.replace(case, **changes)
     changes = {}
     if case.kill or case.compression or case.uneven:
@@ -152,6 +154,8 @@ def possible(case: Case) -> Case:
         changes |= {"kill": 0, "compression": "", "uneven": "", kept: features[kept], "reference": "none"}
         changes |= {"data": "iterable" if kept == "uneven" else "map", "static_graph": False, "unfreeze": False}
         changes |= {"world_size": 2, "sync_batchnorm": False}
+        if "sparse_embedding" in has:
+            changes["optimizer"] = "sgd"  # Adam and some others refuse sparse gradients
         if kept == "kill":
             changes |= {"later": (), "max_steps": -1, "callback": "", "val_check_interval": 1.0}
     elif spawned and (case.reference == "one" or case.unfreeze or case.static_graph):

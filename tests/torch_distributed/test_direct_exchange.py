@@ -170,28 +170,34 @@ def test_half_of_the_shared_memory_is_left_to_others(tmp_path: Path, size: str, 
         assert ("more than half of what is free in /dev/shm" in output) is not is_enough, output
 
 
-def often_wrapped() -> tuple[int, int]:
+def often_wrapped() -> tuple[int, list[int]]:
     def num_bytes_of_shared_memory() -> int:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss_Shmem:"))
+        spans = [
+            line.split()[0].split("-")
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "/dev/shm/" in line
+        ]
+        return sum(int(end, 16) - int(begin, 16) for begin, end in spans)
 
     with process_group():
-        found = []
-        for _ in range(6):
+        used = 0
+        left = []
+        for _ in range(3):
             model = wrap_in_ddp(nn.Linear(1024, 1024), CPU)
             model.exchange_directly({})
             model(torch.ones(1, 1024)).sum().backward()
-            found.append(num_bytes_of_shared_memory())
+            used = num_bytes_of_shared_memory()
             del model
             gc.collect()
-            dist.barrier()
-    return found[1], found[-1]
+            left.append(num_bytes_of_shared_memory())
+    return used, left
 
 
 @pytest.mark.processes
 def test_shared_memory_is_freed_with_the_model() -> None:
-    for early, late in run_ranks(often_wrapped):
-        assert 4 * 1024 * 1024 < late < early + 1024 * 1024
+    for used, left in run_ranks(often_wrapped):
+        assert left == left[:1] * 3
+        assert used == left[0] + 2 * 4 * 1024 * 1024, "each rank maps the memory of both"
 
 
 # --- when the reducer exchanges ---
