@@ -88,10 +88,10 @@ def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path
     path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
     try:
         for place in (path.parent.parent, path.parent):
-            place.mkdir(parents=True, exist_ok=True)
+            place.mkdir(mode=0o755, parents=True, exist_ok=True)  # which others cannot write to, whatever the umask is
             if not _is_own(place):
                 return None
-        with open(path, "a", opener=_without_following) as file:
+        with open(path, "a", opener=_open_own_file) as file:
             file.write(text.rstrip() + "\n")
     except OSError:
         return None
@@ -105,8 +105,18 @@ def _is_own(directory: Path) -> bool:
     return is_own and stat.S_ISDIR(status.st_mode)
 
 
-def _without_following(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+def _open_own_file(path: str, flags: int) -> int:
+    """Opens a regular file of this user. No link is followed, and no pipe of another user is waited for.
+
+    Raises:
+        OSError: If it is something else.
+    """
+    fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or (hasattr(os, "geteuid") and status.st_uid != os.geteuid()):
+        os.close(fd)
+        raise OSError(f"{path} is no file of this user")
+    return fd
 
 
 def show_at_exit(

@@ -43,10 +43,21 @@ def find_command() -> tuple[list[str], str | None]:
     if kind in ("-c", "-m"):
         target, original = [kind, rest[0]], rest[1:]
     else:
-        target, original = [os.path.join(discovery.INITIAL_DIRECTORY, kind)], rest
+        target, original = [_path_of_script(kind)], rest
     unmatched = iter(original)
     has_only_removed = all(argument in unmatched for argument in arguments)
     return [sys.executable, *target, *(original if has_only_removed else arguments)], discovery.INITIAL_DIRECTORY
+
+
+def _path_of_script(path: str) -> str:
+    """The absolute path of the script, even if it has changed the directory before it imported torch.
+
+    Another directory may have a file of the same name, of another user.
+    """
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is not None and os.path.isabs(file) and os.path.basename(file) == os.path.basename(path):
+        return str(file)
+    return os.path.join(discovery.INITIAL_DIRECTORY, path)
 
 
 def _find_target() -> tuple[str, list[str]]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_strategies_ext.monitoring.trace import EXCHANGE, TRAINING, Span
+from lightning_strategies_ext.monitoring.trace import EXCHANGE, TRAINING, Span, replacing
 
 _COLORS = {
     "data": "tab:olive",
@@ -49,4 +49,5 @@ def draw(spans: Sequence[Span], path: Path) -> None:
     used = {span.name for span in spans}
     handles = [Patch(color=color, label=name) for name, color in _COLORS.items() if name in used]
     axes.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(handles) or 1, frameon=False)
-    figure.savefig(path, dpi=120)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120, format=path.suffix.removeprefix("."))

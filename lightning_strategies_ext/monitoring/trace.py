@@ -1,10 +1,14 @@
 """Steps of all ranks, one below the other: as spans, and as a file for chrome://tracing or Perfetto."""
 
 import json
+import os
+import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
+from typing import BinaryIO
 
 from lightning_strategies_ext.monitoring.analysis import clock_offsets, waits
 from lightning_strategies_ext.monitoring.records import OF_MODELS, Window
@@ -78,7 +82,17 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
                 "args": {"step": span.step, **{name: value for name, value in more.items() if value is not None}},
             }
         )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    with replacing(path) as file:
+        file.write(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yields a new file that replaces ``path`` in the end. A link that another user has put there is not followed."""
+    temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}")
+    with open(temporary, "xb") as file:
+        yield file
+    os.replace(temporary, path)
 
 
 def _of_batches(window: Window, origin: int) -> Iterator[Span]:

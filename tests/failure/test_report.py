@@ -53,6 +53,26 @@ def test_a_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "precious"
 
 
+def test_a_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    path = report.write(str(tmp_path), FAILURE, 0, "text")
+    assert path is not None
+    path.unlink()
+    os.mkfifo(path)
+    assert report.write(str(tmp_path), FAILURE, 0, "text") is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
+def test_directories_of_failures_are_not_writable_by_others(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        path = report.write(str(tmp_path), FAILURE, 0, "text")
+    finally:
+        os.umask(umask)
+    assert path is not None
+    for directory in (path.parent, path.parent.parent):
+        assert not directory.stat().st_mode & 0o022
+
+
 def test_what_is_said_is_one_write_to_a_terminal_or_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
 

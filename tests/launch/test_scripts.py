@@ -179,6 +179,20 @@ def test_a_rank_gets_the_module_the_code_or_the_script_that_was_set_on_purpose(t
 
 
 @pytest.mark.processes
+def test_a_file_of_the_same_name_is_not_run_if_the_script_changes_the_directory_before_it_imports_torch(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "train.py").write_text("print('planted')")
+    (tmp_path / "train.py").write_text(
+        "import os; os.chdir('elsewhere')\nimport torch\n"
+        "from lightning_strategies_ext.launch.command import find_command\nprint(find_command()[0][1])"
+    )
+    result = run_command(sys.executable, "train.py", cwd=tmp_path)
+    assert result.stdout.splitlines()[-1] == str(tmp_path / "train.py")
+
+
+@pytest.mark.processes
 def test_a_script_from_the_standard_input_is_an_error_that_gives_the_fix() -> None:
     result = run_command("sh", "-c", f'echo "{SHOW}" | {sys.executable} -')
     assert result.returncode == 1

@@ -134,6 +134,15 @@ def test_nothing_is_divided_by_where_there_is_nothing() -> None:
     assert spans_of([nothing]) == []
 
 
+def test_a_trace_replaces_a_link_and_not_the_file_behind_it(tmp_path: Any) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "trace.json").symlink_to(tmp_path / "precious")
+    write_trace([], tmp_path / "trace.json")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "trace.json"]
+
+
 def test_the_trace_has_the_last_steps_of_all_ranks(tmp_path: Any) -> None:
     windows = [window(0), window(1, data=5, host="b", ahead=700 * MS)]
     far = [window(rank, steps=range(2)) for rank in range(2)]
