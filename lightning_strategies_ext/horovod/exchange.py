@@ -275,13 +275,15 @@ class GradientExchange:
                 elif self._kept is not None:
                     self._restore(parameter, self._kept.get(parameter))
                 self._start(parameter)
+        usage = self._usage(zeros)
         for handle in {id(pending.handle): pending.handle for pending in self._pending.values()}.values():
             wait_for(handle)
         for parameter, pending in self._pending.items():
             if pending.wire is not pending.gradient:
                 pending.gradient.copy_(pending.wire)
-            if parameter in zeros and not pending.gradient.any():
-                parameter.grad = None  # no rank has used it: the optimizer must not see a gradient of zeros
+            is_unused = parameter in zeros and not pending.gradient.any() if usage is None else not usage[parameter]
+            if is_unused:
+                parameter.grad = None  # the optimizer must not see a gradient of zeros
         for parameter, result in self._pending_sparse.items():
             parameter.grad = result()
         self._pending.clear()
@@ -292,6 +294,23 @@ class GradientExchange:
             self.observer.exchanged(begun_at_ns, ready_at_ns, time.time_ns(), self._num_bytes)
             self._begun_at_ns = self._num_bytes = 0
         self._hook_in()  # parameters that were frozen before
+
+    def _usage(self, zeros: dict[Parameter, Tensor]) -> dict[Parameter, bool] | None:
+        """Finds for each parameter whether a rank that contributes has a gradient of it; None if all contribute.
+
+        A rank without data computes gradients that do not count, and cannot know from their mean alone whether the
+        others have used a parameter.
+        """
+        if self.contributors is None or len(self.contributors) == self._process_set.size():
+            return None
+        has_gradient = [
+            parameter not in zeros and (self._kept is None or self._kept.get(parameter) is not None)
+            for parameter in self._names
+        ]
+        counts = torch.tensor(has_gradient, dtype=torch.int32)
+        name = f"{self._prefix}.usage"
+        wait_for(self._hvd.allreduce_async_(counts, name=name, op=self._hvd.Sum, process_set=self._process_set))
+        return {parameter: count > 0 for parameter, count in zip(self._names, counts.tolist(), strict=True)}
 
     def share_buffers(self) -> None:
         """Gives all ranks the buffers of the first that contributes, where each step gives them those of rank 0."""
@@ -362,10 +381,11 @@ class GradientExchange:
         gradient = cast(Tensor, parameter.grad)
         if gradient.is_sparse and not self._options.sparse_as_dense:
             op, divisor = self._op
-            summed = self._hvd.sparse_allreduce_async(
-                gradient.coalesce(), self._names[parameter], op, self._process_set
-            )
-            self._pending_sparse[parameter] = summed if divisor == 1 else lambda: summed() / divisor
+            dtype, rows = gradient.dtype, gradient.coalesce()
+            if dtype == torch.bfloat16:  # Horovod cannot sum it
+                rows = rows.to(torch.float32)
+            summed = self._hvd.sparse_allreduce_async(rows, self._names[parameter], op, self._process_set)
+            self._pending_sparse[parameter] = lambda: (summed() if divisor == 1 else summed() / divisor).to(dtype)
         elif gradient.is_sparse:
             parameter.grad = gradient.to_dense()
         elif gradient.is_conj():  # which has no real view

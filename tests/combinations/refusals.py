@@ -58,6 +58,10 @@ REFUSALS = (
         _refusal("tries buckets of several sizes", "buckets by trial", feature)
         for feature in (*_COMPRESSIONS, "uneven inputs: stop", "uneven inputs: join")
     ),
+    _refusal(
+        "averages gradients over the ranks that have data", "uneven inputs: join", "Horovod: adasum", strategies=HOROVOD
+    ),
+    _refusal("splits the division of an average", "Horovod: adasum", "Horovod: predivide", strategies=HOROVOD),
     *(
         _refusal("averages the models of all", f"compression {compression}", "uneven inputs: join")
         for compression in ("localsgd", "diloco")
