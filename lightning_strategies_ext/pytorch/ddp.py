@@ -29,6 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed import Store
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -451,6 +452,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
                 self.model.prepare_for_backward()
             else:
                 prepare_for_backward(self.model, closure_loss)
+                self._queue_exchange_of_first_pass(self.model, closure_loss)
         if self._bucket_search is not None:
             self._bucket_search.begin_pass()
 
@@ -469,7 +471,19 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if self._world.inputs is not None:
             self._world.inputs.after_backward()
 
+    @staticmethod
+    def _queue_exchange_of_first_pass(model: DistributedDataParallel, loss: Tensor) -> None:
+        # At the end of the pass itself, so that `on_after_backward` has the gradients of all ranks.
+        def queue(_: Tensor) -> None:
+            if records_graph(model):
+                Variable._execution_engine.queue_callback(model.reducer._delay_all_reduce)  # type: ignore[attr-defined]
+                model._static_graph_delay_allreduce_enqueued = True
+
+        if records_graph(model) and loss.requires_grad:
+            loss.register_hook(queue)
+
     def _exchange_first_pass(self, model: DistributedDataParallel) -> None:
+        # The user's `backward` has another loss, or there was none to hook into.
         # In the first pass, DDP records the graph and exchanges all gradients at the end of it. The output of DDP's
         # forward triggers that exchange, but a manual backward pass starts within forward.
         if self._is_automatic_optimization or not records_graph(model):

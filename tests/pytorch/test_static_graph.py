@@ -84,7 +84,16 @@ class OnePassEach(Manual):
         return torch.optim.SGD(self.backbone.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
-CASES = (Manual, TwoOptimizers, TwoPasses, OnePassBlocked)
+class EditsGradients(Manual):
+    """Edits the gradients after each backward pass, which are those of all ranks then, in the first pass, too."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-1e-3, 2e-3)
+
+
+CASES = (Manual, TwoOptimizers, TwoPasses, EditsGradients, OnePassBlocked)
 #: Ours with a static graph: what else the strategy does in a backward pass.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "shm": {},
