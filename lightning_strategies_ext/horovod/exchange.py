@@ -275,7 +275,7 @@ class GradientExchange:
                 elif self._kept is not None:
                     self._restore(parameter, self._kept.get(parameter))
                 self._start(parameter)
-        usage = self._usage(zeros)
+        usage = None if self.contributors is None else self._usage(zeros)
         for handle in {id(pending.handle): pending.handle for pending in self._pending.values()}.values():
             wait_for(handle)
         for parameter, pending in self._pending.items():
@@ -301,7 +301,8 @@ class GradientExchange:
         A rank without data computes gradients that do not count, and cannot know from their mean alone whether the
         others have used a parameter.
         """
-        if self.contributors is None or len(self.contributors) == self._process_set.size():
+        assert self.contributors is not None
+        if len(self.contributors) == self._process_set.size():
             return None
         has_gradient = [
             parameter not in zeros and (self._kept is None or self._kept.get(parameter) is not None)

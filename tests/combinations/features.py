@@ -29,6 +29,8 @@ DDP = frozenset(
 HOROVOD = frozenset({"horovod_ext"})
 DP = frozenset({"dp_ext"})
 ALL = DDP | HOROVOD | DP
+#: Which divide the training data among the ranks themselves.
+ELASTIC = frozenset({"ddp_elastic_ext", "ddp_spawn_elastic_ext", "ddp_ray_elastic_ext"})
 
 
 @dataclass
@@ -143,8 +145,12 @@ FEATURES = (
     _compression("topk", TopK(fraction=1.0, warmup_steps=0), "exact", "TopK"),
     _compression("localsgd", LocalSGD(period=2), "lossy", "LocalSGD"),
     _compression("diloco", DiLoCo(period=2, learning_rate=1.0, momentum=0.2), "lossy", "DiLoCo"),
-    Feature("uneven inputs: stop", _uneven("stop", (6, 4)), DDP | HOROVOD, "data length", named=("uneven_inputs",)),
-    Feature("uneven inputs: join", _uneven("join", (6, 4)), DDP | HOROVOD, "data length", named=("uneven_inputs",)),
+    Feature(
+        "uneven inputs: stop", _uneven("stop", (6, 4)), DDP - ELASTIC | HOROVOD, "data length", named=("uneven_inputs",)
+    ),
+    Feature(
+        "uneven inputs: join", _uneven("join", (6, 4)), DDP - ELASTIC | HOROVOD, "data length", named=("uneven_inputs",)
+    ),
     Feature("monitor", _callback(CommunicationMonitor), trains_alike=True, named=("CommunicationMonitor",)),
     Feature("SyncBatchNorm", _flag("batch norm", sync_batchnorm=True), named=("sync_batchnorm",)),
     Feature("clipping by norm", _flag(gradient_clip_val=0.3), slot="clipping", named=("clip",)),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tests.combinations.features import BY_NAME, DDP, DP, HOROVOD
+from tests.combinations.features import BY_NAME, DDP, DP, ELASTIC, HOROVOD
 
 #: Words with which a message names a way out.
 _WAYS_OUT = ("Leave", "leave", "Use", "use ", "Set ", "Give", "Pass", "Compile", "Write", "Build")
@@ -43,7 +43,7 @@ def _refusal(text: str, *features: str, strategies: frozenset[str] = DDP) -> Ref
 _COMPRESSIONS = tuple(f"compression {name}" for name in ("bf16", "fp16", "powersgd", "topk", "localsgd", "diloco"))
 
 #: Strategies whose workers receive the module as a pickle.
-_SPAWNED = frozenset({"ddp_spawn_ext", "ddp_spawn_elastic_ext"})
+_SPAWNED = frozenset({"ddp_spawn_ext", "ddp_spawn_elastic_ext", "ddp_ray_ext", "ddp_ray_elastic_ext"})
 
 REFUSALS = (
     _refusal("`sync_batchnorm=True` needs GPUs", "SyncBatchNorm", strategies=DDP | HOROVOD),
@@ -61,6 +61,12 @@ REFUSALS = (
     _refusal(
         "averages gradients over the ranks that have data", "uneven inputs: join", "Horovod: adasum", strategies=HOROVOD
     ),
+    _refusal("as elastic training has it", "buckets by trial", strategies=ELASTIC),
+    *(
+        _refusal("ranks go back to one state", f"compression {compression}", strategies=ELASTIC)
+        for compression in ("localsgd", "diloco")
+    ),
+    _refusal("shares out the samples of the training data", "iterable data", strategies=ELASTIC),
     _refusal("splits the division of an average", "Horovod: adasum", "Horovod: predivide", strategies=HOROVOD),
     *(
         _refusal("averages the models of all", f"compression {compression}", "uneven inputs: join")
