@@ -90,6 +90,7 @@ conformance: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.step_time
+	$(RUN) -m benchmarks.step_parts
 	$(RUN) -m benchmarks.dp
 	$(RUN) -m benchmarks.collectives
 	$(RUN) -m benchmarks.discovery

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.ranks import join
+from benchmarks.report import rotated
 
 NUM_FEATURES = 64
 NUM_CLASSES = 10
@@ -329,6 +330,22 @@ def train_in_turn(contenders: Mapping[str, Training], case: Case, length: Length
         if vector is not None:
             weights[name] = vector
     check_same_weights(case, weights, reference)
+    return ms
+
+
+def train_in_rounds(
+    contenders: Mapping[str, Training], case: Case, length: Length, rounds: int, reference: str
+) -> dict[str, list[float]]:
+    """Lets the contenders train as :func:`train_in_turn` does, in an order that changes from round to round.
+
+    Returns:
+        For each, milliseconds per step in each round.
+    """
+    ms: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_index in range(rounds):
+        in_order = {name: contenders[name] for name in rotated(list(contenders), round_index)}
+        for name, sample in train_in_turn(in_order, case, length, reference).items():
+            ms[name].append(sample)
     return ms
 
 

@@ -46,10 +46,11 @@ from benchmarks.contenders import (
     make_net,
     silence_lightning,
     time_of_completion,
+    train_in_rounds,
     train_in_turn,
     train_with_lightning,
 )
-from benchmarks.report import Panel, Spread, draw, paired_ratio, parse, print_table, rotated, write_json
+from benchmarks.report import Panel, Spread, draw, paired_ratio, parse, print_table, write_json
 from lightning_strategies_ext.pytorch.dp import DataParallelStrategy
 
 OURS = "dp_ext"
@@ -133,12 +134,7 @@ def measure(arena: Arena, case: Case, rounds: int, length: Length) -> dict[str, 
     """Measures a case round by round."""
     # What torch sets up once for a case must not count for whoever is first.
     train_in_turn(arena.contenders, case, Length(warmup=1, steps=1), reference=SINGLE)
-    names = list(arena.contenders)
-    ms: dict[str, list[float]] = {name: [] for name in names}
-    for round_index in range(rounds):
-        in_order = {name: arena.contenders[name] for name in rotated(names, round_index)}
-        for name, sample in train_in_turn(in_order, case, length, reference=SINGLE).items():
-            ms[name].append(sample)
+    ms = train_in_rounds(arena.contenders, case, length, rounds, reference=SINGLE)
     print(f"measured {case.label} on the {arena.name}", file=sys.stderr, flush=True)
     return {
         "arena": arena.name,

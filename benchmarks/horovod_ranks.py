@@ -28,12 +28,12 @@ from benchmarks.contenders import (
     Length,
     make_net,
     silence_lightning,
+    train_in_rounds,
     train_in_turn,
     train_with_lightning,
 )
 from benchmarks.horovod_launch import BIN, start_of
 from benchmarks.ranks import collect, free_port, rank_main
-from benchmarks.report import rotated
 from lightning_strategies_ext.horovod.launch import Launch
 
 OURS = "horovod_ext"
@@ -132,12 +132,8 @@ def measure_in_turn(contenders: dict[str, Any], cases: list[Case], rounds: int, 
     """Per case ``ms``: contender → one value per round, in an order that changes from round to round."""
     results: list[dict[str, Any]] = []
     for case in cases:
-        ms: dict[str, list[float]] = {name: [] for name in contenders}
-        for round_index in range(rounds):
-            in_order = {name: contenders[name] for name in rotated(list(contenders), round_index)}
-            for name, sample in train_in_turn(in_order, case, length, reference=next(iter(contenders))).items():
-                ms[name].append(sample)
-        results.append({"ms": ms})
+        reference = next(iter(contenders))
+        results.append({"ms": train_in_rounds(contenders, case, length, rounds, reference)})
     return results
 
 

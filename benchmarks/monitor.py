@@ -27,7 +27,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import Case, Length, silence_lightning, train_in_turn, train_over, train_with_lightning
+from benchmarks.contenders import Case, Length, silence_lightning, train_in_rounds, train_over, train_with_lightning
 from benchmarks.ranks import run_ranks
 from benchmarks.report import (
     DEFAULT_OUTPUT,
@@ -145,14 +145,9 @@ def measure(cases: list[Case], rounds: int, length: Length, directory: str) -> l
     results = []
     taking_part = contenders(directory)
     for case in cases:
-        ms: dict[str, list[float]] = {name: [] for name in taking_part}
-        for round_index in range(rounds):
-            in_order = {name: taking_part[name] for name in rotated(list(taking_part), round_index)}
-            for name, sample in train_in_turn(in_order, case, length, reference=PLAIN).items():
-                ms[name].append(sample)
+        results.append(train_in_rounds(taking_part, case, length, rounds, reference=PLAIN))
         if dist.get_rank() == 0:
             print(f"measured {case.label}", file=sys.stderr, flush=True)
-        results.append(ms)
     return results
 
 

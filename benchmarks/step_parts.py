@@ -28,16 +28,16 @@ from benchmarks.contenders import (
     Training,
     silence_lightning,
     train_alone,
-    train_in_turn,
+    train_in_rounds,
     train_over,
     train_with_lightning,
 )
 from benchmarks.ranks import run_ranks
-from benchmarks.report import Spread, of_slowest_rank, parse, print_table, rotated, write_json
+from benchmarks.report import Spread, of_slowest_rank, parse, print_table, write_json
+from benchmarks.step_time import ALONE, NUM_HIDDEN
 from lightning_strategies_ext import DDPStrategy
 from lightning_strategies_ext.shm.native import CompiledAllReduce
 
-ALONE = "no exchange"
 #: Engine → the size of buckets that chooses it.
 ENGINES = {"direct": None, "reducer": 25}
 
@@ -78,14 +78,9 @@ def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, li
     silence_lightning()
     results = []
     for case in cases:
-        ms: dict[str, list[float]] = {name: [] for name in contenders()}
-        for round_index in range(rounds):
-            in_order = {name: contenders()[name] for name in rotated(list(ms), round_index)}
-            for name, sample in train_in_turn(in_order, case, length, reference="direct").items():
-                ms[name].append(sample)
+        results.append(train_in_rounds(contenders(), case, length, rounds, reference="direct"))
         if dist.get_rank() == 0:
             print(f"measured {case.label}", flush=True)
-        results.append(ms)
     return results
 
 
@@ -108,7 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="timed batches per round")
     arguments = parse(parser, "three rounds of 20 steps", rounds=3, steps=20)
     cases = [case for hidden in arguments.hidden for case in (Case(hidden), Case(hidden, logs_metric=True))]
-    cases.append(Case(arguments.hidden[0], num_hidden=249))
+    cases.append(Case(arguments.hidden[0], num_hidden=NUM_HIDDEN))
     length = Length(warmup=8, steps=arguments.steps)
     per_rank = run_ranks(measure, cases, arguments.rounds, length)
     merged = [of_slowest_rank(ranks) for ranks in zip(*per_rank, strict=True)]

@@ -20,12 +20,12 @@ from benchmarks.contenders import (
     Case,
     Length,
     silence_lightning,
-    train_in_turn,
+    train_in_rounds,
     train_over,
     train_with_lightning,
 )
 from benchmarks.ranks import run_ranks
-from benchmarks.report import Spread, of_slowest_rank, paired_ratio, print_table, rotated
+from benchmarks.report import Spread, of_slowest_rank, paired_ratio, print_table
 from lightning_strategies_ext import DDPStrategy
 
 PLAIN, PLAIN_STREAM = "ddp_ext", "ddp_ext, stream"
@@ -56,14 +56,9 @@ def measure(cases: list[Case], rounds: int, length: Length) -> list[dict[str, li
     silence_lightning()
     results = []
     for case in cases:
-        ms: dict[str, list[float]] = {name: [] for name in contenders()}
-        for round_index in range(rounds):
-            in_order = {name: contenders()[name] for name in rotated(list(contenders()), round_index)}
-            for name, sample in train_in_turn(in_order, case, length, reference=PLAIN).items():
-                ms[name].append(sample)
+        results.append(train_in_rounds(contenders(), case, length, rounds, reference=PLAIN))
         if dist.get_rank() == 0:
             print(f"measured {case.label}", file=sys.stderr, flush=True)
-        results.append(ms)
     return results
 
 

@@ -88,7 +88,7 @@ def write(directory: str, failure: Failure, rank: int | None, text: str) -> Path
     path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
     try:
         for place in (path.parent.parent, path.parent):
-            place.mkdir(mode=0o755, parents=True, exist_ok=True)  # which others cannot write to, whatever the umask is
+            place.mkdir(mode=0o755, parents=True, exist_ok=True)  # others cannot write to it, whatever the umask is
             if not _is_own(place):
                 return None
         with open(path, "a", opener=_open_own_file) as file:
@@ -115,7 +115,7 @@ def _open_own_file(path: str, flags: int) -> int:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or (hasattr(os, "geteuid") and status.st_uid != os.geteuid()):
         os.close(fd)
-        raise OSError(f"{path} is no file of this user")
+        raise OSError(f"{path} is not a regular file of this user")
     return fd
 
 

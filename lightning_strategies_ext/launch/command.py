@@ -50,7 +50,7 @@ def find_command() -> tuple[list[str], str | None]:
 
 
 def _path_of_script(path: str) -> str:
-    """The absolute path of the script, even if it has changed the directory before it imported torch.
+    """Returns the absolute path of the script, even if the script changed the directory before it imported torch.
 
     Another directory may have a file of the same name, of another user.
     """

@@ -88,7 +88,7 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yields a new file that replaces ``path`` in the end. A link that another user has put there is not followed."""
+    """Yields a new file that replaces ``path`` in the end. A link at ``path`` is replaced and not followed."""
     temporary = path.with_name(f".{path.stem}-{secrets.token_hex(8)}")
     with open(temporary, "xb") as file:
         yield file

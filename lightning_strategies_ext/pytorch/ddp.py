@@ -483,7 +483,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             loss.register_hook(queue)
 
     def _exchange_first_pass(self, model: DistributedDataParallel) -> None:
-        # The user's `backward` has another loss, or there was none to hook into.
+        # Where the pass itself did not, because the user's `backward` computed the gradients of another loss.
         # In the first pass, DDP records the graph and exchanges all gradients at the end of it. The output of DDP's
         # forward triggers that exchange, but a manual backward pass starts within forward.
         if self._is_automatic_optimization or not records_graph(model):

@@ -102,7 +102,7 @@ def _share_memory(
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous = Rendezvous(rank, size, dist.PrefixStore(f"shm/memory/{next(numbers)}", store))
     try:
-        own_fd, problem = None, _problem_of_half(size * num_bytes, rank)
+        own_fd, problem = None, _lack_of_room(size * num_bytes, rank)
         if not problem:
             own_fd, problem = _try_to_create(num_bytes, rank)
         announced = rendezvous.announce({"problem": problem}, deadline)
@@ -151,8 +151,8 @@ def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
         return None, f"rank {rank} finds no room for {num_bytes} bytes in /dev/shm ({error.strerror})"
 
 
-def _problem_of_half(num_bytes: int, rank: int) -> str:
-    """Leaves half of what is free to others, such as the workers of data loaders."""
+def _lack_of_room(num_bytes: int, rank: int) -> str:
+    """Returns why there is no room; empty if half of the free memory remains for others, such as DataLoader workers."""
     space = os.statvfs(DIRECTORY)
     if 2 * num_bytes <= space.f_bavail * space.f_frsize:
         return ""

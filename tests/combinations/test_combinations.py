@@ -36,7 +36,7 @@ def test_each_feature_is_right_or_refused(strategy):
 
 
 def test_cells_that_were_wrong_are_right():
-    # Ranks parted ways where one without data had used a parameter; Horovod refused sparse gradients in bfloat16.
+    # Weights differed where a rank without data had used a parameter; Horovod refused sparse gradients in bfloat16.
     verdicts = verdicts_of(
         "horovod_ext", [("unused parameters", "uneven inputs: join"), ("bf16-true", "sparse embedding")]
     )

@@ -4,8 +4,8 @@
  *     all_reduce_stress RANKS TENSORS SLEEPS
  *
  * Each rank all-reduces tensors of random sizes and types and checks every item. Some results go into shared copies; a
- * rank's own copy is sometimes the tensor itself. With SLEEPS it goes to sleep on its
- * sockets wherever it has to wait, as the process group does; who is not woken ends the program with an error. */
+ * rank's own copy is sometimes the tensor itself. With SLEEPS, a rank that has to wait sleeps on its sockets, as in the
+ * process group. A rank that is not woken ends the program with an error. */
 #include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
