@@ -48,6 +48,7 @@ def cluster() -> Iterator[str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
+        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "300",  # a client's server starts in a minute on a busy machine
         "PYTHONPATH": str(REPOSITORY),
     }
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
@@ -94,14 +95,20 @@ trainer.fit(MLP(), loader())
 
 
 def test_workers_end_when_the_main_process_is_killed(cluster):
-    # Ray Client waits so long for a connection that is broken to come back.
-    environment = {"RAY_ADDRESS": cluster, "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "1"}
+    environment = {
+        "RAY_ADDRESS": cluster,
+        "RAY_CLIENT_RECONNECT_GRACE_PERIOD": "5",  # seconds that Ray Client waits for a broken connection to return
+        "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "60",
+        "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "60",
+    }
     program = start_command(sys.executable, "-c", KILLED, env=environment)
     try:
         pids: set[int] = set()
+        output = ""
         while len(pids) < 2:
             line = program.stdout.readline()
-            assert line, "the program has ended"
+            output += line
+            assert line, f"the program ended with exit code {program.wait()} and printed:\n{output}"
             if line.startswith("pid "):
                 pids.add(int(line.split()[1]))
         assert all(map(psutil.pid_exists, pids))
