@@ -292,7 +292,17 @@ def explain_unused_parameters(exception: BaseException, strategy: Any, step: str
     """
     message = exception.args[0] if exception.args else None
     beginnings = ("Expected to have finished reduction in the prior", "Your training graph has changed")
-    if not isinstance(message, str) or not message.startswith(beginnings):
+    if not isinstance(message, str):
+        return
+    if message.startswith("Expected sparse gradient to be defined"):
+        advise(
+            exception,
+            f"The sparse gradient of an embedding is missing: it takes no part in the loss of {step}, and DDP's"
+            " `find_unused_parameters=True` finds dense parameters only. Use the embedding in each backward pass, or"
+            " leave `sparse=True` out.",
+        )
+        return
+    if not message.startswith(beginnings):
         return
     if "`find_unused_parameters=True` is enabled" in message:  # torch says then what to do
         return

@@ -220,6 +220,36 @@ def test_where_nobody_answers_ray_client_the_token_is_thought_of(monkeypatch, ad
 
 
 @needs_ray
+@pytest.mark.parametrize(
+    ("address", "failures", "attempts"), [("ray://head:1", 2, 3), ("ray://head:1", 9, 3), ("head:1", 9, 1)]
+)
+def test_a_proxy_of_ray_client_that_starts_no_server_is_asked_again(
+    monkeypatch, address: str, failures: int, attempts: int
+):
+    import ray
+
+    asked = []
+
+    def init(**arguments: object) -> None:
+        asked.append(arguments["address"])
+        if len(asked) <= failures:
+            raise ConnectionAbortedError("Initialization failure from server: Starting Ray client server failed.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster, "_this_session", lambda: "session")
+    monkeypatch.setattr(cluster, "hosts", lambda: [{"CPU": 2.0}])
+    try:
+        if failures < attempts:
+            assert cluster.join(address, cluster.Demand(1), 1, None)
+        else:
+            with pytest.raises(RuntimeError, match="Starting Ray client server failed"):
+                cluster.join(address, cluster.Demand(1), 1, None)
+    finally:
+        cluster.leave()
+    assert asked == [address] * attempts
+
+
+@needs_ray
 def test_what_this_machine_does_not_have_is_refused_before_ray_is_started():
     import ray
 

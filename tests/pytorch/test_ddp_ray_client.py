@@ -48,7 +48,6 @@ def cluster() -> Iterator[str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
-        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "300",  # a client's server starts in a minute on a busy machine
         "PYTHONPATH": str(REPOSITORY),
     }
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:

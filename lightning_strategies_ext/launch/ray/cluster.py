@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 EXTRA = "lightning-strategies-ext[ray]"
 #: Ray's sockets are in its directory, and the path of one must not be longer than 107 characters.
 _MOST_CHARACTERS = 36
+#: Connections that are attempted to Ray Client's proxy while it fails to start a server; each takes up to 40 s.
+_ATTEMPTS = 3
 _ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _lock = threading.RLock()
@@ -132,14 +134,7 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
             _directory = _start(here, runtime_env)
         else:
             try:
-                with _sigterm_as_it_was():
-                    ray.init(
-                        address=address,
-                        runtime_env=runtime_env,
-                        log_to_driver=False,
-                        logging_level=logging.WARNING,
-                        job_config=None if is_of_client(address) else _job_config(),
-                    )
+                _connect(address, runtime_env)
             except (ConnectionError, TimeoutError) as error:
                 raise RuntimeError(unreachable(address, error)) from error
         _users, _session, _address = 1, _this_session(), asked
@@ -223,6 +218,33 @@ def _check_is_asked_for(address: str | None) -> None:
 def _this_machine() -> dict[str, float]:
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"CPU": float(num_cpus), "GPU": float(torch.cuda.device_count())}
+
+
+def _connect(address: str, runtime_env: dict[str, Any] | None) -> None:
+    """Connects this process to the cluster at ``address``.
+
+    Ray Client's proxy forks a server for each client, and that process fails now and then before it runs: the proxy
+    has other threads in gRPC (Ray 2.60; 1 of 20 connections). ``ray.init`` raises ConnectionAbortedError then, and the
+    next attempt gets a new server.
+    """
+    import ray
+
+    for attempt in range(_ATTEMPTS):
+        try:
+            with _sigterm_as_it_was():
+                ray.init(
+                    address=address,
+                    runtime_env=runtime_env,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                    job_config=None if is_of_client(address) else _job_config(),
+                )
+        except ConnectionAbortedError as error:
+            if not is_of_client(address) or attempt == _ATTEMPTS - 1:
+                raise
+            log.info("Ray Client's proxy at %s did not start a server (%s); it is asked again", address, error)
+        else:
+            return
 
 
 def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | None:
