@@ -28,7 +28,7 @@ from lightning_strategies_ext.peers import is_loopback
 _ROUNDS = "lightning_strategies_ext/rounds"
 _ROUND_POLL_S = 0.01
 _HOST_STORE = "lightning_strategies_ext/host_store"
-# Set by rank 0 of ranks that another launcher has started, before they join.
+# Set by rank 0 of ranks that another launcher has started, before they join: the job, see `_job`.
 _MEETING = "meeting"
 #: Space for a store in a file, in bytes.
 _STORE_BYTES = 1 << 24
@@ -96,7 +96,8 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
         part: The part, where the ranks have found it in a store to which other users can write.
 
     Raises:
-        torch.distributed.DistNetworkError: If another process serves a store with this name already.
+        torch.distributed.DistNetworkError: If another process serves a store with this name already, or the store is
+            that of another job.
         torch.distributed.DistStoreError: If a rank does not join in time.
     """
     try:
@@ -108,10 +109,16 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
     whole.set_timeout(timeout)
     store = dist.PrefixStore(part or "ranks", whole)
     if part is not None:
-        # Other users may have written the name of the store of another job, which does not have this key.
+        # Other users may have written the name of the store of another job, which does not have this key or value.
         if rank == 0:
-            store.set(_MEETING, "")
+            store.set(_MEETING, _job())
         store.wait([_MEETING], timeout)
+        found = store.get(_MEETING).decode()
+        if found != _job():
+            raise dist.DistNetworkError(
+                f"The store at MASTER_ADDR names the store of another job ({found}; this is {_job()}). Another process"
+                " has written to it. Start the job again; SECURITY.md lists what other users of the host can do."
+            )
     keys = [f"rank {other}" for other in range(world_size)]
     store.set(keys[rank], "")
     try:
@@ -121,6 +128,11 @@ def _host_store(name: str, rank: int, world_size: int, timeout: timedelta, part:
         seconds = f"{timeout.total_seconds():g} s"
         raise dist.DistStoreError(f"Waited {seconds} for {late} to join (world size {world_size}).") from error
     return store
+
+
+def _job() -> str:
+    """Returns what all ranks of a job have in common, and jobs of one host that run at the same time do not."""
+    return f"port {os.environ['MASTER_PORT']}, run {os.environ.get('TORCHELASTIC_RUN_ID', '-')}"
 
 
 def _store_at_address(rank: int, world_size: int, num_hosts: int, timeout: timedelta) -> dist.Store:
