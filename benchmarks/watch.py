@@ -31,16 +31,27 @@ from benchmarks.turns import Part, Row
 SETTLE_S = 5.0
 #: Names of the package that a heartbeat on one host needs, and that messages between hosts need.
 _FOR_HEARTBEATS = (
-    "Activity",
-    "Board",
-    "Sign",
-    "Silence",
+    "ThreadActivity",
+    "StatusTable",
+    "open_status_table",
+    "RankStatus",
+    "stage_and_step",
+    "HeartbeatAges",
+    "update_ages",
     "SLOT_NUM_BYTES",
-    "INTERVAL_S",
+    "HEARTBEAT_INTERVAL_S",
     "first_failure",
-    "stuck_ranks",
+    "hung_ranks",
 )
-_FOR_MESSAGES = ("Hosts", "Sign", "Waiting", "Peer", "INTERVAL_S")
+_FOR_MESSAGES = (
+    "RemoteStatus",
+    "publish_remote",
+    "RankStatus",
+    "stage_and_step",
+    "SelectorLoop",
+    "Peer",
+    "HEARTBEAT_INTERVAL_S",
+)
 
 
 class _Keys(dict[str, str]):
@@ -55,24 +66,29 @@ class _Keys(dict[str, str]):
         return self[key].encode()
 
 
+def _attribute(value: object, *attributes: str) -> Any:
+    """Returns the first attribute that a value has: revisions have different names."""
+    return next(getattr(value, name) for name in attributes if hasattr(value, name))
+
+
 def time_of_a_look(num_ranks: int, rounds: int = 200) -> float:
     """Seconds that a watch takes to look once, with so many ranks on the host."""
-    keys = _Keys()
-    boards = [names.Board.of_host(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
+    keys, where = _Keys(), {names.stage_and_step: "train, epoch 0, step 100"}
+    boards = [names.open_status_table(keys, "path", rank, range(num_ranks)) for rank in range(num_ranks)]
     boards = [board for board in boards if board is not None]
     for rank, board in enumerate(boards):
-        board.write(names.Sign(rank, where="train, epoch 0, step 100").dump(names.SLOT_NUM_BYTES - 64))
-    activity, silence = names.Activity(threading.main_thread()), names.Silence()
+        board.write(names.RankStatus(rank, **where).dump(names.SLOT_NUM_BYTES - 64))
+    activity, silence = names.ThreadActivity(threading.main_thread()), names.HeartbeatAges()
     seconds = []
     for beats in range(rounds):
         begin = time.perf_counter()
-        activity.sample(names.INTERVAL_S)
-        boards[0].write(names.Sign(0, beats, where="train, epoch 0, step 100").dump(names.SLOT_NUM_BYTES - 64))
+        activity.sample(names.HEARTBEAT_INTERVAL_S)
+        boards[0].write(names.RankStatus(0, beats, **where).dump(names.SLOT_NUM_BYTES - 64))
         read = [boards[0].read(slot) for slot in range(num_ranks)]
-        signs = {rank: names.Sign.load(content) for rank, content in enumerate(read) if content is not None}
-        silence.note(signs, names.INTERVAL_S)
+        signs = {rank: names.RankStatus.load(content) for rank, content in enumerate(read) if content is not None}
+        names.update_ages(silence, signs, names.HEARTBEAT_INTERVAL_S)
         names.first_failure(signs)
-        names.stuck_ranks(signs, silence.seconds, 300.0)
+        names.hung_ranks(signs, _attribute(silence, "age_s", "seconds"), 300.0)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
 
@@ -82,18 +98,19 @@ def load_of_first(num_hosts: int, ranks_per_host: int, seconds: float) -> float:
     here, there = multiprocessing.Pipe()
     first = multiprocessing.get_context("spawn").Process(target=_hear, args=(there, num_hosts, ranks_per_host))
     first.start()
+    where = {names.stage_and_step: "train, epoch 0, step 100"}
     store = dist.TCPStore("127.0.0.1", here.recv(), is_master=False, timeout=timedelta(seconds=60))
-    peers, waiting = _peers(num_hosts, ranks_per_host), names.Waiting()
+    peers, waiting = _peers(num_hosts, ranks_per_host), names.SelectorLoop()
     speakers = range(ranks_per_host, len(peers), ranks_per_host)
-    hosts = {rank: names.Hosts(store, peers, rank, 0, waiting) for rank in speakers}
+    hosts = {rank: names.RemoteStatus(store, peers, rank, 0, waiting) for rank in speakers}
     process, used, beats = psutil.Process(first.pid), 0.0, 0
     begin = until = time.monotonic()
     while time.monotonic() < begin + SETTLE_S + seconds:
         if until <= time.monotonic():
-            until, beats = time.monotonic() + names.INTERVAL_S, beats + 1
+            until, beats = time.monotonic() + names.HEARTBEAT_INTERVAL_S, beats + 1
             for speaker, host in hosts.items():
                 ranks = range(speaker, speaker + ranks_per_host)
-                host.tell({rank: names.Sign(rank, beats, where="train, epoch 0, step 100") for rank in ranks}, None)
+                names.publish_remote(host, {rank: names.RankStatus(rank, beats, **where) for rank in ranks}, None)
         waiting.wait(max(0.0, until - time.monotonic()))
         if time.monotonic() < begin + SETTLE_S:
             used = sum(process.cpu_times()[:2])
@@ -108,13 +125,15 @@ def load_of_first(num_hosts: int, ranks_per_host: int, seconds: float) -> float:
 
 def _hear(connection: Connection, num_hosts: int, ranks_per_host: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    waiting, peers = names.Waiting(), _peers(num_hosts, ranks_per_host)
-    hosts = names.Hosts(store, peers, 0, 0, waiting)
+    waiting, peers = names.SelectorLoop(), _peers(num_hosts, ranks_per_host)
+    where = {names.stage_and_step: "train, epoch 0, step 100"}
+    hosts = names.RemoteStatus(store, peers, 0, 0, waiting)
     connection.send(store.port)
     while not connection.poll():
-        waiting.wait(names.INTERVAL_S)
-        hosts.tell({0: names.Sign(0, where="train, epoch 0, step 100")}, None)
-    connection.send(sum(sign.beats > 0 for sign in hosts.signs.values()))
+        waiting.wait(names.HEARTBEAT_INTERVAL_S)
+        names.publish_remote(hosts, {0: names.RankStatus(0, **where)}, None)
+    statuses = _attribute(hosts, "statuses", "signs").values()
+    connection.send(sum(_attribute(status, "heartbeat", "beats") > 0 for status in statuses))
     os._exit(0)
 
 
@@ -160,7 +179,10 @@ def main() -> None:
         against.compare("watch", options, [Part("benchmarks.watch:rows", options.rounds, settings)])
         return
     looks = [(str(num), time_of_a_look(num)) for num in options.ranks]
-    rows = [[num, f"{1e6 * seconds:.0f} us", f"{100 * seconds / names.INTERVAL_S:.2f} %"] for num, seconds in looks]
+    rows = [
+        [num, f"{1e6 * seconds:.0f} us", f"{100 * seconds / names.HEARTBEAT_INTERVAL_S:.2f} %"]
+        for num, seconds in looks
+    ]
     print_table("One look of a watch", ["ranks of the host", "time", "of a core"], rows)
     each = options.ranks_per_host
     loads = [(str(num), load_of_first(num, each, options.seconds)) for num in options.hosts]

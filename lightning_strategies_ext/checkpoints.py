@@ -23,7 +23,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
-from lightning_strategies_ext.gpus import wait_until_computed
+from lightning_strategies_ext._system.gpu_sync import synchronize_gpu
 
 #: End of the name of a file that has all of its contents and is about to replace another one.
 _WHOLE = ".whole"
@@ -46,7 +46,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             OSError: If it cannot be written.
             torch.distributed.DistBackendError: If an exchange between GPUs was cut off, and with it what is in it.
         """
-        wait_until_computed()
+        synchronize_gpu()
         files, local = url_to_fs(str(path))
         if storage_options is not None or not isinstance(files, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.failure.signs import Failure
+    from lightning_strategies_ext.failure.rank_status import Failure
 
 
 class UnevenInputsError(RuntimeError):

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_strategies_ext.peers import is_of_this_user, user_of
+from lightning_strategies_ext._system.peers import is_of_this_user, user_of
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ FACES = {"pytorch", "fabric"}
 #: What each room must know nothing of. The faces are above everything.
 CLOSED = {
     "fabric": {"pytorch"},
-    "world": FACES | ENGINES,
+    "stage_context": FACES | ENGINES,
     "elastic": FACES | ENGINES,
     "uneven": FACES | ENGINES,
     "monitoring": FACES | ENGINES | {"launch", "elastic", "uneven", "failure"},
@@ -26,12 +26,24 @@ CLOSED = {
     "shm": FACES | {"torch_distributed", "horovod", "launch", "failure", "collectives"},
     "launch": FACES | ENGINES,
     "replication": FACES | ENGINES | {"launch"},
+    "_system": FACES
+    | {
+        "torch_distributed",
+        "horovod",
+        "launch",
+        "failure",
+        "collectives",
+        "elastic",
+        "uneven",
+        "monitoring",
+        "replication",
+    },
 }
 #: Rooms, and files of rooms, that work where there is no Lightning.
 WITHOUT_LIGHTNING = (
     *("shm", "collectives", "failure", "launch/processes", "launch/transport", "launch/protocol.py"),
     *("horovod/runtime.py", "horovod/launch.py", "horovod/exchange.py", "horovod/collectives.py"),
-    *("horovod/elastic_driver.py", "horovod/batch_norm.py", "elastic/membership.py", "peers.py", "nested.py"),
+    *("horovod/elastic_driver.py", "horovod/batch_norm.py", "elastic/membership.py", "_system/peers.py", "nested.py"),
     *("torch_distributed/process_group.py", "torch_distributed/compression", "torch_distributed/exchange_times.py"),
     "monitoring",
 )

@@ -137,12 +137,12 @@ def test_a_rank_that_torchrun_starts_again_finds_its_commit(conditions: str, scr
 IN_PROCESS = """
 import os, signal, socket, subprocess, sys, time
 import psutil
-from lightning_strategies_ext import connections, peers
+from lightning_strategies_ext._system import connections, peers
 
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 started = peers.start_time(child.pid)
 assert peers.is_running(child.pid, started)
-peers.kill_with_forked(child.pid)
+peers.kill_with_forked_children(child.pid)
 while peers.is_running(child.pid, started):  # until it is a zombie
     time.sleep(0.01)
 assert child.wait() == -signal.SIGKILL
@@ -151,7 +151,7 @@ assert not peers.is_running(child.pid, started)
 listening = socket.create_server(("127.0.0.1", 0))
 one = socket.create_connection(listening.getsockname())
 other, _ = listening.accept()
-connections.spare(other)
+connections.exempt(other)
 connections.shut_down_connections(lambda each: bool(each.raddr) and each.raddr.port == listening.getsockname()[1])
 assert other.recv(1) == b""
 print("all right")

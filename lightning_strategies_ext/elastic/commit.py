@@ -20,11 +20,11 @@ from lightning.pytorch.utilities.parsing import lightning_setattr
 from torch import Tensor
 
 from lightning_strategies_ext._lightning import trainer_stages, user_modules
+from lightning_strategies_ext._system.gpu_sync import copy_to_host, pinned_bytes, synchronize_gpu
+from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.totals import Totals
-from lightning_strategies_ext.gpus import copy_to_host, pinned_bytes, wait_until_computed
 from lightning_strategies_ext.launch.stage.module_tree import tensors_of
-from lightning_strategies_ext.memory import free_memory
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
 from lightning_strategies_ext.uneven.step_state import StepState
 
@@ -138,7 +138,7 @@ class Commit:
         modes = {name: submodule.training for name, submodule in module.named_modules()}
         parameters = {name: (each.shape, each.requires_grad) for name, each in module.named_parameters()}
         batches: int = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        wait_until_computed()
+        synchronize_gpu()
         self._own = self._copy_own(trainer)
         self._random = user_modules.random_states()
         sizes = trainer.world_size, first_world_size

@@ -40,6 +40,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_strategies_ext._lightning import trainer_data, trainer_signals, trainer_stages
+from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit, copy_model
 from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipLostError
@@ -47,8 +48,7 @@ from lightning_strategies_ext.elastic.options import check_callbacks
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
 from lightning_strategies_ext.elastic.sampler import share_out
 from lightning_strategies_ext.exceptions import JoinError, WorldTooSmallError
-from lightning_strategies_ext.peers import Peer
-from lightning_strategies_ext.world import World
+from lightning_strategies_ext.stage_context import StageContext
 
 log = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ class ElasticFit:
 
     # --- between two training steps ---
 
-    def before_train_step(self, world: World) -> None:
+    def before_train_step(self, world: StageContext) -> None:
         """Commits if it is time, and leaves the world if the ranks have agreed to.
 
         Args:
@@ -363,7 +363,7 @@ class ElasticFit:
         must_change = self._is_leaving or self._notices.have_come
         if must_change:
             world.request_stop()
-        must_change = world.has_agreed_before_train_step()
+        must_change = world.has_decision_before_train_step()
         if must_change or self._is_due():
             self._commit.take(trainer, self._first_world_size, self._strategy.collectives)
         if must_change:
@@ -374,13 +374,13 @@ class ElasticFit:
             self._commit.shared is None or self._trainer.global_step - self._commit.step >= self._commit_every_n_steps
         )
 
-    def before_evaluation_step(self, world: World) -> None:
+    def before_evaluation_step(self, world: StageContext) -> None:
         """Lets this rank leave within a long validation; the others go back to their commit when they miss it."""
         asked_at = self._asked_to_leave_at
         is_leaving = asked_at is not None and time.monotonic() - asked_at > VALIDATES_ON_S
         if is_leaving:
             world.request_stop()
-        if world.has_agreed_before_evaluation_step() and is_leaving:
+        if world.has_decision_before_evaluation_step() and is_leaving:
             self._strategy.leave_world(agreed=False)
             self._end()
 

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import psutil
 
-from lightning_strategies_ext import user_cache
+from lightning_strategies_ext._system import user_cache
+from lightning_strategies_ext._system.peers import host_identity, is_of_this_user, is_running, start_time
 from lightning_strategies_ext.interpreters import python_module
-from lightning_strategies_ext.peers import host_identity, is_of_this_user, is_running, start_time
 
 #: What torchrun says to its ranks about the job.
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -144,7 +144,7 @@ class Keeper:
         except OSError as error:
             raise KeeperLostError(
                 f"There is no private directory for the file by which ranks find commits: {error}. Set"
-                f" {user_cache.VARIABLE} to a directory to which only this user can write."
+                f" {user_cache.CACHE_VARIABLE} to a directory to which only this user can write."
             ) from error
         process, deadline = None, time.monotonic() + START_S
         while time.monotonic() < deadline:

@@ -20,11 +20,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_strategies_ext._lightning import trainer_logging
+from lightning_strategies_ext._system.gpu_sync import copy_to_host
+from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit, CommitTooLargeError, Shared, Slot
 from lightning_strategies_ext.elastic.keeper import Keeper
-from lightning_strategies_ext.gpus import copy_to_host
-from lightning_strategies_ext.memory import free_memory
 
 _MAGIC = b"lse-0001"
 _HEADER = struct.Struct("<8sQqQQ")  # magic, whether it is whole, batches, start of the pickle, its size

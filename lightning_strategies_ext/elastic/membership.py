@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext._system.peers import Peer
 
 
 class MembershipLostError(RuntimeError):

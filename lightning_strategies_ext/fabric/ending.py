@@ -16,13 +16,13 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import Store
 from typing_extensions import override
 
+from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import check_patience
 from lightning_strategies_ext.collectives import Collectives
-from lightning_strategies_ext.failure.signs import Progress
-from lightning_strategies_ext.failure.uncaught import on_uncaught
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
+from lightning_strategies_ext.failure.uncaught import install_excepthook
 from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of
-from lightning_strategies_ext.peers import Peer
-from lightning_strategies_ext.world import World
+from lightning_strategies_ext.stage_context import StageContext
 
 
 class EndsTogether:
@@ -43,14 +43,14 @@ class EndsTogether:
         **kwargs: Any,
     ) -> None:
         self._patience_s = check_patience(patience)
-        self._world = World(self._engine)
+        self._world = StageContext(self._engine)
         kwargs["cluster_environment"] = environment_of_child(cluster_environment)
         super().__init__(*args, **kwargs)
 
     @property
     def has_met(self) -> bool:
         """Whether this process has met the other ranks, as far as there are any."""
-        return self._world.watch is not None
+        return self._world.failure_monitor is not None
 
     def note_failure(self, exception: BaseException) -> None:
         """Says to the other ranks that this one has failed, and ends those of this host that do not end by themselves.
@@ -58,13 +58,13 @@ class EndsTogether:
         Ctrl-C is no failure: it reaches all.
         """
         world = self._world
-        world.fail(exception, world.rank, world.size)
-        if world.watch is not None and not isinstance(exception, KeyboardInterrupt):
-            world.watch.reconciliate("".join(traceback.format_exception(exception)))
+        world.mark_failed(exception, world.rank, world.size)
+        if world.failure_monitor is not None and not isinstance(exception, KeyboardInterrupt):
+            world.failure_monitor.fail_and_kill_local_peers("".join(traceback.format_exception(exception)))
 
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""
-        return self._world.explained(exception)
+        return self._world.explain_exception(exception)
 
     @contextmanager
     def stopping_together(self, signum: int = signal.SIGTERM) -> Iterator[Callable[[], bool]]:
@@ -100,13 +100,13 @@ class EndsTogether:
             raise RuntimeError("`stopping_together` must be called in the main thread: others handle no signals.")
         usual = signal.signal(signum, lambda *_: world.request_stop())
         try:
-            world.agree_on_sigterm()
-            yield world.has_agreed_before_train_step
+            world.start_stop_agreement()
+            yield world.has_decision_before_train_step
         finally:
             world.leave(is_over=False)
             signal.signal(signum, signal.SIG_DFL if usual is None else usual)  # None is one of C's
-        if world.was_asked_to_stop:
-            world.was_asked_to_stop = False
+        if world.was_stop_requested:
+            world.was_stop_requested = False
             signal.raise_signal(signum)
 
     def _engine(self) -> Collectives:
@@ -119,7 +119,7 @@ class EndsTogether:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._world = World(self._engine)
+        self._world = StageContext(self._engine)
 
     def _end_together(
         self,
@@ -127,15 +127,15 @@ class EndsTogether:
         world_size: int,
         store: Store | None,
         wake: Callable[[Sequence[Peer]], None],
-        progress: Progress,
+        progress: CollectiveProgress,
     ) -> None:
-        self._world = World(self._engine, rank, world_size, store, before=self._world)
+        self._world = StageContext(self._engine, rank, world_size, store, previous=self._world)
         if store is None:
             return
-        self._world.end_together(wake, progress, self._patience_s, exit_code_of)
-        assert self._world.watch is not None
-        self._world.watch.describe(lambda: "the loop under Fabric")
-        on_uncaught(self._fail_with)
+        self._world.start_failure_monitor(wake, progress, self._patience_s, exit_code_of)
+        assert self._world.failure_monitor is not None
+        self._world.failure_monitor.set_step_source(lambda: "the loop under Fabric")
+        install_excepthook(self._fail_with)
 
     def _fail_with(self, exception: BaseException) -> BaseException:
         explained = self.explained(exception)

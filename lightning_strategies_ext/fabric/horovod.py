@@ -22,7 +22,7 @@ from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
-from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.exchange import (
     Compression,
@@ -169,7 +169,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         collectives = HorovodCollectives(lambda: device)  # without a reference to the strategy
         MetricSync(lambda: collectives)  # until the process exits, as with a process group
         store = runtime.store() if self.world_size > 1 else None
-        self._end_together(self.global_rank, self.world_size, store, runtime.let_go, Progress())
+        self._end_together(self.global_rank, self.world_size, store, runtime.let_go, CollectiveProgress())
 
     @override
     def setup_module(self, module: Module) -> Module:

@@ -8,89 +8,96 @@ from dataclasses import dataclass
 from typing import Any
 
 #: A point in a run, ordered as the run proceeds: (training steps started, evaluation steps started since).
-Step = tuple[int, int]
+StepIndex = tuple[int, int]
 #: Which agreement: the stage, and how many there were before in it.
-Number = tuple[int, int]
+AgreementId = tuple[int, int]
 #: How many of those that have left are named.
-_MOST_NAMED = 8
+_MAX_RANKS_LISTED = 8
 
 
 @dataclass(frozen=True)
-class Ballot:
+class StopVote:
     """A rank's part in an agreement on a SIGTERM.
 
     Attributes:
-        number: Of the agreement.
+        agreement_id: Of the agreement.
         is_requested: Whether this rank was asked to stop.
-        step: The last that it has begun; said once it begins no other before it is told which is the last of all.
-        is_over: Whether it takes part no more.
+        last_started_step: The last that it has begun; said once it begins no other before it is told which is the
+            last of all.
+        is_closed: Whether it takes part no more.
     """
 
-    number: Number
+    agreement_id: AgreementId
     is_requested: bool = False
-    step: Step | None = None
-    is_over: bool = False
+    last_started_step: StepIndex | None = None
+    is_closed: bool = False
 
     @classmethod
-    def load(cls, values: dict[str, Any]) -> "Ballot":
+    def load(cls, values: dict[str, Any]) -> "StopVote":
         """Makes one of what :func:`dataclasses.asdict` and JSON give."""
-        return cls(**{**values, "number": _pair(values["number"]), "step": values["step"] and _pair(values["step"])})
+        return cls(
+            **{
+                **values,
+                "agreement_id": _pair(values["agreement_id"]),
+                "last_started_step": values["last_started_step"] and _pair(values["last_started_step"]),
+            }
+        )
 
 
 @dataclass(frozen=True)
-class Decision:
+class StopDecision:
     """What the first rank says once any has been asked to stop.
 
     Attributes:
-        number: Of the agreement.
+        agreement_id: Of the agreement.
         last_step: Before whose next one all stop; None until all have said where they are.
     """
 
-    number: Number
-    last_step: Step | None = None
+    agreement_id: AgreementId
+    last_step: StepIndex | None = None
 
     @classmethod
-    def load(cls, values: dict[str, Any]) -> "Decision":
+    def load(cls, values: dict[str, Any]) -> "StopDecision":
         """Makes one of what :func:`dataclasses.asdict` and JSON give."""
-        return cls(_pair(values["number"]), values["last_step"] and _pair(values["last_step"]))
+        return cls(_pair(values["agreement_id"]), values["last_step"] and _pair(values["last_step"]))
 
 
 @dataclass(frozen=True)
-class Departed:
+class StageExit:
     """Says of a rank that it takes part in no more collectives of a stage.
 
     Attributes:
         stage: Counts those that it has begun.
-        num_begun: How many collectives it had begun by then.
+        num_started: How many collectives it had begun by then.
         has_failed: Whether it failed in it.
     """
 
     stage: int
-    num_begun: int = 0
+    num_started: int = 0
     has_failed: bool = False
 
 
 @dataclass(frozen=True)
-class Departures:
+class StageExits:
     """Says of all ranks which have left a stage.
 
     Attributes:
         stage: See :class:`Departed`.
         ranks: They, or the first of them where they are many.
-        num_begun: The fewest collectives that any of them had begun by then.
+        num_started: The fewest collectives that any of them had begun by then.
     """
 
     stage: int
     ranks: tuple[int, ...]
-    num_begun: int
+    num_started: int
 
     @classmethod
-    def load(cls, values: dict[str, Any]) -> "Departures":
+    def load(cls, values: dict[str, Any]) -> "StageExits":
         """Makes one of what :func:`dataclasses.asdict` and JSON give."""
         return cls(**{**values, "ranks": tuple(values["ranks"])})
 
 
-def decide(ballots: Mapping[int, Ballot | None], before: Decision | None) -> Decision | None:
+def decide_last_step(ballots: Mapping[int, StopVote | None], before: StopDecision | None) -> StopDecision | None:
     """What the ranks have agreed on, in the first agreement that is not over for all.
 
     Args:
@@ -101,20 +108,20 @@ def decide(ballots: Mapping[int, Ballot | None], before: Decision | None) -> Dec
         It; None if nobody was asked to stop.
     """
     begun = [ballot for ballot in ballots.values() if ballot is not None]
-    number = min((ballot.number for ballot in begun if not ballot.is_over), default=None)
-    if before is not None and before.number == number and before.last_step is not None:
+    number = min((ballot.agreement_id for ballot in begun if not ballot.is_closed), default=None)
+    if before is not None and before.agreement_id == number and before.last_step is not None:
         return before
-    here = [ballot for ballot in begun if ballot.number == number]
+    here = [ballot for ballot in begun if ballot.agreement_id == number]
     if number is None or not any(ballot.is_requested for ballot in here):
         return None
-    are_all_here = len(begun) == len(ballots) and all(ballot.number >= number for ballot in begun)
-    steps = [ballot.step for ballot in here if ballot.step is not None]
-    return Decision(number, max(steps) if are_all_here and len(steps) == len(here) else None)
+    are_all_here = len(begun) == len(ballots) and all(ballot.agreement_id >= number for ballot in begun)
+    steps = [ballot.last_started_step for ballot in here if ballot.last_started_step is not None]
+    return StopDecision(number, max(steps) if are_all_here and len(steps) == len(here) else None)
 
 
-def add_departures(
-    known: Iterable[Departures | None], departed: Mapping[int, Departed | None], stage: int
-) -> Departures | None:
+def merge_stage_exits(
+    known: Iterable[StageExits | None], departed: Mapping[int, StageExit | None], stage: int
+) -> StageExits | None:
     """Who has left a stage in good order.
 
     Args:
@@ -128,7 +135,7 @@ def add_departures(
     of_stage = [
         *(one for one in known if one is not None and one.stage == stage),
         *(
-            Departures(stage, (rank,), one.num_begun)
+            StageExits(stage, (rank,), one.num_started)
             for rank, one in departed.items()
             if one is not None and one.stage == stage and not one.has_failed
         ),
@@ -136,7 +143,7 @@ def add_departures(
     if not of_stage:
         return None
     ranks = sorted({rank for one in of_stage for rank in one.ranks})
-    return Departures(stage, tuple(ranks[:_MOST_NAMED]), min(one.num_begun for one in of_stage))
+    return StageExits(stage, tuple(ranks[:_MAX_RANKS_LISTED]), min(one.num_started for one in of_stage))
 
 
 def _pair(values: Any) -> tuple[int, int]:

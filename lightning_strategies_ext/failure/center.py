@@ -11,14 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.connections import SECRET, SECRET_FILE, address_of, job_secret
-from lightning_strategies_ext.failure.lines import Lines
-from lightning_strategies_ext.peers import Peer, is_loopback
+from lightning_strategies_ext._system.connections import SECRET, SECRET_FILE, job_secret, store_address
+from lightning_strategies_ext._system.peers import Peer, is_loopback
+from lightning_strategies_ext.failure.peer_links import PeerLinks
 
 log = logging.getLogger(__name__)
 
 
-class Center:
+class CoordinatorEndpoint:
     """What a rank knows of it. All ranks create theirs together; then the first listens.
 
     Args:
@@ -26,7 +26,7 @@ class Center:
         key: Of the store, for this alone.
         peers: All ranks.
         rank: Global rank of this process.
-        callers: Ranks that may call, once each.
+        allowed_ranks: Ranks that may call, once each.
         lines: Of this rank.
     """
 
@@ -36,8 +36,8 @@ class Center:
         key: str,
         peers: Mapping[int, Peer],
         rank: int,
-        callers: Collection[int],
-        lines: Lines,
+        allowed_ranks: Collection[int],
+        lines: PeerLinks,
     ) -> None:
         self._lines = lines
         self._peers = peers
@@ -45,7 +45,7 @@ class Center:
         self._first = min(peers)
         self._secret = job_secret()
         if rank == self._first:
-            place = self._listen(store, callers)
+            place = self._listen(store, allowed_ranks)
             store.set(key, json.dumps([*place, self._signature(place)]))
         *place, signature = json.loads(store.get(key))
         if not hmac.compare_digest(signature, self._signature(place)):
@@ -56,14 +56,14 @@ class Center:
         token, self._addresses, self._port = place
         self._proof = self._proof_of(token)
 
-    def call(self, *, may_have_ended: bool = False) -> None:
+    def connect(self, *, may_have_exited: bool = False) -> None:
         """Calls it; says so if it cannot be reached.
 
         Args:
-            may_have_ended: Whether its process need not be there any more, so that nobody may answer.
+            may_have_exited: Whether its process need not be there any more, so that nobody may answer.
         """
-        error = self._lines.call(self._addresses, self._port, self._first, self._proof, self._rank)
-        if error is not None and not (may_have_ended and isinstance(error, ConnectionRefusedError)):
+        error = self._lines.connect(self._addresses, self._port, self._first, self._proof, self._rank)
+        if error is not None and not (may_have_exited and isinstance(error, ConnectionRefusedError)):
             log.warning(
                 "rank %d cannot reach rank 0 (%s) at %s, port %s (%s): what fails on one of their hosts is not known on"
                 " the other until the backend notices. Let the hosts connect to each other at any port.",
@@ -78,8 +78,8 @@ class Center:
         """
         token = secrets.token_hex(16)
         address, all_addresses = None, self._peers[self._rank].addresses
-        if (of_store := address_of(store)) is not None:
-            address = _own_address(*of_store)
+        if (of_store := store_address(store)) is not None:
+            address = _local_address_towards(*of_store)
             is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
             if address is not None and is_loopback(address) and not is_one_machine:
                 address = None
@@ -99,7 +99,7 @@ def _signed(secret: bytes, text: str) -> str:
     return hmac.digest(secret, text.encode(), "sha256").hex()
 
 
-def _own_address(towards: str, port: int) -> str | None:
+def _local_address_towards(towards: str, port: int) -> str | None:
     """The address of this host on the way to another one, or to itself; None if there is none.
 
     Args:

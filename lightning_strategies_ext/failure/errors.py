@@ -5,24 +5,26 @@ import re
 from torch.distributed import DistBackendError
 
 #: What they say where they are not DistBackendErrors: those of gloo and Horovod, and those that came through C++.
-_OF_COLLECTIVES = re.compile("gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)")
+_COLLECTIVE_ERROR_PATTERN = re.compile(
+    "gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)"
+)
 _ADVICE = "_lightning_strategies_ext_advice"
-_LOST = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
+_PEER_LOSS_PATTERN = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
 
 
-def is_of_collective(exception: BaseException) -> bool:
+def is_collective_error(exception: BaseException) -> bool:
     """Whether an exception is a collective's, or a barrier's for one."""
     if isinstance(exception, ValueError):  # Horovod's, in a rank that its failure monitor has cut off
         return str(exception).startswith("Horovod has not been initialized")
     if not isinstance(exception, RuntimeError):
         return False
     is_by_class = isinstance(exception, DistBackendError) or isinstance(exception.__cause__, DistBackendError)
-    return is_by_class or _OF_COLLECTIVES.search(str(exception)) is not None
+    return is_by_class or _COLLECTIVE_ERROR_PATTERN.search(str(exception)) is not None
 
 
-def has_lost_a_peer(exception: BaseException) -> bool:
+def is_peer_loss(exception: BaseException) -> bool:
     """Whether a collective's exception says that another rank is gone, so that there may be a reason to hear of."""
-    return _LOST.search(str(exception)) is not None
+    return _PEER_LOSS_PATTERN.search(str(exception)) is not None
 
 
 def advise(exception: BaseException, advice: str) -> None:

@@ -2,8 +2,8 @@
 
 A process that ends closes its connections, and who waits at the other end of one knows at once. A host without power or
 network closes none, and a collective waits there for as long as its engine does: 30 seconds over Horovod's gloo. So the
-first rank has a line to each other one (:mod:`.lines`), for which its kernel asks at the other end. Where all ranks end
-together, the watch notices a lost host (:mod:`.watch`).
+first rank has a line to each other one (:mod:`.peer_links`), for which its kernel asks at the other end. Where all
+ranks end together, the watch notices a lost host (:mod:`.failure_monitor`).
 
 On systems whose kernel does not ask so (others than Linux), the engine's time has to pass.
 """
@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.failure.center import Center
-from lightning_strategies_ext.failure.lines import Lines
-from lightning_strategies_ext.failure.waiting import Waiting
-from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext._system.selector_loop import SelectorLoop
+from lightning_strategies_ext.failure.center import CoordinatorEndpoint
+from lightning_strategies_ext.failure.peer_links import PeerLinks
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +33,21 @@ class Lookout:
         store: Shared by the ranks, for this alone.
         peers: All ranks.
         rank: Of this process.
-        on_lost: Called once, by the thread, when a rank is lost: cuts this one off from the others.
+        on_host_loss: Called once, by the thread, when a rank is lost: cuts this one off from the others.
     """
 
-    def __init__(self, store: dist.Store, peers: Mapping[int, Peer], rank: int, on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, store: dist.Store, peers: Mapping[int, Peer], rank: int, on_host_loss: Callable[[], None]
+    ) -> None:
         self._peers = peers
         self._rank = rank
-        self._on_lost = on_lost
-        self._waiting = Waiting()
-        self._lines = Lines(self._waiting, lambda rank, words: False)
+        self._on_lost = on_host_loss
+        self._waiting = SelectorLoop()
+        self._lines = PeerLinks(self._waiting, lambda rank, words: False)
         callers = peers.keys() - {min(peers)}
-        center = Center(store, "center", peers, rank, callers, self._lines)
+        center = CoordinatorEndpoint(store, "center", peers, rank, callers, self._lines)
         if rank in callers:
-            center.call()
+            center.connect()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext lookout", daemon=True)
         self._thread.start()
@@ -63,15 +65,15 @@ class Lookout:
         self._closed.set()
         self._waiting.wake()
         self._thread.join()
-        self._lines.close() if agreed else self._lines.close_ends()
+        self._lines.close() if agreed else self._lines.abort()
         self._waiting.close()
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            if self._lines.lost or self._lines.gone:
-                for host in sorted({self._peers[rank].host_name for rank in self._lines.lost}):
+            if self._lines.unreachable or self._lines.disconnected:
+                for host in sorted({self._peers[rank].host_name for rank in self._lines.unreachable}):
                     log.warning("rank %d: the host %s does not answer any more", self._rank, host)
                 self._on_lost()
-                self._lines.close_ends()  # and those at the other ends do the same
+                self._lines.abort()  # and those at the other ends do the same
                 return
             self._waiting.wait(_LOOK_S)

@@ -2,28 +2,28 @@
 
 Lightning saves in the signal handler, wherever a rank is just then, and meets the others in a barrier: one that is a
 step ahead waits there for those that wait for it in the step's all-reduce. Here the signal is one more reason for the
-agreement that a SIGTERM has (:mod:`.termination`).
+agreement that a SIGTERM has (:mod:`.stop_agreement`).
 """
 
 from collections.abc import Callable
 
 
-class Requeueing:
+class RequeueAgreement:
     """One rank's part in it, for one stage.
 
     Args:
-        carry_out: Saves, and has SLURM queue the job again; called by all ranks together.
-        is_told: Whether this rank was told so before the stage began.
+        requeue: Saves, and has SLURM queue the job again; called by all ranks together.
+        is_requested: Whether this rank was told so before the stage began.
 
     Attributes:
-        is_told: Whether this rank was told, and the others may not know yet.
-        is_due: Whether all ranks know.
+        is_requested: Whether this rank was told, and the others may not know yet.
+        is_agreed: Whether all ranks know.
     """
 
-    def __init__(self, carry_out: Callable[[], None], *, is_told: bool = False) -> None:
+    def __init__(self, carry_out: Callable[[], None], *, is_requested: bool = False) -> None:
         self._carry_out = carry_out
-        self.is_told = is_told
-        self.is_due = False
+        self.is_requested = is_requested
+        self.is_agreed = False
 
     def agree(self, decide_any: Callable[[bool], bool]) -> None:
         """Lets all ranks know what any was told. Called by all ranks together.
@@ -31,10 +31,10 @@ class Requeueing:
         Args:
             decide_any: Whether any rank says yes; a collective.
         """
-        is_told, self.is_told = self.is_told, False  # a signal may come while the ranks decide
-        self.is_due |= decide_any(is_told)
+        is_requested, self.is_requested = self.is_requested, False  # a signal may come while the ranks decide
+        self.is_agreed |= decide_any(is_requested)
 
-    def carry_out(self) -> None:
+    def requeue(self) -> None:
         """Does it. Called by all ranks together; it is for all that any was told by then."""
         self._carry_out()
-        self.is_due = self.is_told = False
+        self.is_agreed = self.is_requested = False

@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from torch.distributed import PrefixStore, Store
 
-from lightning_strategies_ext.failure.ballots import Decision, Step
-from lightning_strategies_ext.failure.ending import leave_thread
-from lightning_strategies_ext.failure.termination import TerminationAgreement
+from lightning_strategies_ext.failure.ballots import StepIndex, StopDecision
+from lightning_strategies_ext.failure.process_exit import abandon_thread
+from lightning_strategies_ext.failure.stop_agreement import StopAgreement
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ class StoreAgreement:
         world_size: Number of ranks.
     """
 
-    def __init__(self, agreement: TerminationAgreement, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, agreement: StopAgreement, store: Store, rank: int, world_size: int) -> None:
         self._agreement = agreement
         self._store = PrefixStore("lightning_strategies_ext/termination", store)
         self._rank = rank
         self._world_size = world_size
         self._interval_s = max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
-        self._has_asked = self._has_published = self._has_read = False
+        self._has_requested = self._has_published = self._has_read = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext store", daemon=True)
         self._thread.start()
@@ -64,36 +64,36 @@ class StoreAgreement:
     def abandon(self) -> None:
         """Leaves the thread to itself, which may wait for a store that is gone."""
         self._closed.set()
-        leave_thread(self._thread)
+        abandon_thread(self._thread)
 
     def _run(self) -> None:
         try:
             while not self._agreement.is_decided and not self._closed.wait(self._interval_s):
-                self._look()
+                self._poll()
         except Exception as error:  # the store went away with rank 0
             log.debug("rank %d no longer asks whether to stop: %s", self._rank, error)
-            self._agreement.hear_no_more()
+            self._agreement.decide_alone()
 
-    def _look(self) -> None:
-        ballot = self._agreement.ballot()
-        if ballot.is_requested and not self._has_asked:
-            self._has_asked = True
+    def _poll(self) -> None:
+        ballot = self._agreement.vote()
+        if ballot.is_requested and not self._has_requested:
+            self._has_requested = True
             self._store.set(_REQUESTED, "")
         is_requested = ballot.is_requested or self._store.check([_REQUESTED])
-        self._agreement.hear(Decision(ballot.number) if is_requested else None)
-        ballot = self._agreement.ballot()
-        if ballot.step is None:
+        self._agreement.receive(StopDecision(ballot.agreement_id) if is_requested else None)
+        ballot = self._agreement.vote()
+        if ballot.last_started_step is None:
             return
         if not self._has_published:
             self._has_published = True
-            self._store.set(_step_key(self._rank), f"{ballot.step[0]},{ballot.step[1]}")
+            self._store.set(_step_key(self._rank), f"{ballot.last_started_step[0]},{ballot.last_started_step[1]}")
         keys = [_step_key(rank) for rank in range(self._world_size)]
         # Asked again, not waited for: that would hold the store's connection, which the training thread shares.
         if self._store.check(keys):
             last_step = max(_decode(self._store.get(key)) for key in keys)
             self._store.set(f"read/{self._rank}", "")
             self._has_read = True
-            self._agreement.hear(Decision(ballot.number, last_step))
+            self._agreement.receive(StopDecision(ballot.agreement_id, last_step))
 
     def _wait_for_readers(self) -> None:
         deadline = time.monotonic() + READ_TIMEOUT_S
@@ -107,6 +107,6 @@ def _step_key(rank: int) -> str:
     return f"step/{rank}"
 
 
-def _decode(value: bytes) -> Step:
+def _decode(value: bytes) -> StepIndex:
     train, evaluation = value.decode().split(",")
     return int(train), int(evaluation)

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from lightning_strategies_ext.failure import watch
-from lightning_strategies_ext.failure.ending import FIRST, at_end, uncaught
+from lightning_strategies_ext.failure import failure_monitor
+from lightning_strategies_ext.failure.process_exit import RUN_FIRST, register_exit_handler, uncaught_exception
 
 _usual: Any = None
 _at_end: Any = None
 _handle: Callable[[BaseException], BaseException]
 
 
-def on_uncaught(handle: Callable[[BaseException], BaseException]) -> None:
+def install_excepthook(handle: Callable[[BaseException], BaseException]) -> None:
     """Lets an exception that this script does not catch pass through a function before it is shown; the last counts.
 
     Worker processes have no script: their job says what they end with.
@@ -27,12 +27,12 @@ def on_uncaught(handle: Callable[[BaseException], BaseException]) -> None:
         _usual, sys.excepthook = sys.excepthook, _pass_through
     if _at_end is not None:
         _at_end.cancel()
-    _at_end = at_end(_call_hook, FIRST)
+    _at_end = register_exit_handler(_call_hook, RUN_FIRST)
 
 
-def announced(exception: BaseException) -> BaseException:
+def announce_uncaught(exception: BaseException) -> BaseException:
     """Says to the others what this script ends with between two stages of the Trainer: in one, the strategy does."""
-    own = watch.of_process()
+    own = failure_monitor.current_monitor()
     if own is not None and not isinstance(exception, KeyboardInterrupt):  # it reaches all
         own.announce_uncaught(exception)
     return exception
@@ -40,7 +40,7 @@ def announced(exception: BaseException) -> BaseException:
 
 def _call_hook() -> None:
     """Calls the hook where multiprocessing has started this process, which does not."""
-    exception = uncaught()
+    exception = uncaught_exception()
     if isinstance(exception, SystemExit):  # of torch.multiprocessing's, say, which has caught the one that it is for
         exception = exception.__context__ or exception
     if exception is not None and not isinstance(exception, KeyboardInterrupt):  # it reaches all

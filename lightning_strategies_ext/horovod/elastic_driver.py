@@ -16,12 +16,12 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from lightning_strategies_ext.connections import noting_connections, shut_down_connections
+from lightning_strategies_ext._system.connections import record_connections, shut_down_connections
+from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.elastic.membership import Member, MembershipLostError
 from lightning_strategies_ext.failure.lookout import Lookout
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.runtime import shut_down
-from lightning_strategies_ext.peers import Peer
 
 _ELASTIC = "HOROVOD_ELASTIC"
 #: What the driver answers, in this order.
@@ -207,7 +207,7 @@ def _initialise() -> None:
         del os.environ[_ELASTIC]
     _connections.clear()
     try:
-        with noting_connections(_connections):
+        with record_connections(_connections):
             hvd.init()
     finally:
         os.environ[_ELASTIC] = "1"

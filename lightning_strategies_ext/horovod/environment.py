@@ -7,7 +7,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext._lightning import launching
-from lightning_strategies_ext.gpus import sees_one_gpu
+from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
 from lightning_strategies_ext.horovod.launch import Launch, is_started_by_us, lost_starter
 
 

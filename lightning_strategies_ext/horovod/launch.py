@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_strategies_ext.peers import is_running
+from lightning_strategies_ext._system.peers import is_running
 
 if TYPE_CHECKING:
     from torch.distributed import Store

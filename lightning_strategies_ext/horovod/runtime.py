@@ -18,12 +18,13 @@ import psutil
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_strategies_ext import forking, host_store, rank_variables
-from lightning_strategies_ext.connections import serve_store
-from lightning_strategies_ext.failure import watch
+from lightning_strategies_ext import host_store, rank_variables
+from lightning_strategies_ext._system import forking
+from lightning_strategies_ext._system.connections import serve_store
+from lightning_strategies_ext._system.peers import Peer, host_identity
+from lightning_strategies_ext.failure import failure_monitor
 from lightning_strategies_ext.horovod.launch import Launch, renew_rendezvous, told_as_by_a_launcher
 from lightning_strategies_ext.horovod_build.installed import horovod_problem, what_is_not_fixed
-from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.registry import EngineNotInstalledError
 
 _store: Store | None = None
@@ -63,7 +64,7 @@ def start(launch: Launch, device: torch.device, process_set: Any = None) -> None
             " with `python -m lightning_strategies_ext install-horovod --nccl`, or use `accelerator='cpu'`."
         )
     process_sets = [] if process_set is None else [process_set]
-    forking.make_safe()
+    forking.make_fork_safe()
     if launch.rank == 0 and (said := what_is_not_fixed()) is not None:
         warnings.warn(said, stacklevel=2)
     if not hvd.is_initialized():
@@ -157,8 +158,8 @@ def let_go(peers: Sequence[Peer]) -> None:
 
 def _leave_at_exit() -> None:
     # The watch first: it sets a clock where ranks have failed, since Horovod waits half a minute for a lost host.
-    if (own := watch.of_process()) is not None:
-        own.end()
+    if (own := failure_monitor.current_monitor()) is not None:
+        own.run_exit_handler()
     shut_down()
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_strategies_ext import user_cache
+from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.horovod_build.installed import MARKER
 from lightning_strategies_ext.horovod_build.key import BuildKey
 

@@ -11,7 +11,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from lightning_strategies_ext import user_cache
+from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes
 from lightning_strategies_ext.horovod_build.installed import COMMAND, horovod_problem, marker, torch_version

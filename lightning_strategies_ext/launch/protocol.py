@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_strategies_ext.exceptions import RankFailedError
-from lightning_strategies_ext.failure.signs import Failure as FirstFailure
-from lightning_strategies_ext.failure.watch import failure_known
+from lightning_strategies_ext.failure.failure_monitor import known_failure
+from lightning_strategies_ext.failure.rank_status import Failure as FirstFailure
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump
 
@@ -211,7 +211,7 @@ class Failure:
         lines = str(exception).strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
         is_consequence = isinstance(exception, RankFailedError)
-        return cls(pickled, summary, trace, time.monotonic(), has_results, is_consequence, failure_known())
+        return cls(pickled, summary, trace, time.monotonic(), has_results, is_consequence, known_failure())
 
     @property
     def exception(self) -> BaseException | None:

@@ -1,7 +1,8 @@
 """The processes that run the user's script once more, for each further device of this host.
 
 Until the ranks have met, only this process can notice that one of them ends, at an error in the script, say: it would
-wait for it until the timeout. From then on each rank's watch does (:mod:`lightning_strategies_ext.failure.watch`).
+wait for it until the timeout. From then on each rank's watch does
+(:mod:`lightning_strategies_ext.failure.failure_monitor`).
 Lightning has an observer for the same, which kills all ranks at once, whatever they still have to save or to say.
 """
 
@@ -21,11 +22,11 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 
 from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._lightning import launching
-from lightning_strategies_ext.failure.detection import how_it_ended
-from lightning_strategies_ext.failure.ending import end_process, fail_at_exit
-from lightning_strategies_ext.failure.report import say, show_block
-from lightning_strategies_ext.failure.watch import GRACE_S, MARGIN_S, failure_known, of_process
-from lightning_strategies_ext.gpus import sees_one_gpu
+from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
+from lightning_strategies_ext.failure.detection import describe_exit
+from lightning_strategies_ext.failure.failure_monitor import GRACE_S, KILL_MARGIN_S, current_monitor, known_failure
+from lightning_strategies_ext.failure.failure_report import print_line, print_report
+from lightning_strategies_ext.failure.process_exit import exit_now, fail_at_exit
 from lightning_strategies_ext.launch.command import find_command
 
 #: How often a process is asked whether it has ended, in seconds.
@@ -169,29 +170,29 @@ def exit_code_of(pid: int) -> int | None:
 def _wait_for_all() -> None:
     """At the end of this process, which the user has started: waits for the others, not for long if one has failed."""
     say_at, deadline = time.monotonic() + _SAY_S, inf
-    watch = of_process()
+    watch = current_monitor()
     while any(process.poll() is None for process in _started) and time.monotonic() < deadline:
-        if watch is not None and failure_known() is None:
-            watch.announce_end()
-        if failure_known() is not None:
+        if watch is not None and known_failure() is None:
+            watch.announce_script_end()
+        if known_failure() is not None:
             if watch is not None:
-                watch.leave_stage()  # under Fabric its last one is not over before: the others need nothing more of it
-            deadline = min(deadline, time.monotonic() + GRACE_S + MARGIN_S)
+                watch.finish_stage()  # under Fabric its last one is not over before: the others need nothing more of it
+            deadline = min(deadline, time.monotonic() + GRACE_S + KILL_MARGIN_S)
         elif time.monotonic() > say_at:
             ranks = [str(rank) for rank, process in enumerate(_started, 1) if process.poll() is None]
-            say(f"rank 0 has come to its end; rank {' and '.join(ranks)} still works.")
+            print_line(f"rank 0 has come to its end; rank {' and '.join(ranks)} still works.")
             say_at = inf
         time.sleep(_POLL_S)
     failed = {rank: process for rank, process in enumerate(_started, 1) if process.poll() != 0}
-    failure = failure_known()
-    if failure is not None and not failure.is_said:  # they could not say it, whatever they ended with
-        show_block(failure)
+    failure = known_failure()
+    if failure is not None and not failure.is_self_reported:  # they could not say it, whatever they ended with
+        print_report(failure)
         fail_at_exit()
     for rank, process in failed.items():
         fail_at_exit()
         if failure is None:
             how = "does not end" if process.returncode is None else f"has ended with exit code {process.returncode}"
-            say(f"rank {rank} (pid {process.pid}) {how}; the exit code of this one is 1.")
+            print_line(f"rank {rank} (pid {process.pid}) {how}; the exit code of this one is 1.")
 
 
 def _wait_until_they_have_met(processes: "list[subprocess.Popen[Any]]", have_met: Callable[[], bool]) -> None:
@@ -199,7 +200,9 @@ def _wait_until_they_have_met(processes: "list[subprocess.Popen[Any]]", have_met
         for rank, process in enumerate(processes, 1):
             exit_code = process.poll()
             if exit_code is not None and not have_met() and process in _started:
-                say(f"rank {rank} (pid {process.pid}) {how_it_ended(exit_code)}, before the ranks had met; all end.")
+                print_line(
+                    f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)}, before the ranks had met; all end."
+                )
                 _end(processes)
-                end_process(1)
+                exit_now(1)
         time.sleep(_POLL_S)

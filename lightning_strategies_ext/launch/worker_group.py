@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._lightning import trainer_stages
-from lightning_strategies_ext.failure import report
+from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.launch.processes.changing_pool import run_changing
 from lightning_strategies_ext.launch.processes.conditions import RngState, is_interactive
 from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool, wait_until_closed
@@ -308,5 +308,5 @@ def raise_shown_in_short(error: BaseException, directory: str) -> NoReturn:
     """
     first = getattr(error, "first_failure", None) or getattr(error.__cause__, "first_failure", None)
     if first is not None:
-        report.show_at_exit(error, first, None, directory)
+        failure_report.report_at_exit(error, first, None, directory)
     raise error

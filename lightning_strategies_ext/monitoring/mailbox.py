@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.connections import own_connection
+from lightning_strategies_ext._system.connections import clone_store
 from lightning_strategies_ext.monitoring.records import Window
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Mailbox:
                     return None
                 time.sleep(5 * _LOOK_S)
             token = self._shared.get("token").decode()
-        return dist.PrefixStore(f"lightning_strategies_ext/monitor/{token}", own_connection(self._shared))
+        return dist.PrefixStore(f"lightning_strategies_ext/monitor/{token}", clone_store(self._shared))
 
     def _send(self, store: dist.Store, window: Window) -> None:
         if self._is_abandoned:

@@ -54,7 +54,7 @@ class Compressed(_Base):
         state = None
         if optimizer is self.optimizers[0]:
             state = self.exchange_state
-            if self._compressed is not None and self._world.alone is None:
+            if self._compressed is not None and self._world.local_collectives is None:
                 state = self._compressed.state_dict()  # before the optimizer's, which it may change
         return {**super().optimizer_state(optimizer), **({_KEY: state} if state else {})}
 
@@ -80,11 +80,11 @@ class Compressed(_Base):
         """Lets all ranks leave training with the same model, and keeps the exchange's state."""
         super().on_train_end()
         self._bring_models_together()
-        if self._compressed is not None and self._world.alone is None:
+        if self._compressed is not None and self._world.local_collectives is None:
             self.exchange_state = move_data_to_device(self._compressed.state_dict(), torch.device("cpu"))
 
     def _bring_models_together(self) -> None:
-        if self._compressed is not None and self._world.alone is None:
+        if self._compressed is not None and self._world.local_collectives is None:
             assert self.lightning_module is not None
             self._compressed.bring_models_together(_averages_of(self.lightning_module))
 

@@ -376,10 +376,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self._begin_stage(trainer)
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
-        must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
+        must_stop = self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
-        if self._world.watch is not None:
-            self._world.watch_departures(DefaultGroupProgress(), is_job=self._worker is None)
+        if self._world.failure_monitor is not None:
+            self._world.handle_stage_exits(DefaultGroupProgress(), is_job=self._worker is None)
         self._evaluate_together(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
@@ -398,7 +398,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         share = None if self._uneven_inputs == "error" else Share()
         self._begin_compression(self._gradient_sync.begin_compression(ddp_model, self._timeout))
         self._gradient_sync.register_hook(ddp_model, self._compressed, share)
-        self._world.exchange = DDPExchange(ddp_model, share or Share())
+        self._world.gradient_exchange = DDPExchange(ddp_model, share or Share())
         self._begin_to_try_buckets(ddp_model)
         ddp_model.exchange_directly(self._ddp_kwargs, tries_buckets=self._tries_buckets)
         self._look_after_unfreezing(ddp_model, share)
@@ -445,8 +445,8 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             RuntimeError: If a parameter has been unfrozen in this step, after DDP has begun it.
         """
         self._check_unfreezing()
-        if self._world.inputs is not None:
-            self._world.inputs.before_backward()
+        if self._world.uneven_inputs is not None:
+            self._world.uneven_inputs.before_backward()
         if isinstance(self.model, DistributedDataParallel) and not self._is_automatic_optimization:
             if isinstance(self.model, DistributedModel) and self.model.is_exchanged_directly:
                 self.model.prepare_for_backward()
@@ -468,8 +468,8 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if self._bucket_search is not None:
             assert isinstance(self.model, DistributedDataParallel)
             self._bucket_search.end_pass(self.model.require_backward_grad_sync)
-        if self._world.inputs is not None:
-            self._world.inputs.after_backward()
+        if self._world.uneven_inputs is not None:
+            self._world.uneven_inputs.after_backward()
 
     @staticmethod
     def _queue_exchange_of_first_pass(model: DistributedDataParallel, loss: Tensor) -> None:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.keeper import RUN_ID, Job, Keeper
@@ -20,7 +21,6 @@ from lightning_strategies_ext.elastic.kept import KeptCommit
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.elastic.options import check_can_change, check_commit_interval
 from lightning_strategies_ext.elastic.restarted import RestartedMembership
-from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.pytorch.ddp import DDPStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.registry import UnavailableHereError

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching
+from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import Seat
 from lightning_strategies_ext.launch.ray.cluster import is_of_client
 from lightning_strategies_ext.launch.stage.job import WorkerContext
-from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy
 from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import host_store
 from lightning_strategies_ext._lightning import launching, user_modules
+from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.collectives import LocalCollectives
@@ -30,18 +31,17 @@ from lightning_strategies_ext.elastic.options import (
     check_commit_interval,
 )
 from lightning_strategies_ext.exceptions import JoinError
-from lightning_strategies_ext.failure.errors import is_of_collective
+from lightning_strategies_ext.failure.errors import is_collective_error
 from lightning_strategies_ext.launch.membership import WorkerMembership
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
 from lightning_strategies_ext.launch.protocol import Place
-from lightning_strategies_ext.peers import Peer, host_identity
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
+from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss, survive_others
+from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss, disable_nccl_watchdog_exit
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
-from lightning_strategies_ext.world import World
 
 #: How long ranks may take to connect to each other, in seconds. One may die then, of which the others are not told.
 CONNECT_S = 10.0
@@ -166,9 +166,9 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             if rank is None or not self._membership.rendezvous(Member(Peer.this_process(rank)), _just_wait):
                 raise RuntimeError("A worker has died before training began.")
             self.take_rank()
-        self._world = World(self._engine, self.global_rank, self.world_size, before=self._world)
+        self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
         if context.joins:
-            self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+            self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
     def take_rank(self) -> None:
@@ -200,7 +200,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         backend = self._named_backend or process_group.default_backend(
             self.root_device, place.size, _num_hosts_of(members)
         )
-        survive_others()
+        disable_nccl_watchdog_exit()
         process_group.join(
             backend,
             dist.PrefixStore("group", self._world_store),
@@ -249,10 +249,12 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         """Begins what the ranks of a world do together."""
         store = self._world_store if self.world_size > 1 else None
         self._keep_vigil(trainer, store, DefaultGroupProgress())
-        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
+        self._world = StageContext(
+            self._engine, self.global_rank, self.world_size, store, previous=self._world, name="world"
+        )
         self.configure_ddp()
         self._keep_in_step(trainer, self._uneven_inputs, self.root_device)
-        must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
+        must_stop = self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
     @override
@@ -302,7 +304,7 @@ def _is_loss(error: BaseException) -> bool:
     """Whether an exception comes from a collective, or from a store that another rank should have written to."""
     at: BaseException | None = error
     while at is not None:
-        if is_of_collective(at) or isinstance(at, dist.DistError):
+        if is_collective_error(at) or isinstance(at, dist.DistError):
             return True
         at = at.__cause__ or at.__context__
     return False

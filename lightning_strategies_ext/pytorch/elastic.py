@@ -15,14 +15,14 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.elastic.commit import Commit
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
 from lightning_strategies_ext.elastic.membership import Membership
-from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.vigil import Vigil
-from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.pytorch.parallel import where_in
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Elastic(_Base):
     def _make_fit(self, trainer: "pl.Trainer", number: int, commit: Commit, *, has_begun: bool) -> None:
         options = self._commit_every_n_steps, self._scale_learning_rate
         self._fit = ElasticFit(self, trainer, self.membership, *options, number, commit, has_begun)
-        if self._world.was_asked_to_stop:
+        if self._world.was_stop_requested:
             self._leave_fit()
         self._agree_on_sigterm(trainer, is_requested=False)  # with nobody, before the training loop
 
@@ -77,16 +77,16 @@ class Elastic(_Base):
     def take_part(self) -> None:
         """Lets this rank's collectives be those of all, from here on."""
         self.membership.is_entered = True
-        self._world.alone = None
+        self._world.local_collectives = None
 
     @contextmanager
     def answering_alone(self) -> Generator[None, None, None]:
         """Lets this rank's collectives return its own values inside it."""
-        self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+        self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
         try:
             yield
         finally:
-            self._world.alone = None
+            self._world.local_collectives = None
 
     @override
     def on_train_start(self) -> None:
@@ -96,7 +96,7 @@ class Elastic(_Base):
             DifferentModelsError: If the hooks have added other parameters on another rank.
         """
         super().on_train_start()
-        if self._fit is None or self._world.alone is not None:
+        if self._fit is None or self._world.local_collectives is not None:
             return
         self._fit.after_train_start()
         self._follow_added_parameters()
@@ -124,9 +124,9 @@ class Elastic(_Base):
         self._world.leave() if agreed else self._world.abandon()
         self.membership.leave(agreed=agreed)
         if self._vigil is not None:
-            self._vigil.leave()
+            self._vigil.mark_finished()
 
-    def _keep_vigil(self, trainer: "pl.Trainer", store: dist.Store | None, progress: Progress) -> None:
+    def _keep_vigil(self, trainer: "pl.Trainer", store: dist.Store | None, progress: CollectiveProgress) -> None:
         """Has those ranks of this host killed, from here on, that the others wait for in vain."""
         self._end_vigil()
         if store is None or self._patience_s is None:
@@ -137,7 +137,7 @@ class Elastic(_Base):
             self._vigil = Vigil(
                 *(dist.PrefixStore(f"vigil/{host}", store), here, self.global_rank, progress, self._patience_s),
                 partial(where_in, trainer),
-                are_all_here=len(here) == len(peers),
+                is_single_host=len(here) == len(peers),
             )
 
     def _end_vigil(self) -> None:
@@ -148,7 +148,7 @@ class Elastic(_Base):
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""
         self._end_vigil()
-        self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+        self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

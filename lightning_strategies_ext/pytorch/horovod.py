@@ -31,7 +31,7 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.elastic.policy import scale_learning_rates
-from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import environment, runtime
 from lightning_strategies_ext.horovod.batch_norm import SynchronizedBatchNorm
 from lightning_strategies_ext.horovod.exchange import (
@@ -204,7 +204,7 @@ class HorovodStrategy(ParallelStrategy):
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
         """Lets an observer hear of each exchange; None ends it."""
         super().observe_exchanges(observer)
-        for exchange in (self._world.exchange, self._deltas):
+        for exchange in (self._world.gradient_exchange, self._deltas):
             if exchange is not None:
                 exchange.observer = observer
 
@@ -255,7 +255,7 @@ class HorovodStrategy(ParallelStrategy):
 
     def _join(self) -> None:
         leave = runtime.shut_down if runtime.has_others() else None
-        self._enter_world(self._join_group, leave, runtime.let_go, Progress())
+        self._enter_world(self._join_group, leave, runtime.let_go, CollectiveProgress())
 
     def _join_group(self) -> Store | None:
         assert self.cluster_environment is not None
@@ -304,10 +304,10 @@ class HorovodStrategy(ParallelStrategy):
 
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
         self._begin_exchange(trainer)
-        must_stop = self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
+        must_stop = self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
-        if self._world.watch is not None:
-            self._world.watch_departures(Progress(), is_job=True)
+        if self._world.failure_monitor is not None:
+            self._world.handle_stage_exits(CollectiveProgress(), is_job=True)
         self._evaluate_together(trainer)
 
     @override
@@ -320,7 +320,7 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def _before_training_step(self) -> None:
-        exchange = self._world.exchange
+        exchange = self._world.gradient_exchange
         # As DDP, which skips it within a window of accumulation.
         if self._are_buffers_stale:
             self._share_buffers()
@@ -329,7 +329,7 @@ class HorovodStrategy(ParallelStrategy):
     def _share_buffers(self, src: int | None = None, *, is_known_to_match: bool = True) -> None:
         """Gives all ranks the buffers of one, default rank 0. Collective."""
         collectives = self.collectives
-        if self._world.alone is None and self.lightning_module is not None:
+        if self._world.local_collectives is None and self.lightning_module is not None:
             collectives.broadcast_buffers(  # type: ignore[attr-defined]
                 self.lightning_module, self._options.process_set, src, is_known_to_match=is_known_to_match
             )
@@ -344,17 +344,17 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
-        exchange = self._world.exchange
+        exchange = self._world.gradient_exchange
         with nullcontext() if exchange is None else exchange.held_back():
             yield
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the exchange of gradients."""
-        if self._world.exchange is not None:
-            self._world.exchange.begin(closure_loss)
-        if self._world.inputs is not None:
-            self._world.inputs.before_backward()
+        if self._world.gradient_exchange is not None:
+            self._world.gradient_exchange.begin(closure_loss)
+        if self._world.uneven_inputs is not None:
+            self._world.uneven_inputs.before_backward()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -363,10 +363,10 @@ class HorovodStrategy(ParallelStrategy):
         Raises:
             UnevenInputsError: If ranks turn out to have different numbers of batches, with ``uneven_inputs="error"``.
         """
-        if self._world.inputs is not None:
-            self._world.inputs.after_backward()
-        elif self._world.exchange is not None:
-            self._world.exchange.finish()
+        if self._world.uneven_inputs is not None:
+            self._world.uneven_inputs.after_backward()
+        elif self._world.gradient_exchange is not None:
+            self._world.gradient_exchange.finish()
 
     @override
     def optimizer_step(
@@ -444,8 +444,8 @@ class HorovodStrategy(ParallelStrategy):
         if self._options.op == "adasum":
             self._deltas = DeltaExchange(self.lightning_module, self._options)
         else:
-            world.exchange = GradientExchange(self.lightning_module, self._options)
-            world.exchange.broadcast_buffers = self._share_buffers if self._has_work_before_step else None
+            world.gradient_exchange = GradientExchange(self.lightning_module, self._options)
+            world.gradient_exchange.broadcast_buffers = self._share_buffers if self._has_work_before_step else None
         self._keep_in_step(trainer, self._uneven_inputs, torch.device("cpu"))
 
     @override

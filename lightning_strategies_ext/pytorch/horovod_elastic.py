@@ -12,12 +12,12 @@ from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
 from lightning_strategies_ext.elastic.options import check_commit_interval
-from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.horovod import elastic_driver, environment, runtime
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.pytorch.horovod import HorovodStrategy
 from lightning_strategies_ext.registry import UnavailableHereError
-from lightning_strategies_ext.world import World
+from lightning_strategies_ext.stage_context import StageContext
 
 
 class HorovodElasticStrategy(Elastic, HorovodStrategy):
@@ -102,9 +102,9 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
         self.take_rank()
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         runtime.start(self.cluster_environment.launch, self.root_device)
-        self._world = World(self._engine, self.global_rank, self.world_size, before=self._world)
+        self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
         if not is_entered:
-            self._world.alone = LocalCollectives(self.global_rank, self.world_size)
+            self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
     def _begin_stage(self, trainer: "pl.Trainer") -> None:
@@ -125,24 +125,26 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
     @override
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks of a world do together."""
-        alone = self._world.alone
+        alone = self._world.local_collectives
         is_alone = self.world_size == 1 or alone is not None
         # Processes of an elastic run are not of the same age, and each world has a store of its own.
         store = None if is_alone else runtime.make_store()
-        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world, name="world")
-        self._world.alone = alone
-        self._keep_vigil(trainer, store, Progress())
+        self._world = StageContext(
+            self._engine, self.global_rank, self.world_size, store, previous=self._world, name="world"
+        )
+        self._world.local_collectives = alone
+        self._keep_vigil(trainer, store, CollectiveProgress())
         if store is not None:
             self.membership.look_out(store)
         self._begin_exchange(trainer)
         # Only those leave that were asked to.
-        must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_asked_to_stop, all=False)
+        must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
 
     @property
     @override
     def _exchange_of_gradients(self) -> tuple[Any, Any]:
-        return self._world.exchange, self.lightning_module
+        return self._world.gradient_exchange, self.lightning_module
 
     @override
     def fall_silent(self) -> None:

@@ -23,15 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import trainer_logging, trainer_stages
+from lightning_strategies_ext._system.gpu_sync import device_clock
+from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.checks import check_flag, check_whole_number
-from lightning_strategies_ext.gpus import clock_of
 from lightning_strategies_ext.monitoring.advice import Job, advise
 from lightning_strategies_ext.monitoring.analysis import RankTimes, combined, exposed_share, logged, times_of
 from lightning_strategies_ext.monitoring.mailbox import Mailbox
 from lightning_strategies_ext.monitoring.records import Window
 from lightning_strategies_ext.monitoring.session import Session
 from lightning_strategies_ext.monitoring.trace import spans_of, write_trace
-from lightning_strategies_ext.peers import host_identity
 from lightning_strategies_ext.pytorch.parallel import ParallelStrategy
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.exchange_times import DDPTimes
@@ -166,7 +166,7 @@ class CommunicationMonitor(Callback):
             _mailbox_of(trainer),
             lambda windows: self._hear(trainer, windows),
             self._give_up,
-            clock_of(strategy.root_device),
+            device_clock(strategy.root_device),
         )
         self._session = session
         self._undo = [trainer_stages.before_fetch(trainer, session.fetch_begins)]

@@ -35,6 +35,7 @@ from lightning_strategies_ext._lightning import (
     trainer_stages,
     user_modules,
 )
+from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import (
     DEFAULT_PATIENCE,
     check_devices,
@@ -45,16 +46,15 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
-from lightning_strategies_ext.failure.errors import is_of_collective
-from lightning_strategies_ext.failure.signs import Progress
-from lightning_strategies_ext.failure.uncaught import announced, on_uncaught
+from lightning_strategies_ext.failure.errors import is_collective_error
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
+from lightning_strategies_ext.failure.uncaught import announce_uncaught, install_excepthook
 from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
-from lightning_strategies_ext.peers import Peer
 from lightning_strategies_ext.registry import Registered
+from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
 from lightning_strategies_ext.uneven.control import UnevenInputs, UnevenInputsControl
-from lightning_strategies_ext.world import REASON_S, World
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._world = World(self._engine)
+        self._world = StageContext(self._engine)
         self._observer: ExchangeObserver | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -173,14 +173,14 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     @property
     def is_shadowing(self) -> bool:
         """Whether this rank has run out of batches and goes through the last one again, which counts for nothing."""
-        inputs = self._world.inputs
+        inputs = self._world.uneven_inputs
         return inputs is not None and inputs.is_shadowing
 
     # --- what a monitor asks ---
 
     def part_of_store(self, purpose: str, number: int) -> Store | None:
-        """A part of the key-value store that all ranks share, see :meth:`.World.part_of_store`."""
-        return self._world.part_of_store(purpose, number)
+        """A part of the key-value store that all ranks share, see :meth:`.StageContext.prefix_store`."""
+        return self._world.prefix_store(purpose, number)
 
     @property
     def num_bytes_exchanged(self) -> int | None:
@@ -209,7 +209,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """Runs one training step."""
         if self._has_work_before_step:
             self._before_training_step()
-        inputs = self._world.inputs
+        inputs = self._world.uneven_inputs
         if inputs is None or not inputs.is_needed:
             return super().training_step(*args, **kwargs)
         with inputs.around_training_step():
@@ -252,8 +252,8 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         Raises:
             ValueError: If ``reduce_op`` is unknown.
         """
-        inputs = self._world.inputs
-        if inputs is not None and self._world.alone is None and inputs.does_reduce(tensor, group):
+        inputs = self._world.uneven_inputs
+        if inputs is not None and self._world.local_collectives is None and inputs.does_reduce(tensor, group):
             return inputs.reduce(tensor, self.collectives.op_named(reduce_op))
         return self._answering.reduce(tensor, group, reduce_op)
 
@@ -296,7 +296,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """
         own = type(self)
         brings_reduce = own.reduce is not ParallelStrategy.reduce and own.collectives is ParallelStrategy.collectives
-        if brings_reduce and self._world.alone is None:
+        if brings_reduce and self._world.local_collectives is None:
             return bool(super().reduce_boolean_decision(decision, all))
         return self._answering.reduce_boolean_decision(decision, all)
 
@@ -319,7 +319,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         Raises:
             KeyboardInterrupt: If no stage runs that could agree on a step.
         """
-        self._world.interrupt()
+        self._world.request_interrupt()
 
     def note_failure(self, exception: BaseException) -> None:
         """Says to the other ranks that this one has failed; called before any ``on_exception`` hook.
@@ -333,7 +333,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""
-        return self._world.explained(exception)
+        return self._world.explain_exception(exception)
 
     def reconciliate_processes(self, trace: str) -> None:
         """Ends the other ranks of this host after this one failed, so that none waits for it.
@@ -344,13 +344,13 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         Args:
             trace: The failure of this rank, as ``traceback.format_exc()`` gives it.
         """
-        if self._world.watch is not None:
-            self._world.watch.reconciliate(trace)
+        if self._world.failure_monitor is not None:
+            self._world.failure_monitor.fail_and_kill_local_peers(trace)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Ends the other ranks if this one failed. Ctrl-C and an agreed SIGTERM end all ranks and are no failures."""
-        if self._world.watch is not None and not isinstance(exception, _NO_FAILURES):
+        if self._world.failure_monitor is not None and not isinstance(exception, _NO_FAILURES):
             self.reconciliate_processes("".join(traceback.format_exception(exception)))
 
     @override
@@ -370,8 +370,8 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     def end_stage(self) -> None:
         """Called in a worker when all of a stage is over: hooks that come after :meth:`teardown`, too."""
-        if self._world.watch is not None:
-            self._world.watch.leave_stage()
+        if self._world.failure_monitor is not None:
+            self._world.failure_monitor.finish_stage()
 
     # --- the world ---
 
@@ -383,7 +383,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     @property
     def has_met(self) -> bool:
         """Whether this process has met the other ranks, as far as there are any."""
-        return self._world.watch is not None
+        return self._world.failure_monitor is not None
 
     def _engine(self) -> Collectives:
         """The engine's collectives; engines other than torch.distributed override it."""
@@ -392,28 +392,28 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     @property
     def _answering(self) -> Collectives:
         # A subclass may bring `collectives` of its own, which say nothing of a rank that has failed.
-        return self._world.alone or self.collectives
+        return self._world.local_collectives or self.collectives
 
     def _fail(self, exception: BaseException) -> None:
-        self._world.fail(exception, self.global_rank, self.world_size)
+        self._world.mark_failed(exception, self.global_rank, self.world_size)
 
     def _enter_world(
         self,
         join: Callable[[], Store | None],
         leave: Callable[[], None] | None,
         wake: Callable[[Sequence[Peer]], None],
-        progress: Progress,
+        progress: CollectiveProgress,
     ) -> None:
         """Joins the other ranks for a stage. Collective: all ranks call it.
 
         Args:
             join: Joins the group of all ranks unless the process has; returns their store, or None for a single rank.
             leave: Leaves the group of an earlier stage, which may be broken; None if there is none.
-            wake: See :class:`.Watch`.
+            wake: See :class:`.FailureMonitor`.
             progress: Progress of this rank.
         """
         store = join()
-        self._world = World(self._engine, self.global_rank, self.world_size, store, before=self._world)
+        self._world = StageContext(self._engine, self.global_rank, self.world_size, store, previous=self._world)
         if store is not None:
             self._end_together(wake, progress)
         if leave is not None and not self._is_group_intact():
@@ -431,25 +431,27 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         try:
             self.collectives.reduce_boolean_decision(True)
         except Exception as exception:
-            watch = self._world.watch
-            if not is_of_collective(exception) or (watch is not None and watch.reason(REASON_S) is not None):
+            watch = self._world.failure_monitor
+            if not is_collective_error(exception) or (
+                watch is not None and watch.wait_for_failure(REMOTE_REASON_TIMEOUT_S) is not None
+            ):
                 raise
             return False
         return True
 
-    def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: Progress) -> None:
+    def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
         """Lets all ranks end when one fails or does not come; called by all ranks together, on entering a stage."""
-        self._world.end_together(wake, progress, self._patience_s, exit_code_of)
-        on_uncaught(announced)
+        self._world.start_failure_monitor(wake, progress, self._patience_s, exit_code_of)
+        install_excepthook(announce_uncaught)
 
     def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:
         """Lets a SIGTERM on any rank stop all before the same step; called by all ranks together."""
-        if self._world.watch is not None:
-            self._world.watch.describe(partial(where_in, trainer), trainer.default_root_dir)
+        if self._world.failure_monitor is not None:
+            self._world.failure_monitor.set_step_source(partial(where_in, trainer), trainer.default_root_dir)
         confirm = trainer_signals.intercept_sigterm(trainer, self._on_sigterm, self._before_train_step)
         requeue = trainer_signals.intercept_requeueing(trainer, lambda: self._world.request_requeue())
         release = partial(trainer_signals.release_sigterm, trainer)
-        self._world.agree_on_sigterm(confirm, release, requeue, is_requested=is_requested)
+        self._world.start_stop_agreement(confirm, release, requeue, is_requested=is_requested)
 
     def _evaluate_together(self, trainer: "pl.Trainer") -> None:
         """Lets ranks without batches run the hooks of an evaluation; called by all ranks together."""
@@ -471,22 +473,24 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         world = self._world
         if world.size > 1:
             ranks = world.rank, world.size
-            world.inputs = UnevenInputsControl(way, trainer, world.collectives, world.exchange, *ranks, device)
+            world.uneven_inputs = UnevenInputsControl(
+                way, trainer, world.collectives, world.gradient_exchange, *ranks, device
+            )
 
     def _on_sigterm(self) -> None:
         self._world.request_stop()
 
     def _before_train_step(self) -> None:
-        if self._world.has_agreed_before_train_step():
-            self._world.do_as_agreed(self._decide_any)
+        if self._world.has_decision_before_train_step():
+            self._world.apply_decision(self._decide_any)
         if self._world.must_requeue:
             assert self.lightning_module is not None
             if not trainer_signals.is_accumulating(self.lightning_module.trainer):
                 self._world.requeue()
 
     def _before_evaluation_step(self) -> None:
-        if self._world.has_agreed_before_evaluation_step():
-            self._world.do_as_agreed(self._decide_any)
+        if self._world.has_decision_before_evaluation_step():
+            self._world.apply_decision(self._decide_any)
         if self._world.must_requeue:  # a window of accumulation may end after the time that is left
             self._world.requeue()
 
@@ -498,14 +502,14 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         state: dict[str, Any] = super().__getstate__()
         # What belongs to this process stays here: a worker has a world of its own.
         state.pop("_world")
-        return {**state, "was_asked_to_stop": self._world.was_asked_to_stop, "_observer": None}
+        return {**state, "was_asked_to_stop": self._world.was_stop_requested, "_observer": None}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         was_asked_to_stop = state.pop("was_asked_to_stop", False)
         super().__setstate__(state)
-        self._world = World(self._engine)
-        self._world.was_asked_to_stop = was_asked_to_stop
+        self._world = StageContext(self._engine)
+        self._world.was_stop_requested = was_asked_to_stop
 
 
 def where_in(trainer: "pl.Trainer") -> str:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lightning_strategies_ext import user_cache
+from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
 from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, NotCompiledError
 
@@ -72,7 +72,7 @@ def _compiled(kept: Path | None, not_kept: str) -> Library:
             compiler.compile_library(command, made)
             if kept is not None:
                 try:
-                    user_cache.keep(made, kept)
+                    user_cache.store_file(made, kept)
                     return Library(_load(kept), "")
                 except OSError as error:
                     not_kept = str(error)

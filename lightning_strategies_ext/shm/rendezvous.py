@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from torch.distributed import Store
 
-from lightning_strategies_ext.peers import host_identity, is_of_this_user, user_of
+from lightning_strategies_ext._system.peers import host_identity, is_of_this_user, user_of
 from lightning_strategies_ext.shm.links import LinkedRank, Links, PeerLostError, polled
 
 _TOKEN_NUM_BYTES: Final = 16

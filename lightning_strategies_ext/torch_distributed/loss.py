@@ -7,9 +7,9 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from lightning_strategies_ext.failure.deaths import Deaths
-from lightning_strategies_ext.failure.waiting import Waiting
-from lightning_strategies_ext.peers import Peer, host_identity
+from lightning_strategies_ext._system.peers import Peer, host_identity
+from lightning_strategies_ext._system.selector_loop import SelectorLoop
+from lightning_strategies_ext.failure.exit_tracker import ExitTracker
 
 #: Where the system has no descriptors of processes, they are asked for so often, in seconds.
 _POLL_S = 1.0
@@ -22,7 +22,7 @@ _GO_ON = {
 }
 
 
-def survive_others() -> None:
+def disable_nccl_watchdog_exit() -> None:
     """Lets groups over NCCL that this process joins from here on outlive other ranks."""
     for name, value in _GO_ON.items():
         os.environ.setdefault(name, value)
@@ -33,15 +33,15 @@ class CutOffOnLoss:
 
     Args:
         peers: All ranks.
-        cut_off: Called by the thread, once.
+        on_exit: Called by the thread, once.
     """
 
-    def __init__(self, peers: Sequence[Peer], cut_off: Callable[[], None]) -> None:
+    def __init__(self, peers: Sequence[Peer], on_exit: Callable[[], None]) -> None:
         here = host_identity()
         others = {peer.rank: peer for peer in peers if peer.host == here and peer.pid != os.getpid()}
-        self._cut_off = cut_off
-        self._waiting = Waiting()
-        self._deaths = Deaths(others, self._waiting)
+        self._cut_off = on_exit
+        self._waiting = SelectorLoop()
+        self._deaths = ExitTracker(others, self._waiting)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext loss", daemon=True)
         self._thread.start()
@@ -59,6 +59,6 @@ class CutOffOnLoss:
     def _run(self) -> None:
         while not self._closed.is_set():
             self._waiting.wait(_POLL_S)
-            if self._deaths.gone() and not self._closed.is_set():
+            if self._deaths.exited_ranks() and not self._closed.is_set():
                 self._cut_off()
                 return

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_strategies_ext import forking, host_store, rank_variables, shm
-from lightning_strategies_ext.connections import noting_connections, without_prefixes
-from lightning_strategies_ext.failure.ending import at_end
-from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
+from lightning_strategies_ext import host_store, rank_variables, shm
+from lightning_strategies_ext._system import forking
+from lightning_strategies_ext._system.connections import record_connections, without_prefixes
+from lightning_strategies_ext._system.gpu_sync import is_aborted, mark_aborted
+from lightning_strategies_ext.failure.process_exit import register_exit_handler
 from lightning_strategies_ext.shm.options import ShmOptions
 from lightning_strategies_ext.torch_distributed import rendezvous
 
@@ -251,7 +252,7 @@ def join(
     options: Any = None,
 ) -> None:
     """Makes the default process group, of ranks that share a store which no other group has used."""
-    forking.make_safe()
+    forking.make_fork_safe()
     connections.clear()
     _left.clear()
     excepthook = sys.excepthook
@@ -259,7 +260,7 @@ def join(
     of_torch = store
     if is_python and backend not in _ON_MAIN_THREAD:
         of_torch = rendezvous.file_store(store, rank, world_size, timeout or default_pg_timeout)
-    with noting_connections(connections):
+    with record_connections(connections):
         dist.init_process_group(
             backend,
             store=of_torch,
@@ -277,7 +278,7 @@ def join(
     global _at_end
     if _at_end is not None:
         _at_end.cancel()
-    _at_end = at_end(_stop_at_exit)
+    _at_end = register_exit_handler(_stop_at_exit)
 
 
 def can_abort() -> bool:
@@ -291,12 +292,12 @@ def abort() -> None:
     gloo and ``shm`` are not aborted; closed connections end their collectives. Each backend is aborted in a thread of
     its own: to abort NCCL's waits for the GPU, which the collective of another group may occupy until that is aborted.
     """
-    if not is_initialized() or is_cut_off():
+    if not is_initialized() or is_aborted():
         return
     backends = _abortable()
     if not backends:
         return
-    note_cut_off(dist.group.WORLD)  # before: what is computed from there on is not to be kept
+    mark_aborted(dist.group.WORLD)  # before: what is computed from there on is not to be kept
     threads = [threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True) for backend in backends]
     for thread in threads:
         thread.start()
@@ -362,7 +363,7 @@ def stop() -> None:
     # A group that was aborted would wait for what it has not done (seen in torch 2.11). A private name of torch's, read
     # in 2.13, which earlier versions need not have. It aborts all groups that torch has names of; `abort` has
     # done so, and to abort gloo raises a RuntimeError in versions that cannot.
-    forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_cut_off() else None
+    forget = getattr(dist.distributed_c10d, "_abort_process_group", None) if is_aborted() else None
     if forget is None:
         _destroy(None)
     else:
@@ -383,7 +384,7 @@ def leave(group: Any) -> None:
     """
     from torch.distributed.distributed_c10d import _world
 
-    if group in _world.pg_map and not is_cut_off():
+    if group in _world.pg_map and not is_aborted():
         _destroy(group)
 
 

@@ -4,14 +4,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.failure.signs import Progress
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.shm.process_group import ShmProcessGroup
 
 
-class DefaultGroupProgress(Progress):
+class DefaultGroupProgress(CollectiveProgress):
     """Says it of this process."""
 
-    def num_begun(self) -> int:
+    def num_started(self) -> int:
         """How many collectives of the group this rank has begun; zero where its backend does not count."""
         group: Any = dist.group.WORLD
         if not dist.is_initialized() or isinstance(group, ShmProcessGroup):
@@ -21,7 +21,7 @@ class DefaultGroupProgress(Progress):
         except RuntimeError:
             return 0
 
-    def waiting_for(self) -> Any:
+    def pending_work(self) -> Any:
         """The operation of ``shm`` that this rank waits for, if it does."""
         group: Any = dist.group.WORLD
         return group.waiting_for if dist.is_initialized() and isinstance(group, ShmProcessGroup) else None

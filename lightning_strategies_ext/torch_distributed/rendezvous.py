@@ -22,8 +22,8 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from lightning_strategies_ext import host_store, rank_variables
-from lightning_strategies_ext.connections import serve_store
-from lightning_strategies_ext.peers import is_loopback
+from lightning_strategies_ext._system.connections import serve_store
+from lightning_strategies_ext._system.peers import is_loopback
 
 _ROUNDS = "lightning_strategies_ext/rounds"
 _ROUND_POLL_S = 0.01

@@ -19,7 +19,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from lightning_strategies_ext.gpus import side_stream
+from lightning_strategies_ext._system.gpu_sync import side_stream
 from lightning_strategies_ext.torch_distributed.direct_exchange import exchanged_parameters
 from lightning_strategies_ext.torch_distributed.distributed_model import DistributedModel
 

@@ -82,12 +82,12 @@ def test_ranks_of_two_revisions_take_turns_and_the_worktree_is_removed(checkout,
 @pytest.mark.processes
 def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(repository, tmp_path):
     package = repository / PACKAGE
-    (package / "failure" / "board.py").open("a").write("\n")
+    (package / "failure" / "status_table.py").open("a").write("\n")
     options = ("--ranks", 2, "--hosts", 8, "--rounds", 1, "--output", tmp_path)
     done = run_benchmark(repository, "watch", "--against", "HEAD~1", *options)
     assert done.returncode == 0, done.stdout
     short = git(repository, "rev-parse", "--short", "HEAD~1").strip()
-    assert f"left out: messages of 8 hosts to rank 0 ({short} has no failure.hosts:Hosts)" in done.stdout
+    assert f"left out: messages of 8 hosts to rank 0 ({short} has no failure.remote_status:RemoteStatus)" in done.stdout
     assert "heartbeat, 2 ranks on the host" in done.stdout
     assert "with messages between hosts, with changes that are not committed" in done.stdout
     assert f"{short}: {short}" in done.stdout
@@ -142,12 +142,16 @@ def test_the_working_tree_has_every_name_where_the_table_says(key):
 
 
 def test_an_older_location_serves_where_a_revision_lacks_the_newer_one(monkeypatch):
-    monkeypatch.setitem(names.NAMES, "table", ("failure.status_table:StatusTable", "failure.board:Board"))
+    monkeypatch.setitem(names.NAMES, "table", ("failure.no_such_module:Name", "failure.status_table:StatusTable"))
     monkeypatch.setitem(names.NAMES, "argument", (":DDPStrategy(no_such_argument)", ":DDPStrategy(start_method)"))
-    monkeypatch.setitem(names.NAMES, "method", ("failure.board:Board.open", "failure.board:Board.of_host"))
-    assert names.table is names.Board
+    monkeypatch.setitem(
+        names.NAMES,
+        "method",
+        ("failure.status_table:StatusTable.open", "failure.status_table:StatusTable.open_for_host"),
+    )
+    assert names.table is names.StatusTable
     assert names.argument == "start_method"
-    assert names.method == names.Board.of_host
+    assert names.method == names.StatusTable.open_for_host
     assert names.find_missing(["table", "argument", "method"]) == []
 
 

@@ -14,7 +14,8 @@ import psutil
 import pytest
 import torch
 
-from lightning_strategies_ext import DDPElasticStrategy, user_cache
+from lightning_strategies_ext import DDPElasticStrategy
+from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.elastic.commit import CommitTooLargeError, Slot
 from lightning_strategies_ext.elastic.keeper import RUN_ID, Job
 from lightning_strategies_ext.elastic.kept import Memory, layout_of
@@ -223,7 +224,7 @@ def start_agent(tmp_path: Path, seconds: int) -> "subprocess.Popen[str]":
     (tmp_path / "rank.py").write_text(RANK)
     run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={tmp_path.name}"
     options = f"--nproc-per-node=1 {run_id} --no-python {sys.executable} {tmp_path / 'rank.py'}"
-    place = {user_cache.VARIABLE: str(tmp_path / "cache")}
+    place = {user_cache.CACHE_VARIABLE: str(tmp_path / "cache")}
     return start_script("-m", "torch.distributed.run", *options.split(), str(seconds), env=place)
 
 

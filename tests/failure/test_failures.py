@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning_utilities.core.imports import RequirementCache
 
 from lightning_strategies_ext import DDPStrategy
-from lightning_strategies_ext.failure import ending, watch
+from lightning_strategies_ext.failure import failure_monitor, process_exit
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, fit, loader, make_trainer, state_of
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_script
 
@@ -138,7 +138,7 @@ def train_until_rank_1_fails(directory: Path) -> None:
 
 
 def train_until_rank_1_fails_and_rank_0_is_stuck(directory: Path) -> None:
-    watch.GRACE_S = 2.0
+    failure_monitor.GRACE_S = 2.0
     train(directory, callbacks=[Fail(1, others_are_stuck=True)])
 
 
@@ -372,12 +372,12 @@ def test_both_ranks_end_with_an_error_of_their_own_and_a_checkpoint_is_left(tmp_
 def test_a_rank_that_is_stuck_is_killed_when_another_fails(start):
     run = start(train_until_rank_1_fails_and_rank_0_is_stuck)
     exit_code, output = run.end(timeout_s=300)
-    assert exit_code == ending.ENDED, output
+    assert exit_code == process_exit.MONITOR_EXIT_CODE, output
     assert "rank 0 ended because rank 1 failed: KeyError: 'bad sample on rank 1'. It did not end by itself" in output
 
 
 def reconcile_while_the_other_is_stuck() -> None:
-    watch.GRACE_S = 1.0
+    failure_monitor.GRACE_S = 1.0
     make_trainer("ddp_ext", callbacks=[Reconcile()]).fit(MLP(), loader())
 
 
@@ -391,7 +391,7 @@ class Reconcile(Callback):
 
 def test_reconciliate_processes_ends_the_other_ranks_when_a_user_calls_it():
     first, second = outcomes_of_ranks(reconcile_while_the_other_is_stuck)
-    assert (first.exit_code, second.exit_code) == (3, ending.ENDED)
+    assert (first.exit_code, second.exit_code) == (3, process_exit.MONITOR_EXIT_CODE)
     assert "rank 1 ended because rank 0 failed: a trace of mine" in second.output
 
 
@@ -416,7 +416,7 @@ def test_a_failure_of_all_ranks_that_the_script_catches_ends_nothing(with_same_t
 
 
 def fail_again_after_a_caught_failure(with_same_trainer: bool) -> None:
-    watch.GRACE_S = 1.0
+    failure_monitor.GRACE_S = 1.0
     trainer = make_trainer("ddp_ext", callbacks=[Fail(0, 1)])
     with pytest.raises(KeyError, match="bad sample"):
         trainer.fit(MLP(), loader())
@@ -429,7 +429,7 @@ def fail_again_after_a_caught_failure(with_same_trainer: bool) -> None:
 @pytest.mark.parametrize("with_same_trainer", [True, False])
 def test_after_a_caught_failure_the_next_failure_is_noticed_too(with_same_trainer):
     first, second = outcomes_of_ranks(fail_again_after_a_caught_failure, with_same_trainer)
-    assert (first.exit_code, second.exit_code) == (ending.ENDED, 1), f"{first}\n{second}"
+    assert (first.exit_code, second.exit_code) == (process_exit.MONITOR_EXIT_CODE, 1), f"{first}\n{second}"
 
 
 class FailsEarly(MLP):

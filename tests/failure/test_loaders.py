@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_strategies_ext.peers import kill_with_forked
+from lightning_strategies_ext._system.peers import kill_with_forked_children
 from tests.support.ranks import start_script
 
 pytestmark = pytest.mark.processes
@@ -36,7 +36,7 @@ def test_a_rank_is_killed_with_what_it_has_forked_but_for_other_programs_and_oth
     pids = hears.recv()
     forked, spared, program = map(psutil.Process, pids)
     try:
-        kill_with_forked(rank.pid, {spared.pid})
+        kill_with_forked_children(rank.pid, {spared.pid})
         rank.join()
         psutil.wait_procs([forked], timeout=60)
         left = [process for process in (forked, spared, program) if process.is_running()]

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.failure.lookout import Lookout
-from lightning_strategies_ext.peers import Peer
 
 NUM_RANKS = 3
 LIMIT_S = 60.0

@@ -23,7 +23,7 @@ import torch.multiprocessing
 from lightning.fabric import Fabric
 
 from benchmarks.ranks import free_port
-from lightning_strategies_ext.failure.watch import failure_known
+from lightning_strategies_ext.failure.failure_monitor import failure_known
 from tests.support.models import MLP, loader, make_trainer
 
 

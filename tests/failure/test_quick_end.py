@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import sys
-from lightning_strategies_ext.failure import ending
+from lightning_strategies_ext.failure import process_exit
 
 
 class Holder:
@@ -25,7 +25,7 @@ Holder.last = Holder(sys.argv[1])
 Holder.last.file.write("the last words")
 Holder.last.other.write(b"and bytes")
 if sys.argv[2] == "quick":
-    ending.end_quickly()
+    process_exit.skip_freeing_at_exit()
 """
 
 
@@ -42,12 +42,12 @@ def test_what_nobody_has_closed_is_written(tmp_path: Path, how: str) -> None:
 
 FULL_PIPE = """
 import os
-from lightning_strategies_ext.failure import ending
+from lightning_strategies_ext.failure import process_exit
 
 reader, writer = os.pipe()
 file = os.fdopen(writer, "wb", buffering=1 << 20)
 file.write(bytes((1 << 20) - 1))  # more than the pipe holds, and nobody reads it
-ending.end_within(0.5)
+process_exit.exit_within(0.5)
 """
 
 

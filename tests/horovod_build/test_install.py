@@ -24,8 +24,9 @@ import psutil
 import pytest
 import torch
 
-from lightning_strategies_ext import doctor, user_cache
+from lightning_strategies_ext import doctor
 from lightning_strategies_ext.__main__ import main
+from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod_build import command, installed

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_strategies_ext import DDPRayStrategy
+from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.processes.conditions import RngState
 from lightning_strategies_ext.launch.protocol import Arrived, Members, Notice, Place, Ready
@@ -20,7 +21,6 @@ from lightning_strategies_ext.launch.ray import cluster, line, words
 from lightning_strategies_ext.launch.ray.conditions import ConditionsElsewhere
 from lightning_strategies_ext.launch.ray.demand import Demand
 from lightning_strategies_ext.launch.ray.line import Line, Switchboard
-from lightning_strategies_ext.peers import Peer
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_script, start_script
 from tests.support.ray_clusters import needs_ray

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_strategies_ext.connections import noting_connections, shut_down_connections
+from lightning_strategies_ext._system.connections import record_connections, shut_down_connections
 from lightning_strategies_ext.horovod import runtime
 from lightning_strategies_ext.horovod.launch import Launch
 from tests.support.horovod_ranks import run_horovod, try_horovod
@@ -80,7 +80,7 @@ def begin_while_another_is_lost(path: Path) -> str:
         said = mmap(file.fileno(), 2)  # which can be read without giving Python's lock away
     launch, connections = Launch.find(), set()
     assert launch is not None
-    with noting_connections(connections):
+    with record_connections(connections):
         runtime.start(launch, torch.device("cpu"))
     hvd.allreduce(torch.ones(1), name="both are here")
     if launch.rank == 1:

@@ -64,7 +64,7 @@ class Manual(Net):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        optimizer.step()
+        optimizer.last_started_step()
 
 
 class HeadOnly(Net):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from lightning_strategies_ext import user_cache
+from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
 from lightning_strategies_ext.shm.compiler import SOURCE, NotCompiledError
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
@@ -173,7 +173,7 @@ def reduce_in_two_groups() -> tuple[float, bool]:
 def test_without_a_compiled_library_all_goes_in_rounds_and_one_line_says_why(
     environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    for name, value in {user_cache.VARIABLE: str(tmp_path), **environment}.items():
+    for name, value in {user_cache.CACHE_VARIABLE: str(tmp_path), **environment}.items():
         monkeypatch.setitem(ranks.rank_environment, name, value)
     outcomes = outcomes_of_ranks(reduce_in_two_groups)
     assert [outcome.value for outcome in outcomes] == [(12.0, False)] * 2, str(outcomes[0])
@@ -195,7 +195,7 @@ def test_all_ranks_go_in_rounds_if_one_of_them_must():
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the library is kept, which is empty."""
-    monkeypatch.setenv(user_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE, raising=False)
     library.cache_clear()
     return tmp_path / "cache" / "shm"

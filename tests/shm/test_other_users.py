@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_strategies_ext import user_cache
+from lightning_strategies_ext._system import user_cache
+from lightning_strategies_ext._system.user_cache import UnsafePathError
 from lightning_strategies_ext.horovod_build import command
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.key import BuildKey
@@ -23,7 +24,6 @@ from lightning_strategies_ext.shm import compiler, native_build, rendezvous
 from lightning_strategies_ext.shm.links import LinkedRank, PeerLostError
 from lightning_strategies_ext.shm.native_build import VARIABLE, library
 from lightning_strategies_ext.shm.rendezvous import Rendezvous
-from lightning_strategies_ext.user_cache import UnsafePlaceError
 from tests.shm.start import start_shm
 from tests.support import ranks
 from tests.support.ranks import outcomes_of_ranks, run_script
@@ -64,7 +64,7 @@ def test_a_user_without_a_home_trains_and_one_line_says_what_it_costs(
 def test_without_any_place_to_compile_in_all_goes_in_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     nowhere = tmp_path / "file"
     nowhere.write_text("")
-    monkeypatch.setenv(user_cache.VARIABLE, str(nowhere))
+    monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(nowhere))
     monkeypatch.setattr(native_build.tempfile, "TemporaryDirectory", no_directory)
     library.cache_clear()
     with pytest.raises(compiler.NotCompiledError, match="no directory"):
@@ -82,7 +82,7 @@ def no_directory() -> None:
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The library as it is kept."""
-    monkeypatch.setenv(user_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(user_cache.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.delenv(VARIABLE, raising=False)
     library.cache_clear()
     library()
@@ -136,7 +136,7 @@ def test_what_we_make_is_safe_whatever_the_umask(tmp_path: Path, umask: int):
         place = tmp_path / "a" / "b" / "c"
         user_cache.create(place)
         (tmp_path / "made").write_text("made")
-        user_cache.keep(tmp_path / "made", place / "kept")
+        user_cache.store_file(tmp_path / "made", place / "kept")
     finally:
         os.umask(before)
     assert user_cache.safe_path(place / "kept") == place / "kept"
@@ -151,11 +151,11 @@ def test_a_wheel_that_others_may_have_written_is_not_installed(tmp_path: Path, h
     wheel.write_text("")
     assert cache.find(key) == wheel
     spoil(wheel, how)
-    with pytest.raises(UnsafePlaceError, match=re.escape(str(wheel))):
+    with pytest.raises(UnsafePathError, match=re.escape(str(wheel))):
         cache.find(key)
     wheel.unlink()
     spoil(cache.directory, how)
-    with pytest.raises(UnsafePlaceError, match=re.escape(str(cache.directory))), cache.lock(key, waiting=pytest.fail):
+    with pytest.raises(UnsafePathError, match=re.escape(str(cache.directory))), cache.lock(key, waiting=pytest.fail):
         pytest.fail("it was locked")
 
 

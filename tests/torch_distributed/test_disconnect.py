@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_strategies_ext.gpus import is_cut_off
-from lightning_strategies_ext.peers import Peer, meet_peers
+from lightning_strategies_ext._system.gpu_sync import is_aborted
+from lightning_strategies_ext._system.peers import Peer, exchange_peers
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 from tests.support.ranks import outcomes_of_ranks, run_ranks
@@ -33,7 +33,7 @@ def join(backend: str = "gloo") -> tuple[int, Peer]:
     environment.set_global_rank(rank)
     environment.set_world_size(2)
     process_group.start(environment, backend, torch.device("cpu"), timedelta(seconds=FOREVER_S))
-    return rank, meet_peers(process_group.default_store(), rank, 2)[1 - rank]
+    return rank, exchange_peers(process_group.default_store(), rank, 2)[1 - rank]
 
 
 def fails_once_it_is_cut_off(other: Peer) -> float:
@@ -122,7 +122,7 @@ def abort_groups_that_wait_for_each_other() -> list[Any]:
     groups = [dist.group.WORLD, dist.new_group(), dist.new_group()]
     can_abort = process_group.can_abort()
     disconnect([])
-    found = [can_abort, is_cut_off(), [aborted.count(group) for group in groups]]
+    found = [can_abort, is_aborted(), [aborted.count(group) for group in groups]]
     process_group.leave(groups[2])  # the other one is left with the default group
     process_group.stop()
     return [*found, dist.is_initialized(), len(aborted)]
@@ -162,7 +162,7 @@ def abort_one_that_has_gloo_too() -> list[Any]:
     dist.Backend.register_backend("of_two", lambda store, rank, size, timeout: OfTwo(rank, size), devices=["cpu"])
     dist.init_process_group("of_two", store=dist.HashStore(), rank=0, world_size=1)
     disconnect([])
-    found = [*aborted, is_cut_off()]
+    found = [*aborted, is_aborted()]
     process_group.stop()
     return [*found, dist.is_initialized()]
 

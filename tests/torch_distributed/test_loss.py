@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lightning_strategies_ext.gpus import is_cut_off, note_cut_off
-from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext._system.gpu_sync import is_aborted, mark_aborted
+from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss
 from tests.support.ranks import run_ranks
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 PEER = """
 import os, pickle, time
-from lightning_strategies_ext.peers import Peer
+from lightning_strategies_ext._system.peers import Peer
 
 os.write(1, pickle.dumps(Peer.this_process(1)))
 os.close(1)
@@ -48,11 +48,11 @@ def cut_off_and_join_again() -> list[bool]:
     found = []
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        found.append(is_cut_off())
-        note_cut_off(dist.group.WORLD)
-        found.append(is_cut_off())
+        found.append(is_aborted())
+        mark_aborted(dist.group.WORLD)
+        found.append(is_aborted())
         process_group.stop()
-        found.append(is_cut_off())
+        found.append(is_aborted())
     return found
 
 

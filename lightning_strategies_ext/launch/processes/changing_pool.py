@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from lightning_strategies_ext import host_store
-from lightning_strategies_ext.connections import serve_store
+from lightning_strategies_ext._system.connections import serve_store
 from lightning_strategies_ext.exceptions import JoinError, WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.host_store import HostStore
 from lightning_strategies_ext.launch.processes.conditions import Conditions

@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-from lightning_strategies_ext import names, peers
+from lightning_strategies_ext import names
+from lightning_strategies_ext._system import peers
 from lightning_strategies_ext.interpreters import python_module
 
 #: The module of ours with all that workers run, which the server imports before it forks, for the Lightning in use.

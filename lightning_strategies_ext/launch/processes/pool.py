@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
-from lightning_strategies_ext.failure.ending import ENDED
+from lightning_strategies_ext.failure.process_exit import MONITOR_EXIT_CODE
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.processes.starter import END_S, SentJob, Starter, Worker
@@ -321,7 +321,7 @@ class WorkerPool:
         failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         # Those that a watch has ended had another reason, if there is another.
         stuck = any(getattr(failure.exception, "is_stuck", False) for failure in failures.values())
-        ended = (ENDED, -signal.SIGKILL) if stuck else (ENDED,)
+        ended = (MONITOR_EXIT_CODE, -signal.SIGKILL) if stuck else (MONITOR_EXIT_CODE,)
         deaths = [death for death in deaths if death.exit_code not in ended] or ([] if failures else deaths)
         if deaths:  # what the others say then is, as a rule, that they lost it
             death = deaths[0]

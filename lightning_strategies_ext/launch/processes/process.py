@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_strategies_ext import host_store, rank_variables
+from lightning_strategies_ext._system.peers import is_running, kill_with_forked_children, start_time
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.conditions import Conditions, is_interactive
@@ -32,7 +33,6 @@ from lightning_strategies_ext.launch.protocol import Order, Ping, Start
 from lightning_strategies_ext.launch.transport.channel import Channel, Packed
 from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, WithMainPickler, dump, dump_with
 from lightning_strategies_ext.launch.transport.segments import KeptSegments
-from lightning_strategies_ext.peers import is_running, kill_with_forked, start_time
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -207,7 +207,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kills the process, if it runs, and the workers of its loaders."""
         if self.is_alive():
-            kill_with_forked(self.pid)
+            kill_with_forked_children(self.pid)
         self.wait(END_S)
 
     def close(self) -> None:

@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_strategies_ext._system.peers import is_running, start_time
 from lightning_strategies_ext.interpreters import python
 from lightning_strategies_ext.launch.processes.conditions import RngState
 from lightning_strategies_ext.launch.protocol import Done, End, Failure, Notice, Order, Ping, Pull, Save, Start
 from lightning_strategies_ext.launch.transport import unreadable
 from lightning_strategies_ext.launch.transport.channel import Channel, Envelope, JobChannel
 from lightning_strategies_ext.launch.transport.messages import Pickled, main_is_elsewhere
-from lightning_strategies_ext.peers import is_running, start_time
 
 #: How often a worker looks whether the main process is alive, in seconds.
 PARENT_POLL_S = 0.5

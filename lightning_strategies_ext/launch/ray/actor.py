@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import ray
 
-from lightning_strategies_ext.connections import release_ports, reserve_port
+from lightning_strategies_ext._system.connections import release_ports, reserve_port
 from lightning_strategies_ext.launch.processes.worker import Service, WorkerState
 from lightning_strategies_ext.launch.protocol import Failure, Order, Start
 from lightning_strategies_ext.launch.ray.line import MainLine

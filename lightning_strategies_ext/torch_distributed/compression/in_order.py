@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_strategies_ext.gpus import side_stream
+from lightning_strategies_ext._system.gpu_sync import side_stream
 
 
 class _Given(NamedTuple):

@@ -15,8 +15,8 @@ from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import shm
-from lightning_strategies_ext.connections import noting_connections
-from lightning_strategies_ext.peers import host_identity
+from lightning_strategies_ext._system.connections import record_connections
+from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.torch_distributed import process_group
 
 
@@ -42,7 +42,7 @@ class Levels(NamedTuple):
     device: torch.device
 
     @classmethod
-    @noting_connections(process_group.connections)
+    @record_connections(process_group.connections)
     def of_all_ranks(cls, device: torch.device, timeout: timedelta | None) -> "Levels":
         """Makes the groups; called by all ranks of the default group together.
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_strategies_ext.gpus import note_use
+from lightning_strategies_ext._system.gpu_sync import note_use
 
 
 class Residuals:

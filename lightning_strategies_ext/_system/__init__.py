@@ -1,0 +1,1 @@
+"""Helpers of the operating system: processes, sockets, memory, files of the user."""

@@ -1,0 +1,242 @@
+"""Connections of this process to others: which there are, how they are made, and how they are cut."""
+
+import os
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+#: Environment variables with the secret of a job on several hosts, or with the path of a file that contains it.
+SECRET = "LIGHTNING_STRATEGIES_EXT_SECRET"
+SECRET_FILE = "LIGHTNING_STRATEGIES_EXT_SECRET_FILE"
+#: A host that has not answered for so long, in seconds, is lost; when nothing is said, its kernel is asked so often.
+HOST_LOSS_TIMEOUT_S = 8
+_KEEPALIVE_INTERVAL_S = 2
+#: How long a store may take to answer on a connection that :func:`own_connection` has made.
+_STORE_TIMEOUT = timedelta(seconds=30)
+#: Where /proc is missing, descriptors below this number are tried.
+_MAX_DESCRIPTORS = 1 << 16
+_spared: "WeakSet[socket.socket]" = WeakSet()
+# Sockets that listen at ports of stores that this process may serve later, by port.
+_reserved: dict[int, socket.socket] = {}
+
+
+def job_secret() -> bytes:
+    """Returns the secret of a job on several hosts, by which its ranks recognize each other; empty if there is none.
+
+    Raises:
+        OSError: If the file with the secret cannot be read.
+        PermissionError: If other users could read or write the file with the secret.
+        ValueError: If the file is empty.
+    """
+    if not (named := os.environ.get(SECRET_FILE)):
+        return os.environ.get(SECRET, "").encode()
+    with open(named, "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
+            raise PermissionError(
+                f"{SECRET_FILE}: {named} belongs to user {status.st_uid} with mode {status.st_mode & 0o777:o}; it must"
+                f" belong to user {os.geteuid()} with mode 600."
+            )
+        if secret := file.read().strip():
+            return secret
+    raise ValueError(f"{SECRET_FILE}: {named} is empty; it must contain the secret.")
+
+
+def exempt(connection: socket.socket) -> None:
+    """Lets a connection be, whatever :func:`shut_down_connections` is to cut."""
+    _spared.add(connection)
+
+
+def enable_keepalive(connection: socket.socket) -> bool:
+    """Lets the kernel ask at the other end, and give up when there is no answer. Whether it can, whatever is unsent.
+
+    Args:
+        connection: One whose other end has room for what is sent, also when its process is stopped.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere than on Linux
+        return False
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * HOST_LOSS_TIMEOUT_S)
+    return True
+
+
+def enable_store_keepalive(store: dist.Store) -> None:
+    """Lets this process's requests at a store fail when its host does not answer any more: else they take minutes."""
+    if (address := store_address(store)) is None:
+        return
+    with suppress(OSError):
+        places = {found[4][:2] for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)}
+        for connection in _connections_now() or []:
+            # An address of IPv4 has such a beginning on a socket for both.
+            if (connection.raddr.ip.removeprefix("::ffff:"), connection.raddr.port) in places:
+                with _duplicate_socket(connection) as twin:
+                    enable_keepalive(twin)
+
+
+def clone_store(store: dist.Store) -> dist.Store:
+    """The same store by a connection of its own, so that nobody waits for whoever waits at the other one.
+
+    Args:
+        store: With prefixes, perhaps, which what is returned does not have.
+    """
+    address = store_address(store)
+    if address is None:
+        return without_prefixes(store)
+    return dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+
+
+def reserve_port(address: str) -> int:
+    """Returns a port for a store that this process may serve later, where no other process can listen meanwhile.
+
+    Args:
+        address: An address of this host.
+    """
+    listening = socket.create_server((address, 0))
+    port: int = listening.getsockname()[1]
+    _reserved[port] = listening
+    return port
+
+
+def release_ports() -> None:
+    """Lets other processes listen at the ports that this process has reserved and does not use."""
+    for listening in _reserved.values():
+        listening.close()
+    _reserved.clear()
+
+
+def serve_store(
+    host: str, port: int = 0, num_clients: int | None = None, timeout: timedelta | None = None
+) -> dist.TCPStore:
+    """Serves a key-value store at one address of this host; a store that torch serves listens at all addresses.
+
+    Args:
+        host: Address or host name.
+        port: Port; 0 for one that is free.
+        num_clients: Number of processes that use the store; the call waits until they have connected. None: no wait.
+        timeout: Timeout of requests and of the wait; torch's default if None.
+
+    Raises:
+        OSError: If the address does not belong to this host, or another process listens there.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = _reserved.pop(port, None) or socket.create_server(address[:2], family=family)
+    port = listening.getsockname()[1]
+    fd = listening.detach()  # the store closes it; torch's default store, by libuv, accepts none in early versions
+    can_listen = torch.__version__ >= "2.8" and os.environ.get("USE_LIBUV", "1") == "1"
+    return dist.TCPStore(
+        host,
+        port,
+        num_clients,
+        is_master=True,
+        timeout=timeout or default_pg_timeout,
+        wait_for_workers=num_clients is not None,
+        multi_tenant=True,
+        master_listen_fd=fd,
+        use_libuv=can_listen,
+    )
+
+
+def store_address(store: dist.Store) -> tuple[str, int] | None:
+    """Where a store is served; None where it is in files, say."""
+    store = without_prefixes(store)
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def without_prefixes(store: dist.Store) -> dist.Store:
+    """Returns the store below all prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+@contextmanager
+def record_connections(noted: set[tuple[Any, Any]]) -> Iterator[None]:
+    """Notes the connections that this process makes in it, in whichever thread; none where the system does not say.
+
+    Args:
+        noted: Gets the addresses of both ends of each, this process's first.
+    """
+    before = _connections_now()
+    try:
+        yield
+    finally:
+        now = _connections_now()
+        if before is not None and now is not None:
+            noted |= {_ends_of(connection) for connection in now} - {_ends_of(connection) for connection in before}
+
+
+def _connections_now() -> list[Any] | None:
+    try:
+        found = _tcp_sockets()
+    except psutil.Error:  # nobody is to fail for that: it matters once another one does
+        return None
+    return [connection for connection in found if connection.raddr]
+
+
+def _tcp_sockets() -> list[Any]:
+    """Returns the TCP sockets of this process, as psutil describes them."""
+    try:
+        return list(psutil.Process().net_connections("tcp"))
+    except (psutil.Error, OSError):
+        if sys.platform != "linux":
+            raise
+        return list(_tcp_sockets_without_proc())
+
+
+class _Address(NamedTuple):
+    ip: str
+    port: int
+
+
+class _Socket(NamedTuple):
+    fd: int
+    laddr: tuple[Any, ...]
+    raddr: tuple[Any, ...]
+
+
+def _tcp_sockets_without_proc() -> Iterator[_Socket]:
+    for fd in range(min(os.sysconf("SC_OPEN_MAX"), _MAX_DESCRIPTORS)):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as twin:
+                if twin.family not in (socket.AF_INET, socket.AF_INET6) or twin.type != socket.SOCK_STREAM:
+                    continue
+                other: tuple[Any, ...] = ()
+                with suppress(OSError):  # a socket that listens
+                    other = _Address(*twin.getpeername()[:2])
+                yield _Socket(fd, _Address(*twin.getsockname()[:2]), other)
+
+
+def _ends_of(connection: Any) -> tuple[Any, Any]:
+    return connection.laddr, connection.raddr
+
+
+def shut_down_connections(matches: Callable[[Any], bool]) -> None:
+    """Shuts down connections of this process, so that whoever waits at their ends fails.
+
+    Args:
+        matches: Says of a connection, as psutil describes it, whether it is meant.
+    """
+    spared = {connection.fileno() for connection in _spared}
+    for connection in _tcp_sockets():
+        if connection.fd not in spared and matches(connection):
+            with suppress(OSError), _duplicate_socket(connection) as twin:
+                twin.shutdown(socket.SHUT_RDWR)
+
+
+def _duplicate_socket(connection: Any) -> socket.socket:
+    """Another socket of a connection, as psutil describes it, to be closed by who has it."""
+    return socket.socket(fileno=os.dup(connection.fd))

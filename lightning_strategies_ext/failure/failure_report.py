@@ -1,0 +1,192 @@
+"""What the user reads of a failure: one block, last, with what failed first; everything else is in a file per rank."""
+
+import os
+import socket
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from lightning_strategies_ext.failure.errors import advice_of
+from lightning_strategies_ext.failure.rank_status import Failure
+from lightning_strategies_ext.failure.thread_activity import frames_of_exception, user_code_frames
+
+#: Where the files go, below the directory that the Trainer or the user works in.
+DIRECTORY = "failures"
+_MAX_DETAILS = 12_000
+_MAX_FRAMES = 8
+_LINE = "-" * 80
+#: Variables of launchers that end all ranks as soon as one has failed.
+_LAUNCHER_VARIABLES = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"}
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def failure_from_exception(exception: BaseException, rank: int, where: str) -> Failure:
+    """Describes an exception of this rank's."""
+    lines = traceback.format_exception_only(exception)
+    advice = advice_of(exception)
+    return Failure(
+        ranks=(rank,),
+        host=socket.gethostname(),
+        time=time.time(),
+        stage_and_step=where,
+        headline="".join(lines).replace(f"{advice}\n", "", 1).strip() if advice else "".join(lines).strip(),
+        frames=tuple(user_code_frames(frames_of_exception(exception))[-_MAX_FRAMES:]),
+        details="".join(traceback.format_exception(exception))[-_MAX_DETAILS:],
+        reported_by=rank,
+        is_self_reported=True,
+        advice=advice,
+    )
+
+
+def failure_from_traceback(trace: str, rank: int, where: str) -> Failure:
+    """Describes a failure of this rank's of which there is a trace."""
+    lines = trace.strip().splitlines() or ["it failed"]
+    details = trace[-_MAX_DETAILS:]
+    return Failure(
+        (rank,), socket.gethostname(), time.time(), where, lines[-1], (), details, rank, is_self_reported=True
+    )
+
+
+def one_line_cause(failure: Failure) -> str:
+    """Why ranks end, in a line."""
+    return f"{failure.ranks_text} {failure.verb}: {failure.advice or failure.headline.splitlines()[0]}"
+
+
+def summary(failure: Failure) -> str:
+    """What failed first, in a few lines; what to do about it is the first, where that is known."""
+    first = " first" if failure.verb == "failed" else ""
+    seen = "in" if failure.is_self_reported else "last seen in"
+    where = f", {seen} {failure.stage_and_step}" if failure.stage_and_step else ""
+    lines = [f"{failure.ranks_text} on {failure.host} {failure.verb}{first}{where}:"]
+    lines += [f"  {frame}" for frame in failure.frames]
+    return "\n".join([*([failure.advice] if failure.advice else []), *lines, failure.headline])
+
+
+def full_report(failure: Failure) -> str:
+    """What failed first; if nobody has raised an exception that says more, with what others have seen."""
+    is_whole = failure.is_self_reported or not failure.details
+    return summary(failure) if is_whole else f"{summary(failure)}\n\n{failure.details}"
+
+
+def write_report(directory: str, failure: Failure, rank: int | None, text: str) -> Path | None:
+    """Writes what a rank has to say of a failure to its file.
+
+    Args:
+        directory: In which there is a directory of failures, or will be.
+        failure: What failed first: by its time and job ranks find their common directory.
+        rank: Which one writes; None for the process that has started the ranks.
+        text: What.
+
+    Returns:
+        The file; None if it cannot be written, or if a directory or link in its path belongs to another user.
+    """
+    name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(failure.time))}-{failure.job_id}"
+    path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
+    try:
+        for place in (path.parent.parent, path.parent):
+            place.mkdir(mode=0o755, parents=True, exist_ok=True)  # others cannot write to it, whatever the umask is
+            if not _is_own(place):
+                return None
+        with open(path, "a", opener=_open_own_file) as file:
+            file.write(text.rstrip() + "\n")
+    except OSError:
+        return None
+    return path
+
+
+def _is_own(directory: Path) -> bool:
+    """Returns whether a directory, and a link to it, belong to this user; others can create both."""
+    link, status = os.lstat(directory), os.stat(directory)
+    is_own = not hasattr(os, "geteuid") or link.st_uid == status.st_uid == os.geteuid()
+    return is_own and stat.S_ISDIR(status.st_mode)
+
+
+def _open_own_file(path: str, flags: int) -> int:
+    """Opens a regular file of this user. No link is followed, and no pipe of another user is waited for.
+
+    Raises:
+        OSError: If it is something else.
+    """
+    fd = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or (hasattr(os, "geteuid") and status.st_uid != os.geteuid()):
+        os.close(fd)
+        raise OSError(f"{path} is not a regular file of this user")
+    return fd
+
+
+def report_at_exit(
+    exception: BaseException,
+    failure: Failure,
+    rank: int | None,
+    directory: str,
+    is_reporter: Callable[[], bool] = lambda: True,
+) -> None:
+    """Shows a short account of a failure in place of the exception's long trace, if nobody catches it.
+
+    Args:
+        exception: The one that this rank ends with.
+        failure: What failed first.
+        rank: This one; None in the process that has started the ranks.
+        directory: See :func:`write`.
+        is_reporter: Asked in the end whether it shows the whole account; the others say a line, the one that has failed
+            only where a launcher may end the speaker as soon as it has ended.
+    """
+    # Of exceptions that were caught, only the last is kept.
+    usual: ExceptHook = _replaced.get(sys.excepthook, sys.excepthook)
+
+    def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not exception:
+            usual(kind, value, trace)
+            return
+        path = write_report(directory, failure, rank, "".join(traceback.format_exception(kind, value, trace)))
+        if path is None:
+            usual(kind, value, trace)
+        if is_reporter():
+            is_other = rank is not None and rank not in failure.ranks
+            ended = f"Rank {rank} ended because {failure.ranks_text} {failure.verb}." if is_other else ""
+            files = ""
+            if path is not None:
+                each = f"What each rank says: {path.parent}{os.sep}rank-*.txt"
+                files = f"Their traces: {path}" if rank is None else each
+            print_report(failure, ended, files)
+        elif rank not in failure.ranks:
+            print_line(f"rank {rank} ended because {one_line_cause(failure)}")
+        elif not _LAUNCHER_VARIABLES.isdisjoint(os.environ):
+            print_line(one_line_cause(failure))
+
+    _replaced.clear()
+    _replaced[show] = usual
+    sys.excepthook = show
+
+
+def print_report(failure: Failure, *more: str) -> None:
+    """Shows what failed first, once, and a few words more, between two lines."""
+    text = [words for words in more if words]
+    if (failure.ranks, failure.time) not in _shown:
+        _shown.add((failure.ranks, failure.time))
+        text.insert(0, f"lightning-strategies-ext: {summary(failure)}")
+    if text:
+        _print("\n".join([_LINE, *text, _LINE]))
+
+
+_shown: set[tuple[tuple[int, ...], float]] = set()
+#: The hook that shows an account, and the one that was there before.
+_replaced: dict[ExceptHook, ExceptHook] = {}
+
+
+def print_line(message: str) -> None:
+    """Says a line to the user."""
+    _print(f"lightning-strategies-ext: {message}")
+
+
+def _print(text: str) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more, when a launcher has ended first, say
+        # In one write, so that no output of a launcher comes between the text and its final newline.
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # noqa: T201

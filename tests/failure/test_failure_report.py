@@ -1,0 +1,90 @@
+"""Where the files of a failure are written."""
+
+import io
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_strategies_ext.failure import failure_report
+
+OTHER_USER = 65_500
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+FAILURE = failure_report.failure_from_traceback("ValueError: no", 0, "training step 3")
+
+
+def test_a_rank_appends_to_its_file_in_a_directory_of_this_user(tmp_path: Path) -> None:
+    path = failure_report.write_report(str(tmp_path), FAILURE, 0, "first")
+    assert path is not None
+    assert path == failure_report.write_report(str(tmp_path), FAILURE, 0, "second")
+    assert path.read_text() == "first\nsecond\n"
+
+
+def test_a_link_of_this_user_is_followed_to_a_directory_of_this_user(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "failures").symlink_to(tmp_path / "elsewhere")
+    assert failure_report.write_report(str(tmp_path), FAILURE, 0, "text") is not None
+    assert len(list((tmp_path / "elsewhere").glob("*/rank-0.txt"))) == 1
+
+
+@needs_root
+@pytest.mark.parametrize("is_link", [False, True])
+def test_nothing_is_written_below_a_directory_or_link_of_another_user(tmp_path: Path, is_link: bool) -> None:
+    (tmp_path / "precious").mkdir()
+    place = tmp_path / "failures"
+    if is_link:
+        place.symlink_to(tmp_path / "precious")
+    else:
+        place.mkdir(mode=0o777)
+    os.lchown(place, OTHER_USER, OTHER_USER)
+    assert failure_report.write_report(str(tmp_path), FAILURE, 0, "text") is None
+    assert not list((tmp_path / "precious").rglob("*.txt"))
+
+
+def test_a_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    path = failure_report.write_report(str(tmp_path), FAILURE, 0, "text")
+    assert path is not None
+    path.unlink()
+    (tmp_path / "precious").write_text("precious")
+    path.symlink_to(tmp_path / "precious")
+    assert failure_report.write_report(str(tmp_path), FAILURE, 0, "text") is None
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    path = failure_report.write_report(str(tmp_path), FAILURE, 0, "text")
+    assert path is not None
+    path.unlink()
+    os.mkfifo(path)
+    assert failure_report.write_report(str(tmp_path), FAILURE, 0, "text") is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
+def test_directories_of_failures_are_not_writable_by_others(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        path = failure_report.write_report(str(tmp_path), FAILURE, 0, "text")
+    finally:
+        os.umask(umask)
+    assert path is not None
+    for directory in (path.parent, path.parent.parent):
+        assert not directory.stat().st_mode & 0o022
+
+
+def test_what_is_said_is_one_write_to_a_terminal_or_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+
+    class Descriptor(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, content: Any) -> int:
+            written.append(bytes(content))
+            return len(content)
+
+    stream = io.TextIOWrapper(io.BufferedWriter(Descriptor()), line_buffering=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    failure_report.print_line("a line\nand another")
+    assert written == [b"lightning-strategies-ext: a line\nand another\n"]

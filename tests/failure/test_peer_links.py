@@ -1,0 +1,331 @@
+"""Lines between hosts say at once that a process at the other end is gone, and only then."""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lightning_strategies_ext._system.connections import SECRET, SECRET_FILE, job_secret
+from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext._system.selector_loop import SelectorLoop
+from lightning_strategies_ext.failure import peer_links as module
+from lightning_strategies_ext.failure.center import CoordinatorEndpoint
+from lightning_strategies_ext.failure.peer_links import PeerLinks
+
+TOKEN = "c0ffee"
+
+
+class Ends(PeerLinks):
+    """With what was said last on each of them."""
+
+    def __init__(self) -> None:
+        super().__init__(SelectorLoop(), self._note)
+        self.said: dict[int, bytes] = {}
+
+    def _note(self, rank: int, words: bytes) -> bool:
+        self.said[rank] = words
+        return True
+
+    def call_hub(self, hub: PeerLinks, own_rank: int) -> None:
+        assert self.connect(["127.0.0.1"], hub.port, 0, TOKEN, own_rank) is None
+
+
+def wait(lines: PeerLinks, seconds: float) -> None:
+    lines._waiting.wait(seconds)
+
+
+@pytest.fixture
+def hub() -> Iterator[Ends]:
+    hub = Ends()
+    hub.listen([2, 4], TOKEN, "127.0.0.1")
+    yield hub
+    hub.close()
+
+
+def fork_caller(hub: PeerLinks, rank: int, then: str) -> int:
+    """A process that calls, and then ends in some way; one that it has forked lives on until the test has ended."""
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writes)
+        lines = Ends()
+        lines.call_hub(hub, rank)
+        if os.fork() == 0:  # a loader's worker
+            os.read(reads, 1)
+            os._exit(0)
+        if then == "goodbye":
+            lines.close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pid
+
+
+def wait_until_gone(lines: PeerLinks, ranks: set[int], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while lines.disconnected != ranks and time.monotonic() < deadline:
+        wait(lines, 0.1)
+    assert lines.disconnected == ranks
+
+
+@pytest.mark.forked
+def test_one_that_is_killed_is_gone_although_a_fork_of_it_lives(hub):
+    os.waitpid(fork_caller(hub, 2, "die"), 0)
+    wait_until_gone(hub, {2})
+
+
+def test_what_is_said_is_heard_at_once_and_says_nothing_of_the_process(hub):
+    callers = {2: Ends(), 4: Ends()}
+    words = b"rank 3 has failed" * 1000
+    for rank, caller in callers.items():
+        caller.call_hub(hub, rank)
+        caller.send(words)
+    while hub.said != {2: words, 4: words}:
+        wait(hub, 0.1)
+    assert hub.disconnected == set()
+    hub.send(b"so it has")
+    while callers[4].said != {0: b"so it has"}:
+        wait(callers[4], 0.1)
+    callers[4].close()
+    callers[2].abort()
+    wait_until_gone(hub, {2})
+
+
+def test_who_hears_nothing_is_told_no_more_until_it_does(hub):
+    caller = Ends()
+    caller.call_hub(hub, 2)
+    while not hub.ranks:
+        wait(hub, 0.1)
+    was_said = [hub.send(b"%d " % number + b"." * 10_000) for number in range(1000)]
+    assert was_said == [True] * 3 + [False] * 997
+    assert not hub.is_acknowledged()
+    while not caller.said.get(0, b"").startswith(b"2 "):
+        wait(caller, 0.1)
+    while not hub.is_acknowledged():
+        wait(hub, 0.1)
+    assert hub.send(b"as ever")
+    while caller.said[0] != b"as ever":
+        wait(caller, 0.1)
+    caller.close()
+
+
+def test_what_finds_no_room_is_said_later(hub):
+    caller = Ends()
+    caller.call_hub(hub, 2)
+    while not hub.ranks:
+        wait(hub, 0.1)
+    for number in range(100):
+        hub.send(b"%d " % number + b"." * 100_000, is_urgent=True)
+    while not caller.said.get(0, b"").startswith(b"99 "):
+        hub.flush()
+        wait(caller, 0.1)
+    assert caller.said == {0: b"99 " + b"." * 100_000}
+    caller.close()
+
+
+def test_words_that_are_cut_off_are_none(hub):
+    with socket.create_connection(("127.0.0.1", hub.port)) as caller:
+        caller.sendall(module._hello(TOKEN, 2))
+        while not hub.ranks:
+            wait(hub, 0.1)
+        caller.sendall(b"rank 3 has fai")
+    wait_until_gone(hub, {2})
+    assert hub.said == {}
+
+
+@pytest.mark.forked
+def test_one_that_says_goodbye_is_not(hub):
+    os.waitpid(fork_caller(hub, 4, "goodbye"), 0)
+    os.waitpid(fork_caller(hub, 2, "die"), 0)
+    wait_until_gone(hub, {2})
+
+
+def test_the_other_end_notices_too(hub):
+    caller = Ends()
+    caller.call_hub(hub, 2)
+    while not hub.ranks:
+        wait(hub, 0.1)
+    hub.abort()
+    wait_until_gone(caller, {0})
+    caller.close()
+
+
+def test_whoever_does_not_know_the_token_is_no_rank_and_takes_no_ranks_place(hub, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_UNAUTHENTICATED", 5)
+    of_others = f"{TOKEN} 2\n".encode(), module._hello(TOKEN, 3), module._hello(TOKEN, 2)[:-1], module._hello("", 2)
+    for said in (b"wrong 2\n", b"\xff\xfe 2\n", *of_others, b""):
+        with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
+            stranger.sendall(said)
+        wait(hub, 0.1)
+    silent = []  # who say nothing hold nobody up
+    for _ in range(10):
+        silent.append(socket.create_connection(("127.0.0.1", hub.port)))
+        wait(hub, 0.02)
+    caller = Ends()
+    caller.call_hub(hub, 2)
+    while not hub.ranks:
+        wait(hub, 0.1)
+    assert len(hub._unauthenticated) <= 5
+    assert hub.disconnected == set()
+    caller.abort()
+    wait_until_gone(hub, {2})
+    for stranger in silent:
+        stranger.close()
+
+
+def connect(hub: PeerLinks) -> socket.socket:
+    """Connects, and has the connection accepted."""
+    connection = socket.create_connection(("127.0.0.1", hub.port))
+    wait(hub, 0.0)
+    return connection
+
+
+def test_a_caller_that_has_connected_is_kept_when_strangers_connect_before_its_call_is_sent(hub):
+    with ExitStack() as stack:
+        caller = stack.enter_context(connect(hub))
+        for _ in range(module._MAX_UNAUTHENTICATED + 10):
+            stack.enter_context(connect(hub))
+        caller.sendall(module._hello(TOKEN, 2))
+        wait(hub, 0.0)
+        assert hub.ranks == {2}
+
+
+def test_a_caller_whose_call_was_not_read_for_seconds_is_kept_when_another_stranger_connects(hub, monkeypatch):
+    monkeypatch.setattr(module, "_MAX_UNAUTHENTICATED", 5)
+    with ExitStack() as stack:
+        caller = stack.enter_context(connect(hub))
+        for _ in range(4):
+            stack.enter_context(connect(hub))
+        time.sleep(1.1)  # the thread is busy meanwhile
+        stack.enter_context(socket.create_connection(("127.0.0.1", hub.port)))
+        caller.sendall(module._hello(TOKEN, 2))
+        wait(hub, 0.0)
+        assert hub.ranks == {2}
+
+
+def test_strangers_that_are_older_than_a_second_make_room_for_a_caller(hub):
+    with ExitStack() as stack:
+        for _ in range(module._MAX_UNAUTHENTICATED + 10):
+            stack.enter_context(connect(hub))
+        caller = Ends()
+        caller.call_hub(hub, 2)
+        busy, deadline = time.process_time(), time.monotonic() + 30
+        while not hub.ranks and time.monotonic() < deadline:
+            wait(hub, 0.1)
+        assert hub.ranks == {2}
+        assert time.process_time() - busy < 0.5, "connections that wait keep the thread from nothing"
+        caller.close()
+
+
+def test_who_cannot_be_reached_is_not_gone():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    lines = Ends()
+    assert isinstance(lines.connect(["127.0.0.1"], port, 1, TOKEN, 0), ConnectionRefusedError)
+    assert "does not listen" in str(lines.connect(["127.0.0.1"], None, 1, TOKEN, 0))
+    wait(lines, 0.0)
+    assert lines.disconnected == lines.unreachable == set()
+    lines.close()
+
+
+def test_one_address_of_several_is_enough_and_nobody_listens_at_more_than_it_has_to(hub):
+    caller = Ends()
+    assert caller.connect(["127.0.0.2", "127.0.0.1"], hub.port, 0, TOKEN, 2) is None  # the hub is not at the first
+    everywhere = Ends()
+    everywhere.listen([2], TOKEN, "")
+    assert caller.connect(["127.0.0.2"], everywhere.port, 1, TOKEN, 2) is None
+    while not (hub.ranks and everywhere.ranks):
+        wait(hub, 0.1)
+        wait(everywhere, 0.1)
+    for lines in (caller, everywhere):
+        lines.close()
+
+
+# --- the secret of a job on several hosts ---
+
+
+def centers(monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callable[[str], str] = str) -> list[Ends]:
+    """The lines of two ranks that have met in a store, each with a secret; the store's entry is changed in between."""
+    store, peers = dist.HashStore(), {rank: Peer(rank, str(rank), 1, 0.0, "", ("127.0.0.1",)) for rank in range(2)}
+    ends = [Ends(), Ends()]
+    for rank, secret in enumerate(secrets):
+        monkeypatch.setenv(SECRET, secret)
+        center = CoordinatorEndpoint(store, "center", peers, rank, [1], ends[rank])
+        store.set("center", change(store.get("center").decode()))
+    center.connect()
+    for _ in range(100):
+        wait(ends[0], 0.1 if not ends[0].ranks else 0.0)
+    return ends
+
+
+@pytest.mark.parametrize("secret", ["", "a secret"])
+def test_ranks_with_the_same_secret_or_none_have_a_line(monkeypatch: pytest.MonkeyPatch, secret: str):
+    ends = centers(monkeypatch, [secret, secret])
+    assert ends[0].ranks == {1}
+    for lines in ends:
+        lines.close()
+
+
+def without_signature(entry: str) -> str:
+    return json.dumps([*json.loads(entry)[:3], ""])
+
+
+def at_another_address(entry: str) -> str:
+    token, _, port, signature = json.loads(entry)
+    return json.dumps([token, ["127.0.0.2"], port, signature])
+
+
+@pytest.mark.parametrize(
+    ("secrets", "change"),
+    [
+        (["a secret", "another"], str),
+        (["a secret", ""], str),
+        (["", "a secret"], str),
+        (["a secret", "a secret"], without_signature),
+        (["a secret", "a secret"], at_another_address),
+    ],
+)
+def test_a_rank_does_not_call_what_another_process_has_written_in_the_store(
+    monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callable[[str], str]
+):
+    with pytest.raises(RuntimeError, match="LIGHTNING_STRATEGIES_EXT_SECRET"):
+        centers(monkeypatch, secrets, change)
+
+
+def test_what_is_in_the_store_does_not_suffice_to_call(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(SECRET, "a secret")
+    store, hub = dist.HashStore(), Ends()
+    peers = {rank: Peer(rank, str(rank), 1, 0.0, "", ("127.0.0.1",)) for rank in range(2)}
+    CoordinatorEndpoint(store, "center", peers, 0, [1], hub)
+    token, _, port, signature = json.loads(store.get("center"))
+    for guess in (token, signature):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(module._hello(guess, 1))
+            wait(hub, 0.1)
+            wait(hub, 0.1)
+    assert hub.ranks == set()
+    hub.close()
+
+
+def test_the_secret_may_be_in_a_file_that_others_cannot_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    file = tmp_path / "secret"
+    file.write_text("a secret\n")
+    monkeypatch.setenv(SECRET_FILE, str(file))
+    file.chmod(0o600)
+    assert job_secret() == b"a secret"
+    link = tmp_path / "link"  # as in a volume of Kubernetes
+    link.symlink_to(file)
+    monkeypatch.setenv(SECRET_FILE, str(link))
+    assert job_secret() == b"a secret"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        job_secret()
+    file.chmod(0o640)
+    with pytest.raises(PermissionError, match="with mode 640; it must belong to user"):
+        job_secret()

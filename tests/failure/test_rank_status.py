@@ -1,0 +1,173 @@
+"""What ranks say of themselves, and which of them are taken for lost: no process is needed to try it."""
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from lightning_strategies_ext.failure import failure_report
+from lightning_strategies_ext.failure.local_status import LocalStatus
+from lightning_strategies_ext.failure.rank_status import (
+    HUNG,
+    CollectiveProgress,
+    Failure,
+    HeartbeatAges,
+    RankStatus,
+    first_failure,
+    hung_ranks,
+)
+from lightning_strategies_ext.failure.thread_activity import ThreadActivity
+
+PATIENCE_S = 300.0
+WAITS = RankStatus(0, stage=1, num_started=7, in_collective_s=301, unchanged_s=301, idle_s=301, collective="all_reduce")
+SLEEPS = RankStatus(1, stage=1, num_started=6, unchanged_s=301, idle_s=301)
+COMPUTES = replace(SLEEPS, idle_s=0)
+MOVES = replace(SLEEPS, unchanged_s=0, idle_s=0)
+
+
+def stuck(*signs: RankStatus, silence: dict[int, float] | None = None) -> tuple[int, ...]:
+    by_rank = {rank: replace(sign, rank=rank) for rank, sign in enumerate(signs)}
+    return hung_ranks(by_rank, {**dict.fromkeys(by_rank, 0.0), **(silence or {})}, PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        WAITS,
+        replace(WAITS, num_started=0),  # of which one knows that it waits
+        replace(
+            WAITS, in_collective_s=0
+        ),  # of which one knows that it is ahead, and does not move: in a backward pass, say
+    ],
+)
+def test_a_rank_that_sleeps_while_another_waits_is_stuck(waits):
+    assert stuck(waits, replace(SLEEPS, num_started=min(SLEEPS.num_started, waits.num_started))) == (1,)
+    assert stuck(SLEEPS, WAITS, SLEEPS) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        (WAITS, MOVES, "it moves, as in a validation on one rank alone"),
+        (WAITS, COMPUTES, "it computes, or reads, within one call"),
+        (WAITS, replace(SLEEPS, is_in_debugger=True), "somebody debugs it"),
+        (WAITS, replace(SLEEPS, idle_s=299), "it has not slept for long enough"),
+        (replace(WAITS, in_collective_s=299, unchanged_s=299), SLEEPS, "nobody has waited for long enough"),
+        (SLEEPS, SLEEPS, "nobody waits: all read from a slow disk, say"),
+        (MOVES, SLEEPS, "nobody waits"),
+        (replace(WAITS, state="failed"), SLEEPS, "one has failed: they end for that"),
+        (replace(WAITS, state="exited"), replace(SLEEPS, stage=9), "one has ended before: the watch sees it otherwise"),
+        (replace(MOVES, state="finished"), MOVES, "it is still at its stage, and moves"),
+        (replace(SLEEPS, state="finished"), replace(SLEEPS, state="finished"), "both have ended the stage"),
+    ],
+)
+def test_no_rank_is_taken_for_stuck_where(first, second, why):
+    assert stuck(first, second) == (), why
+    assert stuck(second, first) == (), why
+
+
+def test_one_that_moves_lets_others_that_do_not_come_wait():
+    assert stuck(WAITS, SLEEPS, MOVES) == ()
+
+
+def test_one_that_is_silent_is_stuck_whatever_it_has_said_last():
+    assert stuck(WAITS, MOVES, silence={1: 301}) == (1,)
+    assert stuck(WAITS, MOVES, silence={1: 299}) == ()
+    assert stuck(replace(WAITS, in_collective_s=400), MOVES, silence={0: 301}) == ()  # then nobody is there who waits
+
+
+def test_all_that_wait_for_each_other_are_stuck():
+    assert stuck(WAITS, replace(WAITS, collective="broadcast")) == (0, 1)
+
+
+def test_one_that_sleeps_in_a_stage_that_others_have_ended_is_stuck():
+    left = replace(MOVES, state="finished", in_collective_s=301)
+    assert stuck(left, SLEEPS) == (1,)
+    assert stuck(replace(MOVES, state="exited"), SLEEPS, silence={0: 301}) == (1,)  # whose process has ended since
+    # It may have waited for the other, which had not ended the stage then, and be about to say that it moves again.
+    assert stuck(replace(left, in_collective_s=299), SLEEPS) == ()
+    assert stuck(replace(MOVES, state="exited"), SLEEPS, silence={0: 299}) == ()
+
+
+def test_one_that_sleeps_between_stages_is_stuck_once_another_waits_in_the_next():
+    left = replace(SLEEPS, state="finished", in_collective_s=301)
+    assert stuck(replace(WAITS, stage=2), left) == (1,)
+    assert stuck(replace(WAITS, stage=2), replace(left, idle_s=0)) == ()
+
+
+def test_a_rank_that_comes_back_to_the_same_place_for_another_collective_has_moved():
+    class Counts(CollectiveProgress):
+        num = 0
+
+        def num_started(self) -> int:
+            return self.num
+
+    progress = Counts()
+    own = LocalStatus(dist.HashStore(), 0, [0], progress, lambda: "train")
+    thread = threading.Thread(target=threading.Event().wait, daemon=True)  # which is always at the same place
+    thread.start()
+    own.activity, own.state = ThreadActivity(thread), "running"
+
+    def look() -> RankStatus:
+        own.sample_training_thread(PATIENCE_S)
+        own.publish(None)
+        return own.read()[0]
+
+    look()
+    assert look().unchanged_s == PATIENCE_S
+    progress.num = 1
+    sign = look()
+    assert (sign.num_started, sign.unchanged_s, sign.idle_s, sign.in_collective_s) == (1, 0, 0, 0)
+    assert look().unchanged_s == PATIENCE_S
+    own.state = "finished"
+    assert [look().in_collective_s, look().in_collective_s] == [0, PATIENCE_S]
+    own.close()
+
+
+def test_silence_is_counted_by_the_time_that_this_process_ran():
+    silence = HeartbeatAges()
+    silence.update({0: RankStatus(0, heartbeat=1), 1: RankStatus(1, heartbeat=1)}, 0.25)
+    silence.update({0: RankStatus(0, heartbeat=2), 1: RankStatus(1, heartbeat=1)}, 0.25)
+    silence.update({0: RankStatus(0, heartbeat=3), 1: RankStatus(1, heartbeat=1)}, 0.5)
+    assert silence.age_s == {0: 0.0, 1: 0.75}
+
+
+def test_the_first_failure_is_the_earliest_that_anybody_knows_of():
+    early = Failure((2,), "host", 10.0, "train", "ValueError: no")
+    late = replace(early, ranks=(0,), time=11.0)
+    assert first_failure({0: RankStatus(0, failure=late), 1: RankStatus(1, failure=early), 2: RankStatus(2)}) == early
+    assert first_failure({0: RankStatus(0)}) is None
+
+
+@pytest.mark.parametrize("num_lines", [1, 100, 100_000])
+def test_what_is_said_fits_and_comes_back(num_lines):
+    failure = Failure((1,), "host", 1.5, "train", "ValueError: \N{SNOWMAN}", ("a:1 in f",), "trace\n" * num_lines, 1)
+    sign = RankStatus(3, 4, "failed", user_frames=("a:1 in f",), stack="line\n" * num_lines, failure=failure)
+    content = sign.dump(32_000)
+    assert len(content) <= 32_000
+    back = RankStatus.load(content)
+    assert (back.rank, back.state, back.failure.headline, back.failure.ranks) == (3, "failed", failure.headline, (1,))
+    if num_lines <= 100:
+        assert back == sign
+
+
+def test_no_story_of_ranks_that_move_now_and_then_ends_in_an_alarm():
+    generator = random.Random(5)
+    for _ in range(2000):
+        kinds = [WAITS, MOVES, COMPUTES, replace(MOVES, state="finished")]
+        signs = generator.choices(kinds, k=generator.randint(2, 5))
+        if any(sign in (MOVES, COMPUTES) for sign in signs):
+            assert stuck(*signs) == ()
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_the_stacks_are_told_whoever_saw_first_that_a_rank_is_stuck(by):
+    failure = Failure(
+        (1,), "here", 0.0, "train", "rank 0 has waited 2 s", details="Rank 1 is at: sleep", reported_by=by, verb=HUNG[0]
+    )
+    assert "Rank 1 is at: sleep" in failure_report.full_report(failure)
+    assert "Rank 1 is at" not in failure_report.full_report(
+        replace(failure, reported_by=1, is_self_reported=True, verb="failed")
+    )

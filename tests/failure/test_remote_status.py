@@ -1,0 +1,219 @@
+"""What hosts tell each other: no rank trains here, and all ranks are in this process."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from lightning_strategies_ext._system.connections import HOST_LOSS_TIMEOUT_S
+from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext._system.selector_loop import SelectorLoop
+from lightning_strategies_ext.failure import remote_status
+from lightning_strategies_ext.failure.ballots import StopDecision, StopVote
+from lightning_strategies_ext.failure.peer_links import WINDOW_NUM_BYTES, PeerLinks
+from lightning_strategies_ext.failure.rank_status import Failure, RankStatus
+from lightning_strategies_ext.failure.remote_status import RemoteStatus
+
+FAILURE = Failure((3,), "second", 12.0, "train", "ValueError: no", ("a:1 in f",), "trace", 3)
+
+
+class Clock:
+    """Time that can be put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class Ranks:
+    """Those of some hosts, whose threads look when it is said here."""
+
+    def __init__(self, *of_hosts: list[int]) -> None:
+        self.peers = {rank: Peer(rank, str(host), rank, 0.0) for host, ranks in enumerate(of_hosts) for rank in ranks}
+        self.statuses = {rank: RankStatus(rank) for rank in self.peers}
+        self.by_rank: dict[int, RemoteStatus] = {}
+        self.waiting = {rank: SelectorLoop() for rank in self.peers}
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in self.peers:
+            self.by_rank[rank] = RemoteStatus(store, self.peers, rank, 0, self.waiting[rank])
+
+    def __getitem__(self, rank: int) -> RemoteStatus:
+        return self.by_rank[rank]
+
+    def look(self, failures: dict[int, Failure], *without: int) -> None:
+        """Lets all look once, but for some; failures are those that ranks know of."""
+        for rank, one in self.by_rank.items():
+            if rank not in without:
+                self.waiting[rank].wait(0.0)
+                beside = {
+                    other: replace(self.statuses[other], failure=failures.get(other)) for other in one._local_ranks
+                }
+                one.publish(beside, failures.get(rank))
+
+    def look_until(self, condition: Callable[[], bool], failures: dict[int, Failure] | None = None, *without) -> None:
+        deadline = time.monotonic() + 30.0
+        while not condition():
+            assert time.monotonic() < deadline
+            self.look(failures or {}, *without)
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(remote_status, "REPORT_INTERVAL_S", 0.05)
+    ranks = Ranks([0, 1], [2, 3, 4])
+    yield ranks
+    for one in ranks.by_rank.values():
+        one.close()
+
+
+def test_the_first_rank_hears_all_and_others_hear_that_one(ranks):
+    ranks.statuses[4] = RankStatus(
+        4, heartbeat=7, stack="at work\n" * WINDOW_NUM_BYTES
+    )  # of which there is room for the end
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4} and ranks[0].statuses[4].heartbeat == 7)
+    assert ranks[0].statuses[4].stack.endswith("at work\n")
+    assert ranks[2].statuses == {0: RankStatus(0)}
+    ranks.statuses[0] = RankStatus(0, heartbeat=5)
+    ranks.look_until(lambda: ranks[2].statuses == {0: RankStatus(0, heartbeat=5)})
+    assert ranks[1].statuses == ranks[3].statuses == {}
+
+
+def test_of_who_never_says_a_word_it_is_known_that_there_is_one(ranks):
+    ranks.look_until(lambda: ranks[0].statuses == {rank: RankStatus(rank) for rank in (2, 3, 4)}, {}, 2, 3, 4)
+    assert ranks[2].statuses == {0: RankStatus(0)}
+
+
+def test_who_has_had_no_time_to_say_a_word_is_expected_to_for_a_while(ranks, monkeypatch):
+    assert [one.unknown_ranks() for one in ranks.by_rank.values()] == [{2, 3, 4}, set(), set(), set(), set()]
+    with monkeypatch.context() as later:
+        clock = Clock()
+        later.setattr(remote_status, "time", clock)
+        clock.ahead_s += 2 * HOST_LOSS_TIMEOUT_S
+        assert ranks[0].unknown_ranks() == set()
+    ranks.look_until(lambda: not ranks[0].unknown_ranks())
+    assert ranks[0].statuses.keys() == {2, 3, 4}
+
+
+@pytest.mark.parametrize("knows", [0, 2])
+def test_a_failure_is_known_everywhere_at_once(ranks, monkeypatch, knows):
+    clock, hears = Clock(), 2 - knows
+    monkeypatch.setattr(remote_status, "time", clock)
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    monkeypatch.setattr(ranks[knows], "_told_at", clock.monotonic() + 1000)  # it is not the time to say anything
+    ranks.look_until(lambda: ranks[hears].statuses[knows].failure == FAILURE, {knows: FAILURE})
+
+
+def test_so_is_what_ranks_agree_on(ranks, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(remote_status, "time", clock)
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    for one in ranks.by_rank.values():
+        monkeypatch.setattr(one, "_told_at", clock.monotonic() + 1000)
+    ballot, decision = StopVote((1, 0), True, (3, 0)), StopDecision((1, 0), (3, 0))
+    ranks.statuses[4] = RankStatus(4, stop_vote=ballot)
+    ranks.look_until(lambda: ranks[0].statuses[4].stop_vote == ballot)
+    ranks.statuses[0] = RankStatus(0, stop_decision=decision)
+    ranks.look_until(lambda: ranks[2].statuses[0].stop_decision == decision)
+
+
+@pytest.mark.parametrize("knows", [0, 2])
+def test_who_learns_of_a_failure_as_it_is_to_say_how_it_is_does_not_say_that_nothing_has_failed(ranks, knows):
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks[knows]._told_at = 0.0
+    read_before = {rank: RankStatus(rank, heartbeat=9) for rank in ranks[knows]._local_ranks}
+    ranks[knows].publish(read_before, FAILURE)
+    ranks.look_until(lambda: ranks[2 - knows].statuses[knows].heartbeat == 9, {}, knows)
+    assert ranks[2 - knows].statuses[knows].failure == FAILURE
+
+
+def test_whoever_speaks_for_a_host_is_followed_by_the_next(ranks):
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks.statuses[2] = RankStatus(2, state="exited")
+    ranks[2].close()
+    ranks.statuses[3], ranks.statuses[4] = RankStatus(3, heartbeat=9), RankStatus(4, heartbeat=9)
+    ranks.look_until(lambda: (ranks[0].statuses[3].heartbeat, ranks[0].statuses[4].heartbeat) == (9, 9), {}, 2)
+    assert ranks[3].statuses.keys() == {0}
+    assert ranks[4].statuses == {}
+    assert ranks[0].disconnected_ranks() == set()
+    ranks[3]._lines.abort()  # as the kernel does when its process ends
+    ranks.look_until(lambda: ranks[0].disconnected_ranks() == {3}, {}, 2, 3)
+
+
+def test_a_failure_is_told_by_who_knows_it_where_the_one_that_speaks_does_not_look(ranks, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(remote_status, "time", clock)
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks.look({3: FAILURE}, 2)
+    assert 3 not in ranks[0]._lines.ranks
+    clock.ahead_s += remote_status.LEADER_DETECTION_S
+    ranks.look_until(lambda: ranks[0].statuses[3].failure == FAILURE, {3: FAILURE}, 2)
+    # And by one that has no time to wait.
+    ranks[4]._published_failure = FAILURE
+    ranks[4].close()
+    ranks.look_until(lambda: ranks[0].statuses[4].failure == FAILURE, {}, 2)
+
+
+def test_a_host_that_says_nothing_is_there_as_long_as_its_kernel_answers(ranks, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(remote_status, "time", clock)
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    clock.ahead_s += 1000
+    assert [one.lost_ranks() for one in ranks.by_rank.values()] == [[]] * 5
+    ranks[0]._lines.unreachable.add(
+        2
+    )  # what the kernel says of a cable that is pulled is tried with hosts that have one
+    assert ranks[0].lost_ranks() == [2, 3, 4]
+
+
+def test_where_the_kernel_does_not_tell_one_that_says_nothing_is_lost(ranks, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(remote_status, "time", clock)
+    for one in ranks.by_rank.values():
+        one._lost_s = 100.0  # which a busy machine does not reach
+        one._lines.kept_alive = set()
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks[0]._lines.kept_alive = set()
+    clock.ahead_s += 70
+    ranks.statuses[2] = RankStatus(2, heartbeat=1)
+    ranks.look_until(lambda: ranks[0].statuses[2].heartbeat == 1)
+    clock.ahead_s += 70
+    assert ranks[0].lost_ranks() == []
+    clock.ahead_s += 70
+    assert ranks[0].lost_ranks() == [2, 3, 4]
+    assert ranks[2].lost_ranks() == [0, 1]
+    ranks[0].reset_timeouts()  # as after a stop of this process
+    assert ranks[0].lost_ranks() == []
+    ranks[2].close()  # who says goodbye is not lost
+    ranks.look_until(lambda: not ranks[0]._lines.ranks, {}, 2)
+    clock.ahead_s += 1000
+    assert ranks[0].lost_ranks() == []
+
+
+def test_a_successor_that_finds_nobody_is_no_reason_to_warn(ranks, caplog):
+    ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
+    ranks[0].close()  # its process has ended
+    ranks.statuses[2] = RankStatus(2, state="exited")
+    with caplog.at_level(logging.WARNING):
+        ranks.look_until(lambda: ranks[3]._has_called, {}, 0)
+    assert caplog.records == []
+
+
+def test_who_cannot_be_reached_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(PeerLinks, "connect", lambda *arguments: OSError("no route"))
+    with caplog.at_level(logging.WARNING):
+        ranks = Ranks([0], [1])
+        for _ in range(3):
+            ranks.look({})
+    (record,) = caplog.records
+    assert "rank 1 cannot reach rank 0" in record.getMessage()
+    assert "127.0.0.1" in record.getMessage()
+    assert "(no route)" in record.getMessage()
+    assert ranks[0].statuses == ranks[1].statuses == {}
+    for one in ranks.by_rank.values():
+        one.close()

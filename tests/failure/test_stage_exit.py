@@ -1,0 +1,210 @@
+"""Ranks with different numbers of batches: one that waits for a rank that has ended its stage fails within seconds."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError
+from lightning_strategies_ext._system import peers
+from lightning_strategies_ext.failure import failure_monitor as watch_module
+from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress
+from lightning_strategies_ext.failure.stage_exit import StageExitHandler
+from tests.support.ddp_spawn_trainers import seeded, spawn_trainer
+from tests.support.models import MLP, assert_same_bits, loader, make_trainer, state_of
+from tests.support.ranks import outcomes_of_ranks, run_ranks, run_script
+
+pytestmark = pytest.mark.processes
+
+
+class Uneven(MLP):
+    """Ranks meet in each batch of the last validation, of which one has half as many."""
+
+    short = 0
+
+    def val_dataloader(self):
+        return loader(num_samples=16 if self.trainer.global_rank == self.short else 32)
+
+    def validation_step(self, batch, batch_idx):
+        self.trainer.strategy.barrier()
+
+
+EXPECTED = r"rank 1 waits in a collective for rank 0, which has ended its stage already"
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_a_worker_that_has_more_batches_is_told_of(backend):
+    model = seeded(Uneven)
+    trainer = spawn_trainer(
+        DDPSpawnStrategy(process_group_backend=backend), max_epochs=1, use_distributed_sampler=False
+    )
+    start = time.monotonic()
+    with pytest.raises(WorkerRaisedError, match=EXPECTED) as caught:
+        trainer.fit(model, loader(num_samples=16))
+    assert time.monotonic() - start < 200  # of which most is the start of workers on a busy machine
+    assert isinstance(caught.value.__cause__, UnevenInputsError)
+    assert caught.value.error_index == 1
+    assert trainer.global_step == 4  # the state of rank 0 has come back
+    again = seeded()
+    trainer = spawn_trainer(DDPSpawnStrategy(process_group_backend=backend), max_epochs=1)
+    trainer.fit(again, loader())
+    assert trainer.global_step == 8
+
+
+def fit_unevenly(backend: Any, told: Path) -> str:
+    trainer = make_trainer(DDPStrategy(process_group_backend=backend), max_epochs=1, use_distributed_sampler=False)
+    try:
+        trainer.fit(Uneven(), loader(num_samples=16))
+    except UnevenInputsError as error:
+        told.touch()
+        return str(error)
+    while not told.exists():  # the script goes on
+        time.sleep(0.1)
+    return "ended"
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_process_that_has_more_batches_is_told_of_while_the_other_goes_on(backend, tmp_path):
+    first, second = outcomes_of_ranks(fit_unevenly, backend, tmp_path / "told")
+    assert first.value == "ended" or first.exit_code == -9, first
+    assert EXPECTED in str(second.value), second
+
+
+def test_ranks_that_end_at_different_times_are_left_alone():
+    slow, plain = seeded(EndsSlowly), seeded()
+    trainer = spawn_trainer(max_epochs=1)
+    trainer.fit(slow, loader())
+    assert trainer.callback_metrics["last"] == 1
+    spawn_trainer(max_epochs=1).fit(plain, loader())
+    assert_same_bits(state_of(slow), state_of(plain))
+
+
+class EndsSlowly(MLP):
+    def on_fit_end(self):
+        if self.trainer.global_rank == 1:
+            time.sleep(4)
+
+    def on_train_epoch_end(self):
+        self.log("last", 1.0, sync_dist=True)
+
+
+UNEVEN_SCRIPT = """
+import sys
+
+from lightning_strategies_ext import DDPStrategy
+from tests.failure.test_stage_exit import Uneven
+from tests.support.models import loader, make_trainer
+
+if __name__ == "__main__":
+    strategy = DDPStrategy(process_group_backend=sys.argv[2])
+    model = Uneven()
+    model.short = int(sys.argv[1])
+    make_trainer(strategy, max_epochs=1, use_distributed_sampler=False).fit(model, loader(num_samples=16))
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("short", [0, 1])
+def test_it_is_told_of_where_the_process_of_the_other_ends_too(tmp_path: Path, short: int, backend: str):
+    script = tmp_path / "script.py"
+    script.write_text(UNEVEN_SCRIPT)
+    result = run_script(script, str(short), backend)
+    assert result.returncode != 0
+    longer = 1 - short
+    reason = f"UnevenInputsError: rank {longer} waits in a collective for rank {short}, which has ended its stage"
+    assert reason in result.stdout
+
+
+KILLED_SCRIPT = """
+import os
+import signal
+
+from tests.support.models import MLP, loader, make_trainer
+
+
+class Killed(MLP):
+    def predict_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().predict_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    make_trainer("ddp_ext").predict(Killed(), loader())
+"""
+
+
+def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_SCRIPT)
+    result = run_script(script)
+    assert result.returncode != 0, result.stdout
+    assert re.search(r"rank 1 on .* failed first.*\n.*was killed by SIGKILL", result.stdout), result.stdout
+
+
+def linger_for(
+    does: Callable[[StageExitHandler], None] | None, num_hosts: int, lingering: int
+) -> tuple[list[int], float] | None:
+    rank = int(os.environ["LOCAL_RANK"])
+    for module in (peers, watch_module) if num_hosts == 2 else ():
+        module.host_identity = lambda: f"host {rank}"  # each is alone on one
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    watch = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
+    watch.begin_stage(None)
+    departure = StageExitHandler(watch, rank, CollectiveProgress(), ends_with_process=False)
+    if rank == lingering:
+        departure.announce_exit()
+        begin = time.monotonic()
+        store.set("one lingers", "")
+        result = departure.wait_for_others(), time.monotonic() - begin
+        if does is not None:
+            store.set("it has ended", "")
+            if rank == 0:  # the store ends with this process
+                store.wait(["the other has read it"])
+        watch.close()  # or this process would have failed, too
+        return result
+    store.wait(["one lingers"])
+    time.sleep(1.0)  # for which it is to do so
+    if does is not None:
+        does(departure)
+        store.wait(["it has ended"])
+        store.set("the other has read it", "")
+    watch.close()
+    return None
+
+
+def raise_an_error(departure: StageExitHandler) -> None:
+    departure.watch.announce_failure(ValueError("no"))
+
+
+@pytest.mark.parametrize(
+    ("does", "is_failure", "num_hosts", "lingering"),
+    [
+        *(
+            (StageExitHandler.announce_exit, False, 1, 0),
+            (StageExitHandler.close_after_failure, True, 1, 0),
+            (raise_an_error, True, 1, 0),
+            (None, True, 1, 0),
+        ),
+        *(
+            (StageExitHandler.announce_exit, False, 2, 0),
+            (raise_an_error, True, 2, 0),
+            (StageExitHandler.announce_exit, False, 2, 1),
+        ),
+        *(
+            (StageExitHandler.close_after_failure, True, 2, 1),
+            (None, False, 2, 1),
+        ),  # who says goodbye is not waited for
+    ],
+)
+def test_a_rank_waits_at_its_end_for_the_others_to_leave_fail_or_end(does, is_failure, num_hosts, lingering):
+    """Also if it comes there before it has heard anything of another host."""
+    lingered_for, seconds = run_ranks(linger_for, does, num_hosts, lingering)[lingering]
+    assert lingered_for == ([1 - lingering] if is_failure else [])
+    assert seconds >= 1.0
