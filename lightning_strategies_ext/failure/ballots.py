@@ -1,7 +1,4 @@
-"""Ballots: what ranks say of when they stop and of who has left, and what follows from what all say.
-
-Nothing here talks to anybody or looks at a clock.
-"""
+"""Agreement state: votes and decisions of stop agreements, and stage exits, as plain data with pure functions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,22 +6,21 @@ from typing import Any
 
 #: A point in a run, ordered as the run proceeds: (training steps started, evaluation steps started since).
 StepIndex = tuple[int, int]
-#: Which agreement: the stage, and how many there were before in it.
+#: Identifier of an agreement: the stage, and the number of earlier agreements in the stage.
 AgreementId = tuple[int, int]
-#: How many of those that have left are named.
+#: Number of ranks that a list of stage exits names.
 _MAX_RANKS_LISTED = 8
 
 
 @dataclass(frozen=True)
 class StopVote:
-    """A rank's part in an agreement on a SIGTERM.
+    """A rank's vote in a stop agreement.
 
     Attributes:
-        agreement_id: Of the agreement.
-        is_requested: Whether this rank was asked to stop.
-        last_started_step: The last that it has begun; said once it begins no other before it is told which is the
-            last of all.
-        is_closed: Whether it takes part no more.
+        agreement_id: Identifier of the agreement.
+        is_requested: Whether a stop was requested on this rank.
+        last_started_step: Last step that the rank has started; set once the rank waits for the decision.
+        is_closed: Whether the rank takes part in the agreement no more.
     """
 
     agreement_id: AgreementId
@@ -34,7 +30,7 @@ class StopVote:
 
     @classmethod
     def load(cls, values: dict[str, Any]) -> "StopVote":
-        """Makes one of what :func:`dataclasses.asdict` and JSON give."""
+        """Returns the vote that :func:`dataclasses.asdict` and JSON have encoded."""
         return cls(
             **{
                 **values,
@@ -46,11 +42,11 @@ class StopVote:
 
 @dataclass(frozen=True)
 class StopDecision:
-    """What the first rank says once any has been asked to stop.
+    """Rank 0's decision in a stop agreement.
 
     Attributes:
-        agreement_id: Of the agreement.
-        last_step: Before whose next one all stop; None until all have said where they are.
+        agreement_id: Identifier of the agreement.
+        last_step: Step after which all ranks stop; None until all ranks have voted.
     """
 
     agreement_id: AgreementId
@@ -58,18 +54,18 @@ class StopDecision:
 
     @classmethod
     def load(cls, values: dict[str, Any]) -> "StopDecision":
-        """Makes one of what :func:`dataclasses.asdict` and JSON give."""
+        """Returns the decision that :func:`dataclasses.asdict` and JSON have encoded."""
         return cls(_pair(values["agreement_id"]), values["last_step"] and _pair(values["last_step"]))
 
 
 @dataclass(frozen=True)
 class StageExit:
-    """Says of a rank that it takes part in no more collectives of a stage.
+    """The exit of a rank from a stage, after which it takes part in no more collectives of the stage.
 
     Attributes:
-        stage: Counts those that it has begun.
-        num_started: How many collectives it had begun by then.
-        has_failed: Whether it failed in it.
+        stage: Number of stages that the rank had begun.
+        num_started: Number of collectives that the rank had started.
+        has_failed: Whether the rank failed in the stage.
     """
 
     stage: int
@@ -79,12 +75,12 @@ class StageExit:
 
 @dataclass(frozen=True)
 class StageExits:
-    """Says of all ranks which have left a stage.
+    """The exits of several ranks from a stage.
 
     Attributes:
-        stage: See :class:`Departed`.
-        ranks: They, or the first of them where they are many.
-        num_started: The fewest collectives that any of them had begun by then.
+        stage: Number of stages that the ranks had begun.
+        ranks: The first of the ranks, at most eight.
+        num_started: Smallest number of collectives that one of the ranks had started.
     """
 
     stage: int
@@ -93,50 +89,50 @@ class StageExits:
 
     @classmethod
     def load(cls, values: dict[str, Any]) -> "StageExits":
-        """Makes one of what :func:`dataclasses.asdict` and JSON give."""
+        """Returns the stage exits that :func:`dataclasses.asdict` and JSON have encoded."""
         return cls(**{**values, "ranks": tuple(values["ranks"])})
 
 
-def decide_last_step(ballots: Mapping[int, StopVote | None], before: StopDecision | None) -> StopDecision | None:
-    """What the ranks have agreed on, in the first agreement that is not over for all.
+def decide_last_step(votes: Mapping[int, StopVote | None], before: StopDecision | None) -> StopDecision | None:
+    """Decides the first agreement that some rank takes part in.
 
     Args:
-        ballots: Of all ranks.
-        before: What was said before: it stands, since some may have acted upon it.
+        votes: Votes by rank; None for a rank that has not voted.
+        before: Previous decision. It stands, because some ranks may have acted on it.
 
     Returns:
-        It; None if nobody was asked to stop.
+        The decision, or None if no rank has requested a stop.
     """
-    begun = [ballot for ballot in ballots.values() if ballot is not None]
-    number = min((ballot.agreement_id for ballot in begun if not ballot.is_closed), default=None)
+    begun = [vote for vote in votes.values() if vote is not None]
+    number = min((vote.agreement_id for vote in begun if not vote.is_closed), default=None)
     if before is not None and before.agreement_id == number and before.last_step is not None:
         return before
-    here = [ballot for ballot in begun if ballot.agreement_id == number]
-    if number is None or not any(ballot.is_requested for ballot in here):
+    here = [vote for vote in begun if vote.agreement_id == number]
+    if number is None or not any(vote.is_requested for vote in here):
         return None
-    are_all_here = len(begun) == len(ballots) and all(ballot.agreement_id >= number for ballot in begun)
-    steps = [ballot.last_started_step for ballot in here if ballot.last_started_step is not None]
+    are_all_here = len(begun) == len(votes) and all(vote.agreement_id >= number for vote in begun)
+    steps = [vote.last_started_step for vote in here if vote.last_started_step is not None]
     return StopDecision(number, max(steps) if are_all_here and len(steps) == len(here) else None)
 
 
 def merge_stage_exits(
-    known: Iterable[StageExits | None], departed: Mapping[int, StageExit | None], stage: int
+    known: Iterable[StageExits | None], exited: Mapping[int, StageExit | None], stage: int
 ) -> StageExits | None:
-    """Who has left a stage in good order.
+    """Merges what the ranks know of exits from a stage; exits with a failure do not count.
 
     Args:
-        known: What ranks know of that.
-        departed: What ranks say of themselves.
-        stage: The stage.
+        known: Stage exits that ranks know of.
+        exited: Each rank's own stage exit, by rank.
+        stage: Number of the stage.
 
     Returns:
-        They; None if nobody has.
+        The stage exits, or None if no rank has exited the stage.
     """
     of_stage = [
         *(one for one in known if one is not None and one.stage == stage),
         *(
             StageExits(stage, (rank,), one.num_started)
-            for rank, one in departed.items()
+            for rank, one in exited.items()
             if one is not None and one.stage == stage and not one.has_failed
         ),
     ]

@@ -1,4 +1,4 @@
-"""The center of a star of lines: the first rank of all, whom others call."""
+"""Coordinator: the lowest rank, to which one rank of each other host connects."""
 
 import hmac
 import json
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 
 class CoordinatorEndpoint:
-    """What a rank knows of it. All ranks create theirs together; then the first listens.
+    """Address and credentials of the coordinator. Collective: all ranks create it together; the coordinator listens.
 
     Args:
-        store: The store that all ranks share.
-        key: Of the store, for this alone.
+        store: Store that all ranks share.
+        key: Key in the store, for this object alone.
         peers: All ranks.
         rank: Global rank of this process.
-        allowed_ranks: Ranks that may call, once each.
-        lines: Of this rank.
+        allowed_ranks: Ranks that may connect, once each.
+        links: Links of this rank.
     """
 
     def __init__(
@@ -37,44 +37,45 @@ class CoordinatorEndpoint:
         peers: Mapping[int, Peer],
         rank: int,
         allowed_ranks: Collection[int],
-        lines: PeerLinks,
+        links: PeerLinks,
     ) -> None:
-        self._lines = lines
+        self._links = links
         self._peers = peers
         self._rank = rank
         self._first = min(peers)
         self._secret = job_secret()
         if rank == self._first:
-            place = self._listen(store, allowed_ranks)
-            store.set(key, json.dumps([*place, self._signature(place)]))
-        *place, signature = json.loads(store.get(key))
-        if not hmac.compare_digest(signature, self._signature(place)):
+            endpoint = self._listen(store, allowed_ranks)
+            store.set(key, json.dumps([*endpoint, self._signature(endpoint)]))
+        *endpoint, signature = json.loads(store.get(key))
+        if not hmac.compare_digest(signature, self._signature(endpoint)):
             raise RuntimeError(
-                f"Rank {rank} has another secret than rank 0, or no rank has written what is in the store. Set"
-                f" {SECRET} or {SECRET_FILE} alike on all hosts, or on none."
+                f"Rank {rank} has another secret than rank 0, or another process has written to the store. Set"
+                f" {SECRET} or {SECRET_FILE} to the same value on all hosts, or on none."
             )
-        token, self._addresses, self._port = place
+        token, self._addresses, self._port = endpoint
         self._proof = self._proof_of(token)
 
     def connect(self, *, may_have_exited: bool = False) -> None:
-        """Calls it; says so if it cannot be reached.
+        """Connects to the coordinator; logs a warning if that fails.
 
         Args:
-            may_have_exited: Whether its process need not be there any more, so that nobody may answer.
+            may_have_exited: Whether a refused connection is expected, because the coordinator may have exited.
         """
-        error = self._lines.connect(self._addresses, self._port, self._first, self._proof, self._rank)
+        error = self._links.connect(self._addresses, self._port, self._first, self._proof, self._rank)
         if error is not None and not (may_have_exited and isinstance(error, ConnectionRefusedError)):
             log.warning(
-                "rank %d cannot reach rank 0 (%s) at %s, port %s (%s): what fails on one of their hosts is not known on"
-                " the other until the backend notices. Let the hosts connect to each other at any port.",
+                "rank %d cannot connect to rank 0 (%s) at %s, port %s: %s. Failures on one of the two hosts are"
+                " detected on the other only when the backend reports them. Allow TCP connections between the hosts on"
+                " all ports.",
                 *(self._rank, self._peers[self._first].host_name, " or ".join(self._addresses), self._port, error),
             )
 
-    def _listen(self, store: dist.Store, callers: Collection[int]) -> tuple[str, list[str], int | None]:
-        """Lets others call where they reach the store, if that is on this host, or else anywhere.
+    def _listen(self, store: dist.Store, allowed_ranks: Collection[int]) -> tuple[str, list[str], int | None]:
+        """Listens at the address of the store if that is on this host, else at all addresses.
 
         Returns:
-            What they have to know, and where they may call.
+            The token, the addresses, and the port.
         """
         token = secrets.token_hex(16)
         address, all_addresses = None, self._peers[self._rank].addresses
@@ -83,15 +84,15 @@ class CoordinatorEndpoint:
             is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
             if address is not None and is_loopback(address) and not is_one_machine:
                 address = None
-        self._lines.listen(callers, self._proof_of(token), address or "")
-        return token, list(all_addresses) if address is None else [address], self._lines.port
+        self._links.listen(allowed_ranks, self._proof_of(token), address or "")
+        return token, list(all_addresses) if address is None else [address], self._links.port
 
-    def _signature(self, place: Sequence[Any]) -> str:
-        """Returns what only a process with the secret of the job can write beside the place; nothing without one."""
-        return _signed(self._secret, json.dumps(place)) if self._secret else ""
+    def _signature(self, endpoint: Sequence[Any]) -> str:
+        """Returns the signature of an endpoint with the job's secret; empty if the job has none."""
+        return _signed(self._secret, json.dumps(endpoint)) if self._secret else ""
 
     def _proof_of(self, token: str) -> str:
-        """Returns what a caller must know: derived from the token and the secret of the job, if there is one."""
+        """Returns what a connecting rank must know, derived from the token and from the job's secret if it has one."""
         return _signed(self._secret, token) if self._secret else token
 
 
@@ -100,15 +101,15 @@ def _signed(secret: bytes, text: str) -> str:
 
 
 def _local_address_towards(towards: str, port: int) -> str | None:
-    """The address of this host on the way to another one, or to itself; None if there is none.
+    """Returns the local address of the route to a host, or None.
 
     Args:
-        towards: Name or address of the other.
-        port: There; nothing is sent to it.
+        towards: Name or address of the host.
+        port: Port at the host; nothing is sent to it.
     """
     with suppress(OSError):
-        for family, kind, protocol, _, place in socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM):
+        for family, kind, protocol, _, endpoint in socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe, suppress(OSError):
-                probe.connect(place)
+                probe.connect(endpoint)
                 return str(probe.getsockname()[0])
     return None

@@ -1,4 +1,4 @@
-"""What a rank sees of others that cannot say it themselves: that they are dead, out of reach, or stuck."""
+"""Diagnosis: failures of ranks that cannot report them, because they have exited, are unreachable, or hang."""
 
 import signal
 import socket
@@ -10,101 +10,114 @@ from dataclasses import replace
 import psutil
 
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.failure.rank_status import HUNG, LOST, Failure, RankStatus, format_stacks, hung_ranks
+from lightning_strategies_ext.failure.rank_status import (
+    HUNG,
+    LOST,
+    MAX_RANKS_LISTED,
+    Failure,
+    RankStatus,
+    format_ranks,
+    format_stacks,
+    hung_ranks,
+)
 
 _IS_TRACED = "is traced"
 
 
 def diagnose_exit(
-    signs: Mapping[int, RankStatus], died: Sequence[Peer], get_exit_code: Callable[[int], int | None], reported_by: int
+    statuses: Mapping[int, RankStatus],
+    died: Sequence[Peer],
+    get_exit_code: Callable[[int], int | None],
+    reported_by: int,
 ) -> Failure | None:
-    """The failure of a rank whose process has ended in a stage, or before one that others have begun.
+    """Returns the failure of a rank whose process exited in a stage, or before a stage that other ranks have begun.
 
     Args:
-        signs: Of all ranks.
-        died: The ranks whose processes have ended.
-        get_exit_code: Tells the exit code of a process that this one has started, by its pid; None if it does not know.
-        reported_by: This rank.
+        statuses: Statuses of all ranks, by rank.
+        died: Ranks whose processes have exited.
+        get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
+            if the exit code is unknown.
+        reported_by: Global rank of the caller.
     """
-    stage = max(sign.stage for sign in signs.values())
+    stage = max(status.stage for status in statuses.values())
     for peer in died:
-        sign = signs.get(peer.rank, RankStatus(peer.rank))
-        if sign.stage < stage and sign.failure is not None:
-            return sign.failure
-        if sign.state == "running" or sign.stage < stage:
+        status = statuses.get(peer.rank, RankStatus(peer.rank))
+        if status.stage < stage and status.failure is not None:
+            return status.failure
+        if status.state == "running" or status.stage < stage:
             headline = f"its process (pid {peer.pid}) {describe_exit(get_exit_code(peer.pid))}"
-            return _observed_failure((peer.rank,), sign, headline, reported_by, sign.stack, peer.host_name)
+            return _observed_failure((peer.rank,), status, headline, reported_by, status.stack, peer.host_name)
     return None
 
 
 def describe_exit(exit_code: int | None) -> str:
-    """In words, how a process has ended; None where that is not known."""
+    """Describes the exit of a process as part of a sentence; ``exit_code`` is None if it is unknown."""
     if exit_code is None:
-        return "is gone: it was killed, crashed, or ended by itself"
+        return "exited for an unknown reason: killed, crashed, or exited by itself"
     if exit_code >= 0:
-        return f"ended in the middle of its work, with exit code {exit_code}"
+        return f"exited in the middle of its work, with exit code {exit_code}"
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-exit_code).name}"
     return f"was killed by signal {-exit_code}"
 
 
 def diagnose_host_loss(
-    ranks: Sequence[int], signs: Mapping[int, RankStatus], peers: Mapping[int, Peer], reported_by: int
+    ranks: Sequence[int], statuses: Mapping[int, RankStatus], peers: Mapping[int, Peer], reported_by: int
 ) -> Failure | None:
-    """The failure of a host that has fallen silent, with all its ranks.
+    """Returns the failure of a lost host with all its ranks, or None.
 
     Args:
-        ranks: Those of such a host; none if there is none.
-        signs: Of all ranks that are known of.
+        ranks: Ranks of the lost host; empty if no host is lost.
+        statuses: Known statuses, by rank.
         peers: All ranks.
-        reported_by: This rank.
+        reported_by: Global rank of the caller.
     """
-    if all(signs.get(rank, RankStatus(rank)).state == "exited" for rank in ranks):
+    if all(statuses.get(rank, RankStatus(rank)).state == "exited" for rank in ranks):
         return None
     verb = LOST[len(ranks) > 1]
-    headline = "the host answers nothing any more: it is down, or the network between is"
-    first = signs.get(ranks[0], RankStatus(ranks[0]))
+    headline = "the host does not respond: the host or its network is down"
+    first = statuses.get(ranks[0], RankStatus(ranks[0]))
     return _observed_failure(tuple(ranks), first, headline, reported_by, host=peers[ranks[0]].host_name, verb=verb)
 
 
 def diagnose_script_end(rank: int, waiting: Sequence[int]) -> Failure:
-    """The failure of this rank, whose script has come to its end before a stage that others have begun."""
-    who = " and ".join(f"rank {other}" for other in sorted(waiting))
-    headline = f"its script has come to its end, and {who} wait{'s' if len(waiting) == 1 else ''} for it in a stage"
+    """Returns the failure of this rank, whose script has ended before a stage that other ranks have begun."""
+    verb = "waits" if len(waiting) == 1 else "wait"
+    headline = f"its script ended while {format_ranks(waiting)} {verb} for it in the next stage"
     return replace(
         _observed_failure((rank,), RankStatus(rank, stage_and_step="between two stages"), headline, rank),
         is_self_reported=True,
     )
 
 
-def ranks_done_with_stage(signs: Mapping[int, RankStatus], stage: int) -> set[int]:
-    """The ranks that are done with a stage, in whatever way."""
+def ranks_done_with_stage(statuses: Mapping[int, RankStatus], stage: int) -> set[int]:
+    """Returns the ranks that have finished a stage, failed in it, or exited."""
     return {
         rank
-        for rank, sign in signs.items()
-        if sign.state == "exited"
-        or sign.stage > stage
-        or (sign.state in ("finished", "failed") and sign.stage == stage)
+        for rank, status in statuses.items()
+        if status.state == "exited"
+        or status.stage > stage
+        or (status.state in ("finished", "failed") and status.stage == stage)
     }
 
 
 def diagnose_hang(
-    signs: Mapping[int, RankStatus],
+    statuses: Mapping[int, RankStatus],
     heartbeat_ages: Mapping[int, float],
     hang_timeout_s: float,
     peers: Mapping[int, Peer],
     reported_by: int,
 ) -> Failure | None:
-    """The failure of ranks that others wait for in vain, see :func:`.stuck_ranks`.
+    """Returns the failure of hung ranks, see :func:`.hung_ranks`, or None.
 
     Args:
-        signs: Of all ranks.
-        heartbeat_ages: For how long each has said nothing, in seconds.
-        hang_timeout_s: For how long they may stay away, in seconds.
-        peers: These ranks.
-        reported_by: This rank.
+        statuses: Statuses of all ranks, by rank.
+        heartbeat_ages: Age of each rank's last heartbeat, in seconds.
+        hang_timeout_s: Hang timeout, in seconds.
+        peers: The same ranks.
+        reported_by: Global rank of the caller.
     """
-    ranks = hung_ranks(signs, heartbeat_ages, hang_timeout_s)
+    ranks = hung_ranks(statuses, heartbeat_ages, hang_timeout_s)
     states = {
         rank: _process_state(peers[rank], peers[reported_by].host, heartbeat_ages[rank] >= hang_timeout_s)
         for rank in ranks
@@ -112,36 +125,37 @@ def diagnose_hang(
     if not ranks or _IS_TRACED in states.values():
         return None
     states = {rank: state for rank, state in states.items() if state}
-    waiting = [rank for rank in sorted(signs) if rank not in ranks]
+    waiting = [rank for rank in sorted(statuses) if rank not in ranks]
     if waiting:
-        who = " and ".join(f"rank {rank}" for rank in waiting)
-        has = "has" if len(waiting) == 1 else "have"
         it = "it" if len(ranks) == 1 else "them"
-        what = "; ".join(f"rank {rank} {state}" for rank, state in states.items()) or "no move was seen in that time"
-        headline = f"{who} {has} waited {hang_timeout_s:g} s for {it} {signs[waiting[0]].waits_where}; {what}"
+        what = "; ".join(f"rank {rank} {state}" for rank, state in list(states.items())[:MAX_RANKS_LISTED])
+        headline = (
+            f"{format_ranks(waiting)} waited {hang_timeout_s:g} s for {it} {statuses[waiting[0]].waits_where};"
+            f" {what or 'no activity was detected'}"
+        )
     else:
-        headline = f"they have waited {hang_timeout_s:g} s for each other, in collectives that are not the same"
+        headline = f"they waited {hang_timeout_s:g} s for each other, in different collectives"
     verb = HUNG[len(ranks) > 1]
-    where = format_stacks(signs, ranks, states)
-    return _observed_failure(ranks, signs[ranks[0]], headline, reported_by, where, peers[ranks[0]].host_name, verb)
+    where = format_stacks(statuses, ranks, states)
+    return _observed_failure(ranks, statuses[ranks[0]], headline, reported_by, where, peers[ranks[0]].host_name, verb)
 
 
 def _process_state(peer: Peer, own_host: str, is_silent: bool) -> str:
     if peer.host != own_host:
-        return "says nothing: it is stopped, or something in it holds Python's lock" if is_silent else ""
+        return "sends no heartbeats: the process is stopped, or a library in it holds the GIL" if is_silent else ""
     status = None
     with suppress(psutil.Error, OSError):
         status = psutil.Process(peer.pid).status()
     if status == psutil.STATUS_TRACING_STOP:
         return _IS_TRACED
     if status == psutil.STATUS_STOPPED:
-        return f"is stopped (`kill -CONT {peer.pid}` would let it go on)"
-    return "does not answer: something in it holds Python's lock" if is_silent else ""
+        return f"is stopped (`kill -CONT {peer.pid}` continues it)"
+    return "sends no heartbeats: a library in it holds the GIL" if is_silent else ""
 
 
 def _observed_failure(
     ranks: tuple[int, ...],
-    sign: RankStatus,
+    status: RankStatus,
     headline: str,
     reported_by: int,
     details: str = "",
@@ -150,5 +164,5 @@ def _observed_failure(
 ) -> Failure:
     host = socket.gethostname() if host is None else host
     return Failure(
-        ranks, host, time.time(), sign.stage_and_step, headline, sign.user_frames, details, reported_by, verb
+        ranks, host, time.time(), status.stage_and_step, headline, status.user_frames, details, reported_by, verb
     )

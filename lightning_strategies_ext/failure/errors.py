@@ -1,10 +1,10 @@
-"""Which exceptions are a collective's, as far as one can see: engines have no class of their own; and advice on one."""
+"""Recognizes exceptions of collectives, for which engines have no common class; and adds advice to exceptions."""
 
 import re
 
 from torch.distributed import DistBackendError
 
-#: What they say where they are not DistBackendErrors: those of gloo and Horovod, and those that came through C++.
+#: Messages of collective errors that are no DistBackendErrors: from gloo and Horovod, and errors that passed C++.
 _COLLECTIVE_ERROR_PATTERN = re.compile(
     "gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)"
 )
@@ -13,7 +13,7 @@ _PEER_LOSS_PATTERN = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]
 
 
 def is_collective_error(exception: BaseException) -> bool:
-    """Whether an exception is a collective's, or a barrier's for one."""
+    """Returns whether a collective or a barrier raised an exception."""
     if isinstance(exception, ValueError):  # Horovod's, in a rank that its failure monitor has cut off
         return str(exception).startswith("Horovod has not been initialized")
     if not isinstance(exception, RuntimeError):
@@ -23,7 +23,7 @@ def is_collective_error(exception: BaseException) -> bool:
 
 
 def is_peer_loss(exception: BaseException) -> bool:
-    """Whether a collective's exception says that another rank is gone, so that there may be a reason to hear of."""
+    """Returns whether a collective's exception says that another rank has exited, which may publish the reason."""
     return _PEER_LOSS_PATTERN.search(str(exception)) is not None
 
 

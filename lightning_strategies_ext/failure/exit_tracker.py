@@ -1,4 +1,4 @@
-"""Deaths: the kernel says at once when a process of this host ends, however it does."""
+"""Exit tracker: the kernel reports the exit of a process of this host at once, through a pidfd."""
 
 import os
 from collections.abc import Mapping
@@ -10,40 +10,38 @@ from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
 
 class ExitTracker:
-    """Notices that processes of this host end.
-
-    Where the system has no descriptors of processes, they are asked for each time.
+    """Detects that processes of this host exit. Polls them on systems without pidfds.
 
     Args:
-        peers: The processes, by rank.
-        waiting: Of the thread that asks.
+        peers: Processes to track, by rank.
+        loop: Selector loop of the calling thread, which an exit wakes.
     """
 
-    def __init__(self, peers: Mapping[int, Peer], waiting: SelectorLoop) -> None:
+    def __init__(self, peers: Mapping[int, Peer], loop: SelectorLoop) -> None:
         self._peers = peers
-        self._waiting = waiting
+        self._loop = loop
         self._gone: set[int] = set()
         self._pidfds: dict[int, int] = {}
         if hasattr(os, "pidfd_open"):
             for rank, peer in peers.items():
-                with suppress(OSError):  # it has ended already
+                with suppress(OSError):  # the process has exited
                     self._pidfds[os.pidfd_open(peer.pid)] = rank
         for descriptor in self._pidfds:
-            waiting.add(descriptor, partial(self._on_exit, descriptor))
-        # The number of one that has ended before its descriptor was there may be another process's by now.
+            loop.add(descriptor, partial(self._on_exit, descriptor))
+        # The pid of a process that exited before its pidfd was opened may belong to another process.
         self._polled = peers.keys() - {rank for rank in self._pidfds.values() if peers[rank].is_running()}
 
     def exited_ranks(self) -> set[int]:
-        """The ranks of all processes that have ended."""
+        """Returns the ranks of all processes that have exited."""
         self._gone |= {rank for rank in self._polled if not self._peers[rank].is_running()}
         return set(self._gone)
 
     def close(self) -> None:
-        """Closes its descriptors, when nobody waits any more."""
+        """Closes the pidfds, after the selector loop has been closed."""
         for descriptor in self._pidfds:
             os.close(descriptor)
 
     def _on_exit(self, descriptor: int) -> bool:
-        self._waiting.remove(descriptor)
+        self._loop.remove(descriptor)
         self._gone.add(self._pidfds[descriptor])
         return True

@@ -1,4 +1,4 @@
-"""What a rank sees of the others: what they say, whose processes have ended, who is silent, lost or stuck."""
+"""Failure detector: finds failed ranks from statuses, process exits, link losses, and heartbeat ages."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -10,23 +10,24 @@ from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.rank_status import Failure, HeartbeatAges, RankStatus
 from lightning_strategies_ext.failure.remote_status import RemoteStatus
 
-#: One that has said nothing for so long, in seconds, is stopped, or held where it cannot end by itself.
+#: A rank without a heartbeat for this many seconds is unresponsive: stopped, or its GIL is held.
 HEARTBEAT_TIMEOUT_S = 2.5
-#: How much longer the first rank waits before it takes ranks of other hosts for stuck, in seconds.
+#: Seconds that rank 0 adds to the hang timeout for ranks of other hosts, whose own hosts detect a hang first.
 REMOTE_MARGIN_S = 2.0
 
 
 class FailureDetector:
-    """One rank's. It takes no lock and waits for nobody; who calls sees to it that only one thread does at a time.
+    """Detects failures of other ranks. It never blocks and has no lock: the caller serializes the calls.
 
     Args:
         rank: Global rank of this process.
         peers: All ranks.
-        local_peers: Those of this host.
-        local_status: What these say.
-        hosts: What other hosts say; None if there are none.
-        exit_tracker: Of the other processes of this host.
-        exit_code_of: Tells the exit code of a process that this one has started, by its pid; None if it does not know.
+        local_peers: Ranks of this host.
+        local_status: Statuses of the ranks of this host.
+        hosts: Statuses of other hosts; None if all ranks are on this host.
+        exit_tracker: Tracker of the other processes of this host.
+        get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
+            if the exit code is unknown.
     """
 
     def __init__(
@@ -37,99 +38,106 @@ class FailureDetector:
         local_status: LocalStatus,
         hosts: RemoteStatus | None,
         exit_tracker: ExitTracker,
-        exit_code_of: Callable[[int], int | None],
+        get_exit_code: Callable[[int], int | None],
     ) -> None:
         self._rank = rank
         self._peers = peers
-        self._here = local_peers
-        self._own = local_status
-        self._hosts = hosts
-        self._deaths = exit_tracker
-        self._exit_code_of = exit_code_of
-        self._silence = HeartbeatAges()
+        self._local_peers = local_peers
+        self._local_status = local_status
+        self._remote_status = hosts
+        self._exit_tracker = exit_tracker
+        self._get_exit_code = get_exit_code
+        self._heartbeat_ages = HeartbeatAges()
 
     def statuses(self) -> dict[int, RankStatus]:
-        """What each rank has last said, by rank; those of which nothing is known are missing."""
-        return {**(self._hosts.statuses if self._hosts is not None else {}), **self._own.read()}
+        """Returns the newest status of each rank, by rank; without ranks whose status is unknown."""
+        return {
+            **(self._remote_status.statuses if self._remote_status is not None else {}),
+            **self._local_status.read(),
+        }
 
     def update(self, elapsed_s: float) -> dict[int, RankStatus]:
-        """The same, and notes who has said nothing since the last look, so many seconds ago."""
-        signs = self.statuses()
-        self._silence.update(signs, elapsed_s)
-        return signs
+        """Returns the statuses and updates the heartbeat ages, ``elapsed_s`` seconds after the last update."""
+        statuses = self.statuses()
+        self._heartbeat_ages.update(statuses, elapsed_s)
+        return statuses
 
     def unresponsive_local_peers(self, ranks: Iterable[int]) -> list[Peer]:
-        """Of some ranks, those of this host that cannot end by themselves: stopped ones, say."""
-        here = [self._here[rank] for rank in ranks if rank in self._here and rank != self._rank]
-        return [peer for peer in here if self._silence.age_s.get(peer.rank, 0) >= HEARTBEAT_TIMEOUT_S]
+        """Returns those of some ranks that are on this host and unresponsive, so that they cannot exit themselves."""
+        here = [self._local_peers[rank] for rank in ranks if rank in self._local_peers and rank != self._rank]
+        return [peer for peer in here if self._heartbeat_ages.age_s.get(peer.rank, 0) >= HEARTBEAT_TIMEOUT_S]
 
     def ranks_in_stage(self, stage: int) -> tuple[set[int], set[int]]:
-        """Of the other ranks that this one can hear of, those that have not left a stage.
+        """Returns the other ranks that have not exited a stage.
 
         Args:
-            stage: That this rank has left.
+            stage: Stage that this rank has exited.
 
         Returns:
-            Those that may still leave it, and those that have failed in it, or whose processes have ended.
+            The ranks that may still exit the stage, and the ranks that failed in it or whose processes have exited.
         """
-        # Asked before what they say: a rank may say that it has left the stage, and then end.
-        died = {rank for rank, peer in self._here.items() if not peer.is_running()}
-        signs = self.statuses()
-        known = {*signs, *self._here}
-        if self._hosts is not None:
-            died |= self._hosts.disconnected_ranks()
-            known |= self._hosts.unknown_ranks()  # a stage may take less time than two looks
+        # Before the statuses are read: a rank may publish its stage exit and then exit its process.
+        died = {rank for rank, peer in self._local_peers.items() if not peer.is_running()}
+        statuses = self.statuses()
+        known = {*statuses, *self._local_peers}
+        if self._remote_status is not None:
+            died |= self._remote_status.disconnected_ranks()
+            known |= self._remote_status.unknown_ranks()  # a stage may be shorter than the interval of statuses
         staying: set[int] = set()
         failed: set[int] = set()
         for rank in known - {self._rank}:
-            sign = signs.get(rank, RankStatus(rank))
-            departed = sign.stage_exit
+            status = statuses.get(rank, RankStatus(rank))
+            departed = status.stage_exit
             if departed is not None and departed.stage >= stage:
                 failed |= {rank} if departed.has_failed and departed.stage == stage else set()
-            elif sign.state in ("failed", "exited") or rank in died:
+            elif status.state in ("failed", "exited") or rank in died:
                 failed.add(rank)
-            elif sign.stage <= stage:
+            elif status.stage <= stage:
                 staying.add(rank)
-        return staying - (set() if self._hosts is None else self._hosts.closed_ranks()), failed
+        return staying - (set() if self._remote_status is None else self._remote_status.closed_ranks()), failed
 
-    def detect(self, statuses: Mapping[int, RankStatus], patience_s: float | None) -> Failure | None:
-        """The failure of others that cannot say it themselves, if there is one.
+    def detect(self, statuses: Mapping[int, RankStatus], hang_timeout_s: float | None) -> Failure | None:
+        """Returns a failure that other ranks cannot report themselves, or None.
 
         Args:
-            statuses: What :meth:`update` gave.
-            patience_s: For how long ranks may wait for one that does not move, in seconds; None for ever.
+            statuses: Statuses that :meth:`update` returned.
+            hang_timeout_s: Hang timeout in seconds; None for no limit.
         """
-        died = self._deaths.exited_ranks() | (set() if self._hosts is None else self._hosts.disconnected_ranks())
+        died = self._exit_tracker.exited_ranks() | (
+            set() if self._remote_status is None else self._remote_status.disconnected_ranks()
+        )
         peers = [self._peers[rank] for rank in sorted(died)]
-        failure = detection.diagnose_exit(statuses, peers, self._exit_code_of, self._rank)
-        if failure is None and self._hosts is not None:
-            failure = detection.diagnose_host_loss(self._hosts.lost_ranks(), statuses, self._peers, self._rank)
-        return failure or (None if patience_s is None else self._detect_hang(statuses, patience_s))
+        failure = detection.diagnose_exit(statuses, peers, self._get_exit_code, self._rank)
+        if failure is None and self._remote_status is not None:
+            failure = detection.diagnose_host_loss(self._remote_status.lost_ranks(), statuses, self._peers, self._rank)
+        return failure or (None if hang_timeout_s is None else self._detect_hang(statuses, hang_timeout_s))
 
-    def _detect_hang(self, signs: Mapping[int, RankStatus], patience_s: float) -> Failure | None:
-        """Who does not come: of all, for the first rank of all; for others, who is silent of those they know of."""
-        if len(signs) < len(self._peers):
-            here = {rank: sign for rank, sign in signs.items() if rank in self._here}
-            return self._detect_unresponsive(here, patience_s) or self._detect_unresponsive(
-                signs, max(patience_s, HOST_LOSS_TIMEOUT_S) + REMOTE_MARGIN_S
+    def _detect_hang(self, statuses: Mapping[int, RankStatus], hang_timeout_s: float) -> Failure | None:
+        """Rank 0 knows all statuses and detects every hang; other ranks detect unresponsive ranks that they know of."""
+        if len(statuses) < len(self._peers):
+            here = {rank: status for rank, status in statuses.items() if rank in self._local_peers}
+            return self._detect_unresponsive(here, hang_timeout_s) or self._detect_unresponsive(
+                statuses, max(hang_timeout_s, HOST_LOSS_TIMEOUT_S) + REMOTE_MARGIN_S
             )
-        failure = self._diagnose_hang(signs, patience_s)
-        if failure is None or any(rank in self._here for rank in failure.ranks):
+        failure = self._diagnose_hang(statuses, hang_timeout_s)
+        if failure is None or any(rank in self._local_peers for rank in failure.ranks):
             return failure
-        # Their own host knows more of them, and says so first if it can; and if it is lost, that will be known first.
-        elsewhere_s = patience_s + REMOTE_MARGIN_S
-        failure = self._diagnose_hang(signs, elsewhere_s)
-        silent_s = [self._silence.age_s[rank] for rank in failure.ranks] if failure is not None else []
+        # Their own host has more information and reports first if it can; the loss of the host is detected first too.
+        elsewhere_s = hang_timeout_s + REMOTE_MARGIN_S
+        failure = self._diagnose_hang(statuses, elsewhere_s)
+        silent_s = [self._heartbeat_ages.age_s[rank] for rank in failure.ranks] if failure is not None else []
         return (
             None
             if any(elsewhere_s <= seconds < HOST_LOSS_TIMEOUT_S + REMOTE_MARGIN_S for seconds in silent_s)
             else failure
         )
 
-    def _diagnose_hang(self, signs: Mapping[int, RankStatus], patience_s: float) -> Failure | None:
-        return detection.diagnose_hang(signs, self._silence.age_s, patience_s, self._peers, self._rank)
+    def _diagnose_hang(self, statuses: Mapping[int, RankStatus], hang_timeout_s: float) -> Failure | None:
+        return detection.diagnose_hang(statuses, self._heartbeat_ages.age_s, hang_timeout_s, self._peers, self._rank)
 
-    def _detect_unresponsive(self, signs: Mapping[int, RankStatus], patience_s: float) -> Failure | None:
-        failure = self._diagnose_hang(signs, patience_s)
-        are_silent = failure is not None and all(self._silence.age_s[rank] >= patience_s for rank in failure.ranks)
+    def _detect_unresponsive(self, statuses: Mapping[int, RankStatus], hang_timeout_s: float) -> Failure | None:
+        failure = self._diagnose_hang(statuses, hang_timeout_s)
+        are_silent = failure is not None and all(
+            self._heartbeat_ages.age_s[rank] >= hang_timeout_s for rank in failure.ranks
+        )
         return failure if are_silent else None

@@ -150,14 +150,14 @@ def report_at_exit(
             usual(kind, value, trace)
         if is_reporter():
             is_other = rank is not None and rank not in failure.ranks
-            ended = f"Rank {rank} ended because {failure.ranks_text} {failure.verb}." if is_other else ""
+            ended = f"Rank {rank} exited because {failure.ranks_text} {failure.verb}." if is_other else ""
             files = ""
             if path is not None:
-                each = f"What each rank says: {path.parent}{os.sep}rank-*.txt"
-                files = f"Their traces: {path}" if rank is None else each
+                each = f"Report of each rank: {path.parent}{os.sep}rank-*.txt"
+                files = f"Worker tracebacks: {path}" if rank is None else each
             print_report(failure, ended, files)
         elif rank not in failure.ranks:
-            print_line(f"rank {rank} ended because {one_line_cause(failure)}")
+            print_line(f"rank {rank} exited because {one_line_cause(failure)}")
         elif not _LAUNCHER_VARIABLES.isdisjoint(os.environ):
             print_line(one_line_cause(failure))
 

@@ -1,6 +1,6 @@
-"""The signs of a host's ranks: what this one says on the board of what its training thread does, and what others say.
+"""Local status: publishes this rank's status in the status table of its host, and reads the other statuses there.
 
-Saying and reading take no lock and wait for nobody; who calls sees to it that only one thread does at a time.
+Neither blocks nor locks. The caller serializes the calls.
 """
 
 import threading
@@ -14,37 +14,37 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress, Fai
 from lightning_strategies_ext.failure.status_table import SLOT_NUM_BYTES, StatusTable
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 
-#: How often ranks are to say something, in seconds.
+#: Seconds between two heartbeats.
 HEARTBEAT_INTERVAL_S = 0.25
-#: A rank is still when it has been at one place for so long, in seconds; from then on it says where.
+#: Seconds after which a rank publishes a stack that has not changed.
 STACK_AFTER_S = 2.0
-#: Modules in which a thread waits for other ranks.
+#: Modules in which a thread waits for other ranks in a collective.
 _COLLECTIVE_MODULES = ("torch.distributed", "torch.nn.parallel.distributed", "horovod", "lightning_strategies_ext")
-#: Where one of them is no collective.
+#: Modules of these that run no collective.
 _OF_FAILURES = "lightning_strategies_ext.failure"
-#: What a rank waits for after its part of a stage has ended.
+#: Stands for the work that a rank waits for after it has finished its stage.
 _END_OF_STAGE = object()
 
 
 class LocalStatus:
-    """One rank's view of them. All ranks of a host create theirs together; the calling thread is the one that trains.
+    """Statuses of the ranks of this host. Collective among these ranks; the training thread creates it.
 
     Args:
-        store: Shared by the ranks, for these alone.
+        store: Store that the ranks of this host share, for this object alone.
         rank: Global rank of this process.
-        ranks: Those of this host, this one among them.
-        progress: Of this rank.
-        step_source: See below.
+        ranks: Ranks of this host, including this rank.
+        progress: Progress of this rank's collectives.
+        where: Callable that returns stage and step as text.
 
     Attributes:
-        activity: Of the thread that trains.
-        state: Of this rank.
-        stage: See :class:`.RankStatus`.
-        step_source: Gives what this rank is at, for people.
-        stop_vote: See :class:`.RankStatus`, as for those that follow.
-        stop_decision: What this rank knows of it.
-        stage_exit: Of this rank.
-        stage_exits: What this rank knows of them.
+        activity: Activity of the training thread.
+        state: State of this rank.
+        stage: Number of stages that this rank has begun.
+        step_source: Callable that returns stage and step as text.
+        stop_vote: This rank's vote in its newest stop agreement.
+        stop_decision: Newest decision of a stop agreement that this rank knows of.
+        stage_exit: Newest stage exit of this rank.
+        stage_exits: Exits of other ranks from this rank's stage.
     """
 
     def __init__(
@@ -61,53 +61,53 @@ class LocalStatus:
         self._rank = rank
         self._ranks = sorted(ranks)
         self._progress = progress
-        self._heartbeat = self._num_begun = 0
-        self._waits_s = 0.0
-        self._waited_for: Any = None
-        self._last_signs: dict[int, RankStatus] = {}
-        self._board = StatusTable.open_for_host(store, "path", rank, self._ranks)
+        self._heartbeat = self._num_started = 0
+        self._in_collective_s = 0.0
+        self._pending_work: Any = None
+        self._last_statuses: dict[int, RankStatus] = {}
+        self._status_table = StatusTable.open_for_host(store, "path", rank, self._ranks)
 
     def sample_training_thread(self, elapsed_s: float) -> None:
-        """Looks at the thread that trains, so many seconds after the last time."""
-        before, self._num_begun = self._num_begun, self._progress.num_started()
-        self.activity.sample(elapsed_s, has_moved=self._num_begun != before)
+        """Samples the training thread, ``elapsed_s`` seconds after the last sample."""
+        before, self._num_started = self._num_started, self._progress.num_started()
+        self.activity.sample(elapsed_s, has_moved=self._num_started != before)
         waiting_for = _END_OF_STAGE if self.state == "finished" else self._progress.pending_work()
-        is_same = waiting_for is not None and waiting_for is self._waited_for
+        is_same = waiting_for is not None and waiting_for is self._pending_work
         is_in_collective = is_same or (waiting_for is None and self._is_in_collective())
-        has_waited = is_in_collective and (self._num_begun == before or self.state == "finished")
-        self._waits_s = self._waits_s + elapsed_s if has_waited else 0.0
-        self._waited_for = waiting_for
+        has_waited = is_in_collective and (self._num_started == before or self.state == "finished")
+        self._in_collective_s = self._in_collective_s + elapsed_s if has_waited else 0.0
+        self._pending_work = waiting_for
 
     def publish(self, failure: Failure | None) -> None:
-        """Says what was seen, and what this rank knows to have failed first."""
+        """Publishes this rank's status and the first failure that it knows of."""
         self._heartbeat += 1
-        if self._board is not None:
-            self._board.write(self._sign(failure).dump(SLOT_NUM_BYTES - 64))
+        if self._status_table is not None:
+            self._status_table.write(self._status(failure).dump(SLOT_NUM_BYTES - 64))
 
     def read(self) -> dict[int, RankStatus]:
-        """What each rank has last said, by rank; those that have said nothing so far are missing."""
-        if self._board is not None:
+        """Returns the newest status of each rank of this host, by rank; without ranks that have published none."""
+        if self._status_table is not None:
             for slot, rank in enumerate(self._ranks):
-                content = self._board.read(slot)
+                content = self._status_table.read(slot)
                 if content is not None:
-                    self._last_signs[rank] = RankStatus.load(content)
-        return self._last_signs
+                    self._last_statuses[rank] = RankStatus.load(content)
+        return self._last_statuses
 
     def current_step_text(self) -> str:
-        """What this rank is at, for people."""
+        """Returns stage and step as text; empty if they cannot be determined."""
         try:
             return self.step_source()
-        except Exception:  # asked beside the training thread, while the Trainer is taken down, say
+        except Exception:  # the training thread may be tearing down the Trainer at the same time
             return ""
 
     def close(self) -> None:
-        """Lets go of the board. A second call does no harm."""
-        if self._board is not None:
-            self._board.close()
-        self._board = None
+        """Closes the status table. A second call is a no-op."""
+        if self._status_table is not None:
+            self._status_table.close()
+        self._status_table = None
 
-    def _sign(self, failure: Failure | None) -> RankStatus:
-        activity, waited_for = self.activity, self._waited_for
+    def _status(self, failure: Failure | None) -> RankStatus:
+        activity, waited_for = self.activity, self._pending_work
         is_still = activity.unchanged_s >= STACK_AFTER_S
         return RankStatus(
             rank=self._rank,
@@ -115,12 +115,12 @@ class LocalStatus:
             state=self.state,
             stage=self.stage,
             stage_and_step=self.current_step_text(),
-            num_started=self._num_begun,
-            in_collective_s=self._waits_s,
+            num_started=self._num_started,
+            in_collective_s=self._in_collective_s,
             unchanged_s=activity.unchanged_s,
             idle_s=activity.idle_s,
             is_in_debugger=is_still and activity.is_in_debugger,
-            collective=getattr(waited_for, "name", "") or ("a collective" if self._waits_s > 0 else ""),
+            collective=getattr(waited_for, "name", "") or ("a collective" if self._in_collective_s > 0 else ""),
             user_frames=tuple(activity.user_frames()) if is_still else (),
             stack=activity.stack() if is_still else "",
             failure=failure,

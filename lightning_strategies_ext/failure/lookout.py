@@ -42,10 +42,10 @@ class Lookout:
         self._peers = peers
         self._rank = rank
         self._on_lost = on_host_loss
-        self._waiting = SelectorLoop()
-        self._lines = PeerLinks(self._waiting, lambda rank, words: False)
+        self._loop = SelectorLoop()
+        self._links = PeerLinks(self._loop, lambda rank, words: False)
         callers = peers.keys() - {min(peers)}
-        center = CoordinatorEndpoint(store, "center", peers, rank, callers, self._lines)
+        center = CoordinatorEndpoint(store, "center", peers, rank, callers, self._links)
         if rank in callers:
             center.connect()
         self._closed = threading.Event()
@@ -63,17 +63,17 @@ class Lookout:
             return
         atexit.unregister(self.close)
         self._closed.set()
-        self._waiting.wake()
+        self._loop.wake()
         self._thread.join()
-        self._lines.close() if agreed else self._lines.abort()
-        self._waiting.close()
+        self._links.close() if agreed else self._links.abort()
+        self._loop.close()
 
     def _run(self) -> None:
         while not self._closed.is_set():
-            if self._lines.unreachable or self._lines.disconnected:
-                for host in sorted({self._peers[rank].host_name for rank in self._lines.unreachable}):
+            if self._links.unreachable or self._links.disconnected:
+                for host in sorted({self._peers[rank].host_name for rank in self._links.unreachable}):
                     log.warning("rank %d: the host %s does not answer any more", self._rank, host)
                 self._on_lost()
-                self._lines.abort()  # and those at the other ends do the same
+                self._links.abort()  # and those at the other ends do the same
                 return
-            self._waiting.wait(_LOOK_S)
+            self._loop.wait(_LOOK_S)

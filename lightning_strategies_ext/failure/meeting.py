@@ -1,7 +1,7 @@
-"""The meeting: no rank goes on before all watch.
+"""Startup barrier: no rank continues before the failure monitors of all ranks run.
 
-The script of one that does may fail at once, or its host be lost, while others still ask the store for what they need
-to watch: they would wait for as long as the store has patience, half an hour.
+Otherwise a rank could fail, or its host be lost, while other ranks still read from the store what their monitors need;
+they would wait for the timeout of the store, half an hour.
 """
 
 import time
@@ -13,10 +13,10 @@ from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.rank_status import Failure
 
-#: How long ranks wait for others that have said where they are to watch, too, in seconds.
+#: Seconds that a rank waits for the failure monitors of the other ranks.
 STARTUP_TIMEOUT_S = 60.0
 _POLL_S = 0.002
-#: How many requests all ranks together may then send to the store.
+#: Requests per second that all ranks together send to the store meanwhile.
 REQUESTS_PER_S = 2000
 
 
@@ -42,8 +42,8 @@ def wait_for_all_monitors(
                 raise RankFailedError(failure_report.full_report(failure))
             if time.monotonic() > deadline:
                 raise RankFailedError(
-                    f"Only {found} of {until} ranks have come as far as this one in {STARTUP_TIMEOUT_S:g} s, after all"
-                    " had met: look at what the others say, or whether their hosts are there."
+                    f"Only {found} of {until} ranks passed the startup barrier within {STARTUP_TIMEOUT_S:g} s. Check"
+                    " the output of the other ranks, and whether their hosts are reachable."
                 )
             time.sleep(max(_POLL_S, num_ranks / REQUESTS_PER_S))
             found = store.add(key, 0)

@@ -1,10 +1,10 @@
-"""Lines between hosts: connections that the kernel closes when a process at an end is gone, or a host out of reach.
+"""Peer links: TCP connections between hosts, which the kernel closes when a process exits or a host is unreachable.
 
-The first rank of all listens; one of each other host calls it. Who ends in good order says so before.
+Rank 0 listens; one rank of each other host connects to it. A process that exits in good order sends a goodbye first.
 
-A process that hears nothing for minutes, since it is stopped or its interpreter held, is still there, and its kernel
-says so as long as it has room for what the other end says. So who has not heard what was said is told no more than
-fits, but for what cannot wait.
+A process that receives nothing for minutes, because it is stopped or its GIL is held, is not lost: its kernel answers
+keepalives as long as its receive buffer has space. A peer with unacknowledged messages therefore receives only what
+fits its window. Urgent messages are exempt.
 """
 
 import errno
@@ -24,50 +24,51 @@ from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
 log = logging.getLogger(__name__)
 
-#: In no words, which are text in a line.
+#: Bytes that no message contains: a message is JSON in one line.
 _GOODBYE = b"\0"
 _ACK = b"\1"
 _END_OF_MESSAGE = b"\n"
-_CALL_S = 2.0
-#: What a caller sends, at once, is one line: a proof that it knows the token, and its rank.
-_CALL_NUM_BYTES = 128
-#: How much an end may be told before it has heard it, in bytes: what a kernel has room for, and half of it.
+_CONNECT_TIMEOUT_S = 2.0
+#: Size of the first message, which is sent at once: a proof of the token, and the rank.
+_HELLO_NUM_BYTES = 128
+#: Flow-control window in bytes: half of the space that a kernel has for unread data.
 WINDOW_NUM_BYTES = 1 << 15
-#: How many bytes are taken from a line at once.
-_HEARD_NUM_BYTES = 1 << 16
-#: Number of open connections that have not sent a call yet; every process that reaches the port can open connections.
+#: Bytes that are read from a link at once.
+_RECEIVE_NUM_BYTES = 1 << 16
+#: Number of open connections that have not sent the first message; every process that reaches the port can open them.
 _MAX_UNAUTHENTICATED = 64
-#: For how long such a connection is kept in any case, in seconds.
-_STRANGER_S = 1.0
-#: How connections end that a process's end has closed; others have met no answer.
+#: Seconds for which such a connection is kept in any case.
+_UNAUTHENTICATED_S = 1.0
+#: Errors of a connection whose process has exited; other errors mean that the host is unreachable.
 _PROCESS_EXIT_ERRNOS = (errno.ECONNRESET, errno.EPIPE)
 
 _all: "WeakSet[PeerLinks]" = WeakSet()
 
 
 class PeerLinks:
-    """One rank's ends of them, for one thread; it may have none.
+    """The links of one rank, for use by one thread.
 
     Args:
-        waiting: Of that thread.
-        on_message: Takes what a rank at another end has said. Whether the thread is to look at once.
+        loop: Selector loop of that thread.
+        on_message: Callable that receives a message with the rank of its sender, and returns whether the thread has to
+            check at once.
 
     Attributes:
-        port: Where this rank listens; None if it does not.
-        kept_alive: Ranks at the other ends whose loss the kernel notices.
-        closed: Ranks at the other ends that have said goodbye.
-        disconnected: Ranks at the other ends whose processes have ended without one.
-        unreachable: Ranks at the other ends whose hosts do not answer any more.
+        port: Port at which this rank listens; None if it does not.
+        kept_alive: Linked ranks whose loss the kernel detects, by TCP keepalive.
+        closed: Ranks that have sent a goodbye.
+        disconnected: Ranks whose processes have exited without a goodbye.
+        unreachable: Ranks whose hosts do not respond.
     """
 
-    def __init__(self, waiting: SelectorLoop, on_message: Callable[[int, bytes], bool]) -> None:
+    def __init__(self, loop: SelectorLoop, on_message: Callable[[int, bytes], bool]) -> None:
         self.port: int | None = None
         self.kept_alive: set[int] = set()
         self.closed: set[int] = set()
         self.disconnected: set[int] = set()
         self.unreachable: set[int] = set()
-        self._waiting = waiting
-        self._on_words = on_message
+        self._loop = loop
+        self._on_message = on_message
         self._listener: socket.socket | None = None
         self._peers_by_socket: dict[socket.socket, int] = {}
         self._received: dict[int, bytes] = {}
@@ -79,47 +80,47 @@ class PeerLinks:
 
     @property
     def ranks(self) -> set[int]:
-        """Those with which there is a line."""
+        """Ranks that are linked with this rank."""
         return set(self._peers_by_socket.values())
 
     def listen(self, ranks: Collection[int], token: str, host: str) -> None:
-        """Lets ranks call, if this process may listen.
+        """Listens for connections, if this process may.
 
         Args:
-            ranks: Those that may, once each.
-            token: What they have to know.
-            host: Where they call: an address of this host, or nothing for each that it has.
+            ranks: Ranks that may connect, once each.
+            token: Token that they must prove to know.
+            host: Address of this host to listen at; empty for all addresses.
         """
         is_any = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if ":" in host or is_any else socket.AF_INET
-        # Connections wait there while too many others have not sent a call.
+        # Connections wait in the backlog while too many others are not authenticated.
         backlog = max(len(ranks) + _MAX_UNAUTHENTICATED, socket.SOMAXCONN)
         with suppress(OSError):
             self._listener = socket.create_server((host, 0), family=family, backlog=backlog, dualstack_ipv6=is_any)
             self._expected = {rank: _hello(token, rank) for rank in ranks}
             self._listener.setblocking(False)
-            self._waiting.add(self._listener, partial(self._accept, self._listener))
+            self._loop.add(self._listener, partial(self._accept, self._listener))
             self.port = self._listener.getsockname()[1]
 
     def connect(
         self, addresses: Sequence[str], port: int | None, rank: int, token: str, own_rank: int
     ) -> OSError | None:
-        """Calls a rank, which takes two seconds at most for each address.
+        """Connects to a rank. Takes at most two seconds for each address.
 
         Args:
-            addresses: Where it may be reached.
-            port: Where it listens; None if it does not.
-            rank: Which it is.
-            token: What this rank has to know.
-            own_rank: Which this is.
+            addresses: Addresses of the rank's host.
+            port: Port at which the rank listens; None if it does not.
+            rank: Global rank of the peer.
+            token: Token of the peer.
+            own_rank: Global rank of this process.
 
         Returns:
-            Why it cannot be reached; None if it is.
+            The error if the connection failed, else None.
         """
         failed = OSError("it does not listen")
         for address in addresses if port is not None else ():
             try:
-                end = socket.create_connection((address, port), _CALL_S)
+                end = socket.create_connection((address, port), _CONNECT_TIMEOUT_S)
                 end.sendall(_hello(token, own_rank))
                 end.setblocking(False)
                 self._register(end, rank)
@@ -130,46 +131,46 @@ class PeerLinks:
         return failed
 
     def send(self, message: bytes, *, is_urgent: bool = False) -> bool:
-        """Says something to the other ends; returns at once.
+        """Sends a message to all linked ranks; returns at once.
 
         Args:
-            message: In one line.
-            is_urgent: Whether also to who has not heard so much yet that there may be no room for it.
+            message: One line, without its end.
+            is_urgent: Whether peers with a full window receive it too.
 
         Returns:
-            Whether it was said to each.
+            Whether the message was sent to all linked ranks.
         """
-        is_said = True
+        is_sent = True
         for end, rank in self._peers_by_socket.items():
-            unheard = self._unacknowledged.setdefault(rank, deque())
-            if not is_urgent and unheard and sum(unheard) + len(message) > WINDOW_NUM_BYTES:
-                is_said = False
+            unacknowledged = self._unacknowledged.setdefault(rank, deque())
+            if not is_urgent and unacknowledged and sum(unacknowledged) + len(message) > WINDOW_NUM_BYTES:
+                is_sent = False
                 continue
-            unheard.append(len(message))
+            unacknowledged.append(len(message))
             self._send(end, message + _END_OF_MESSAGE)
-        return is_said
+        return is_sent
 
     def flush(self) -> None:
-        """Sends what there was no room for when it was said."""
+        """Sends buffered bytes for which the kernel had no space before."""
         for end in self._peers_by_socket:
             self._send(end)
 
     def is_acknowledged(self, without: Collection[int] = ()) -> bool:
-        """Whether all ends that are there, but for those of some ranks, have heard all that was said."""
+        """Whether all linked ranks, except some, have acknowledged all messages."""
         return not any(self._unacknowledged.get(rank) for rank in self.ranks.difference(without))
 
     def close(self) -> None:
-        """Says that this process ends in good order, and closes all; nobody may wait any more."""
+        """Sends a goodbye and closes all links. The selector loop must not run any more."""
         self.flush()
         for end in self._peers_by_socket:
             with suppress(OSError):
                 end.send(_GOODBYE)
-                while end.recv(_HEARD_NUM_BYTES):  # what is left there would have the kernel take the goodbye back
+                while end.recv(_RECEIVE_NUM_BYTES):  # with unread data, the kernel would send a reset
                     pass
         self.abort()
 
     def abort(self) -> None:
-        """Closes this process's ends without a word."""
+        """Closes all links without a goodbye."""
         for end in (
             *self._peers_by_socket,
             *self._unauthenticated,
@@ -186,39 +187,39 @@ class PeerLinks:
                 self._unsent[rank] = rest[end.send(rest) :]
 
     def _register(self, end: socket.socket, rank: int) -> None:
-        exempt(end)  # who cuts its collectives off is still there
-        self._waiting.add(end, partial(self._receive, end))
+        exempt(end)  # an abort of collectives keeps the link
+        self._loop.add(end, partial(self._receive, end))
         self._peers_by_socket[end] = rank
         if enable_keepalive(end):
             self.kept_alive.add(rank)
 
     def _accept(self, listener: socket.socket) -> bool:
-        """Accepts a connection; where there are too many without a call, an old one is closed first."""
+        """Accepts a connection; closes the oldest unauthenticated one first if there are too many."""
         is_urgent = False
         if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED:
             oldest, accepted_at = next(iter(self._unauthenticated.items()))
-            if (too_early_s := accepted_at + _STRANGER_S - time.monotonic()) > 0:
-                self._waiting.pause(listener, too_early_s)
+            if (too_early_s := accepted_at + _UNAUTHENTICATED_S - time.monotonic()) > 0:
+                self._loop.pause(listener, too_early_s)
                 return False
-            is_urgent = self._authenticate(oldest)  # its call may have arrived just now
+            is_urgent = self._authenticate(oldest)  # its first message may have arrived just now
         with suppress(OSError):
             stranger, _ = listener.accept()
             stranger.setblocking(False)
-            self._waiting.add(stranger, partial(self._authenticate, stranger))
+            self._loop.add(stranger, partial(self._authenticate, stranger))
             self._unauthenticated[stranger] = time.monotonic()
         return is_urgent
 
     def _authenticate(self, stranger: socket.socket) -> bool:
-        """Reads the call of a connection, and closes the connection if there is none."""
+        """Reads the first message of a connection, and closes the connection if the message proves nothing."""
         del self._unauthenticated[stranger]
-        self._waiting.remove(stranger)
-        said = b""
+        self._loop.remove(stranger)
+        received = b""
         with suppress(OSError):
-            said = stranger.recv(_CALL_NUM_BYTES)
-        call, is_whole, more = said.partition(_END_OF_MESSAGE)
-        number = call.rpartition(b" ")[2]
+            received = stranger.recv(_HELLO_NUM_BYTES)
+        hello, end_of_message, more = received.partition(_END_OF_MESSAGE)
+        number = hello.rpartition(b" ")[2]
         rank = int(number) if number.isdigit() else -1
-        if rank in self._expected and hmac.compare_digest(call + is_whole, self._expected[rank]):
+        if rank in self._expected and hmac.compare_digest(hello + end_of_message, self._expected[rank]):
             del self._expected[rank]
             self._register(stranger, rank)
             return self._handle_data(stranger, more)
@@ -227,7 +228,7 @@ class PeerLinks:
 
     def _receive(self, end: socket.socket) -> bool:
         try:
-            received, ended_by = end.recv(_HEARD_NUM_BYTES), None
+            received, ended_by = end.recv(_RECEIVE_NUM_BYTES), None
         except BlockingIOError:
             return False
         except OSError as error:
@@ -246,8 +247,8 @@ class PeerLinks:
         has_left = received.endswith(_GOODBYE)
         received = self._received.get(rank, b"") + received.replace(_ACK, b"").rstrip(_GOODBYE)
         *whole, self._received[rank] = received.split(_END_OF_MESSAGE)
-        for words in whole:
-            is_urgent |= self._on_words(rank, words)
+        for message in whole:
+            is_urgent |= self._on_message(rank, message)
         self._send(end, _ACK * len(whole))
         if has_left:
             self.closed.add(rank)
@@ -256,19 +257,19 @@ class PeerLinks:
         return is_urgent or has_left
 
     def _close(self, end: socket.socket) -> None:
-        self._waiting.remove(end)
+        self._loop.remove(end)
         end.close()
 
 
 def _hello(token: str, rank: int) -> bytes:
-    """Returns the call of one rank, which shows that it knows the token, and does not show the token."""
+    """Returns the first message of a rank: a proof that it knows the token, which does not reveal the token."""
     return f"{hmac.digest(token.encode(), b'%d' % rank, 'sha256').hex()} {rank}\n".encode()
 
 
 def _close_inherited() -> None:
-    # A forked worker of a loader would keep lines open that are this process's.
-    for lines in _all:
-        lines.abort()
+    # Otherwise a forked DataLoader worker would keep this process's links open.
+    for links in _all:
+        links.abort()
 
 
 if hasattr(os, "register_at_fork"):  # Windows forks nothing

@@ -1,4 +1,4 @@
-"""The end of a process whose training thread does not end it, or not with the exit code that it should have."""
+"""Process exit: exit handlers, forced exits, and exit codes that the script does not set itself."""
 
 import atexit
 import faulthandler
@@ -15,16 +15,16 @@ from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import NoReturn
 
-#: The exit code of a process that its watch has ended.
+#: Exit code of a process that its failure monitor has terminated.
 MONITOR_EXIT_CODE = 70
 
-#: How long the end of a process may be held up for a thread that waits for a store, in seconds.
+#: Seconds that the exit of a process waits for an abandoned thread.
 STORE_THREAD_EXIT_TIMEOUT_S = 2.0
 
-#: Of what multiprocessing's processes call at their end, what is called before the rest, and after it.
+#: Priorities of exit handlers in processes of multiprocessing: before the usual handlers, usual, and after them.
 RUN_FIRST, _USUAL, _LAST = 1, 0, -100
 
-#: Of files, what keeps words back.
+#: Types of files that buffer what is written.
 _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 _must_fail = _is_quick = False
@@ -32,17 +32,18 @@ _abandoned_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def register_exit_handler(function: Callable[[], None], priority: int = _USUAL) -> "Finalize[None]":
-    """Calls a function at this process's end, once, and not in processes that are forked from it.
+    """Registers a function that this process calls once at its exit; forked processes do not call it.
 
-    A process that multiprocessing has started ends without what is registered with ``atexit`` before Python 3.14, but
-    with its own finalizers, which it calls while an exception that nobody catches passes through.
+    Before Python 3.14, a process of multiprocessing exits without ``atexit`` handlers. It calls multiprocessing's
+    finalizers instead, also while an uncaught exception propagates.
 
     Args:
-        function: To call.
-        priority: Of several, in a process of multiprocessing's: a higher one is called first, of the same the last.
+        function: Function to call.
+        priority: Priority among the handlers in a process of multiprocessing; higher ones run first, and of the same
+            priority the newest first.
 
     Returns:
-        What takes it back: its ``cancel``.
+        The handler; its ``cancel`` removes it.
     """
     finalizer = _ExitHandler(None, function, exitpriority=priority)
     atexit.register(finalizer)
@@ -56,10 +57,10 @@ class _ExitHandler(Finalize):
 
 
 def exit_now(exit_code: int = MONITOR_EXIT_CODE) -> NoReturn:
-    """Ends this process from any of its threads, with what multiprocessing has started in it: workers of loaders, say.
+    """Exits this process at once, from any thread, and kills its multiprocessing children, such as DataLoader workers.
 
     Args:
-        exit_code: Of the process.
+        exit_code: Exit code of the process.
     """
     _flush()
     for child in multiprocessing.active_children():
@@ -68,9 +69,9 @@ def exit_now(exit_code: int = MONITOR_EXIT_CODE) -> NoReturn:
 
 
 def exit_within(seconds: float) -> None:
-    """Lets this process, which ends, end with exit code 1 after some seconds at the latest.
+    """Forces an exit with code 1 if this process, which is exiting, has not exited after some seconds.
 
-    A library may wait at its end for what never comes, and hold Python's lock: the clock is one of C's.
+    The timer runs in C, because a library may block at exit and hold the GIL.
     """
     _terminate_dataloader_workers()
     faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
@@ -78,16 +79,16 @@ def exit_within(seconds: float) -> None:
 
 
 def skip_freeing_at_exit() -> None:
-    """Lets this process, which was asked to end, not free what it has made when the interpreter ends."""
+    """Skips the freeing of objects at the exit of the interpreter, in a process that was asked to exit."""
     global _is_quick
     _is_quick = True
 
 
 def abandon_thread(thread: threading.Thread) -> None:
-    """Leaves a thread to itself that may wait for a store which is gone; this process's end waits a moment for it.
+    """Abandons a thread that may wait for an unavailable store; the exit of this process waits 2 s for the thread.
 
     Args:
-        thread: It; a second call for the same does nothing.
+        thread: Thread to abandon. A second call for the same thread is a no-op.
     """
     if thread not in _abandoned_threads:
         _abandoned_threads.add(thread)
@@ -95,19 +96,19 @@ def abandon_thread(thread: threading.Thread) -> None:
 
 
 def fail_at_exit() -> None:
-    """Lets this process end with exit code 1, whatever the script ends with; called at its exit, or before."""
+    """Makes this process exit with code 1, even if its script succeeds. Works in exit handlers too."""
     global _must_fail
     _must_fail = True
     Finalize(None, _exit_as_requested, exitpriority=_LAST)
 
 
 def uncaught_exception() -> BaseException | None:
-    """What nobody has caught, while it ends a process of multiprocessing's; None for an exit with code 0."""
+    """Returns the uncaught exception that ends a process of multiprocessing; None for an exit with code 0."""
     exception = sys.exc_info()[1]
     return None if isinstance(exception, SystemExit) and not exception.code else exception
 
 
-@atexit.register  # early, and so it is called late
+@atexit.register  # registered early, and therefore called late
 def _exit_as_requested() -> None:
     if _must_fail and uncaught_exception() is None:
         _terminate_dataloader_workers()
@@ -119,9 +120,9 @@ def _exit_as_requested() -> None:
 
 
 def _exit_without_freeing() -> None:
-    """Keeps the interpreter from going twice through all that torch has made, to free it: a second or two.
+    """Prevents the interpreter from freeing all of torch's objects, which takes one to two seconds.
 
-    What was written to files that nobody has closed would have been written to the disk then; it is now.
+    Freeing would flush open files; this function flushes them instead.
     """
     for each in gc.get_objects():
         if issubclass(type(each), _WRITERS):
@@ -131,9 +132,9 @@ def _exit_without_freeing() -> None:
 
 
 def _terminate_dataloader_workers() -> None:
-    """Ends the workers of loaders as Python does at its end, to which this process may not come.
+    """Terminates DataLoader workers, as Python does at its exit, which this process may not reach.
 
-    Each takes it for success when its parent asks for it, and torch raises nothing here.
+    torch treats a terminated worker as finished and raises no error.
     """
     for child in multiprocessing.active_children():
         if child.daemon:

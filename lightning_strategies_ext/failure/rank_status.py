@@ -1,55 +1,57 @@
-"""Signs of life: what each rank says of itself, and what follows from what all say.
+"""Rank statuses: what each rank publishes about itself, and which ranks have hung according to all statuses.
 
-Nothing here talks to anybody or looks at a clock, so that what is taken for a failure can be tried without processes.
+The functions are pure: they use no processes, no sockets, and no clock, so that tests can try every combination.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_strategies_ext.failure.ballots import StageExit, StageExits, StopDecision, StopVote
 
-#: In a stage; done with it; failed in it; the process has come to its end.
+#: In a stage, finished with the stage, failed in the stage, or exiting.
 RankState = Literal["running", "finished", "failed", "exited"]
 
 
 class CollectiveProgress:
-    """How far this rank is among its collectives; engines that know say it in a subclass."""
+    """Progress of this rank's collectives. Engines that know it override the methods."""
 
     def num_started(self) -> int:
-        """How many collectives this rank has begun; zero where the backend does not count."""
+        """Returns the number of collectives that this rank has started; 0 if the backend does not count them."""
         return 0
 
     def pending_work(self) -> Any:
-        """The operation that this rank waits for, if it does and its backend knows."""
+        """Returns the operation that this rank waits for, or None if it waits for none or the backend does not know."""
         return None
 
 
-#: The verb of ranks that do not come to a collective, of one and of several.
+#: Ranks that a message names at most.
+MAX_RANKS_LISTED = 8
+#: Verb for one hung rank, and for several.
 HUNG = "is stuck", "are stuck"
-#: That of ranks whose host answers no more.
+#: Verb for one rank of a lost host, and for several.
 LOST = "is lost", "are lost"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why ranks end: the first thing that went wrong.
+    """A failure of one or more ranks, for which all ranks exit.
 
     Attributes:
-        ranks: Those that failed; several if they are stuck together.
-        host: Name of the host of the first.
-        time: When, in seconds since the epoch.
-        stage_and_step: Stage and step.
-        headline: In a line, what happened.
-        user_frames: Of the user's code, where it happened, the outermost first.
-        details: The whole trace, or the stacks of all ranks.
-        reported_by: The rank that says it.
-        verb: What the ranks did, or are.
-        job_id: Process id of the first rank, which tells jobs of one directory apart; 0 where ranks have not met.
-        is_self_reported: Whether the rank says it of itself, by an exception or the end of its script; else a watch
-            has seen it, its own perhaps.
-        advice: What the user can do about it, in a line, where that is known.
+        ranks: Failed ranks; several if they hang together, or were on one lost host.
+        host: Host name of the first failed rank.
+        time: Time of the failure, in seconds since the epoch.
+        stage_and_step: Stage and step of the first failed rank, as text.
+        headline: One line that says what happened.
+        frames: Frames of the user's code at the failure, outermost first, each as ``file:line in function``.
+        details: The whole traceback, or the stacks of all ranks.
+        reported_by: Rank that reports the failure.
+        verb: What the ranks did or are, such as "failed".
+        job_id: Process id of the first rank, which distinguishes jobs that share a directory; 0 before ranks connect.
+        is_self_reported: Whether the failed rank reports the failure, by an exception or the end of its script.
+            Otherwise a failure monitor has detected it.
+        advice: One line that says what the user can do; empty if no advice is known.
     """
 
     ranks: tuple[int, ...]
@@ -67,17 +69,17 @@ class Failure:
 
     @property
     def ranks_text(self) -> str:
-        """The ranks, as in a sentence."""
-        return " and ".join(f"rank {rank}" for rank in self.ranks)
+        """The failed ranks as part of a sentence."""
+        return format_ranks(self.ranks)
 
     @property
     def is_hang(self) -> bool:
-        """Whether the ranks did not come to a collective."""
+        """Whether the ranks hang: other ranks wait for them in a collective."""
         return self.verb in HUNG
 
     @property
     def is_host_loss(self) -> bool:
-        """Whether a host answers no more, and perhaps the store with it."""
+        """Whether a host is unreachable, perhaps together with the store."""
         return self.verb in LOST
 
     @classmethod
@@ -88,27 +90,27 @@ class Failure:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank says of itself.
+    """The status that a rank publishes.
 
     Attributes:
         rank: Global rank.
-        heartbeat: How often it has said something.
-        state: See :data:`State`.
-        stage: Counts the stages that it has begun.
-        stage_and_step: Stage and step, for people.
-        num_started: How many collectives it has begun; 0 where its backend does not count.
-        in_collective_s: For how long it has been in the same collective, or done with the stage, in seconds.
-        unchanged_s: For how long its thread has been at the same place, in seconds.
-        idle_s: For how long it has been there and has computed next to nothing, in seconds.
-        is_in_debugger: Whether somebody looks at it in a debugger.
-        collective: The one that it waits in, if that is known.
-        user_frames: Where it is in the user's code; only said if it is still.
-        stack: Where it is; only said if it is still.
-        failure: What it knows to have failed first.
-        stop_vote: Its part in the agreement on a SIGTERM that it has begun last.
-        stop_decision: What it knows of what the ranks have agreed on.
-        stage_exit: The stage that it has left last.
-        stage_exits: Who has left the stage that it is in, as far as it knows.
+        heartbeat: Number of publications.
+        state: State of the rank.
+        stage: Number of stages that the rank has begun.
+        stage_and_step: Stage and step, as text.
+        num_started: Number of collectives that the rank has started; 0 if its backend does not count them.
+        in_collective_s: Seconds in the same collective, or since the end of the stage.
+        unchanged_s: Seconds for which the stack of the training thread has not changed.
+        idle_s: Seconds of these in which the thread was idle as well.
+        is_in_debugger: Whether the training thread is in a Python debugger.
+        collective: Name of the collective that the rank waits in; empty if unknown.
+        user_frames: Frames of the user's code; empty while the stack changes.
+        stack: Stack of the training thread; empty while it changes.
+        failure: First failure that the rank knows of.
+        stop_vote: Vote of the rank in its newest stop agreement.
+        stop_decision: Newest decision of a stop agreement that the rank knows of.
+        stage_exit: Newest stage exit of the rank.
+        stage_exits: Exits of other ranks from the rank's stage, as far as it knows.
     """
 
     rank: int
@@ -132,16 +134,16 @@ class RankStatus:
 
     @property
     def waits_where(self) -> str:
-        """Where it waits, as in a sentence."""
+        """Where the rank waits, as part of a sentence."""
         return f"in {self.collective or 'a collective'}" if self.state == "running" else "at the end of the stage"
 
     @property
     def agreement_state(self) -> tuple[object, ...]:
-        """What others are to know at once."""
+        """The fields that other ranks need at once."""
         return self.stop_vote, self.stop_decision, self.stage_exit, self.stage_exits
 
     def dump(self, max_num_bytes: int) -> bytes:
-        """As bytes, with its long texts cut where there is no room."""
+        """Returns the status as JSON of at most ``max_num_bytes`` bytes; long texts are cut if necessary."""
         content = json.dumps(asdict(self)).encode()
         if len(content) <= max_num_bytes:
             return content
@@ -155,7 +157,7 @@ class RankStatus:
 
     @classmethod
     def load(cls, content: bytes) -> "RankStatus":
-        """Makes one of what :meth:`dump` gives."""
+        """Returns the status that :meth:`dump` has encoded."""
         return cls.from_dict(json.loads(content))
 
     @classmethod
@@ -176,64 +178,87 @@ _LOADED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
 
 @dataclass
 class HeartbeatAges:
-    """For how long each rank has said nothing.
+    """Age of the last heartbeat of each rank.
 
     Attributes:
-        age_s: By rank; counted while this process itself ran.
+        age_s: Age in seconds, by rank. Time in which this process was suspended does not count.
     """
 
     age_s: dict[int, float] = field(default_factory=dict)
     _heartbeats: dict[int, int] = field(default_factory=dict)
 
-    def update(self, signs: Mapping[int, RankStatus], elapsed_s: float) -> None:
-        """Takes what is said now, so long after the last time."""
-        for rank, sign in signs.items():
-            is_new = self._heartbeats.get(rank) != sign.heartbeat
+    def update(self, statuses: Mapping[int, RankStatus], elapsed_s: float) -> None:
+        """Updates the ages with new statuses, ``elapsed_s`` seconds after the last update."""
+        for rank, status in statuses.items():
+            is_new = self._heartbeats.get(rank) != status.heartbeat
             self.age_s[rank] = 0.0 if is_new else self.age_s[rank] + elapsed_s
-            self._heartbeats[rank] = sign.heartbeat
+            self._heartbeats[rank] = status.heartbeat
 
 
-def first_failure(signs: Mapping[int, RankStatus]) -> Failure | None:
-    """The earliest failure that any rank knows of."""
-    known = [sign.failure for sign in signs.values() if sign.failure is not None]
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Returns ranks as part of a sentence: "rank 1", "ranks 0-2", "ranks 0, 2, and 5", "ranks 0-7 and 504 more".
+
+    Args:
+        ranks: Global ranks, in any order; at least one. The text names at most :data:`MAX_RANKS_LISTED` of them.
+    """
+    ordered = sorted(set(ranks))
+    ranges: list[list[int]] = []
+    for rank in ordered[:MAX_RANKS_LISTED]:
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    parts = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in ranges]
+    if len(ordered) > MAX_RANKS_LISTED:
+        parts.append(f"{len(ordered) - MAX_RANKS_LISTED} more")
+    separator = ", and " if len(parts) > 2 else " and "
+    return f"rank{'' if len(ordered) == 1 else 's'} {separator.join(filter(None, (', '.join(parts[:-1]), parts[-1])))}"
+
+
+def first_failure(statuses: Mapping[int, RankStatus]) -> Failure | None:
+    """Returns the earliest failure that any rank knows of, or None."""
+    known = [status.failure for status in statuses.values() if status.failure is not None]
     return min(known, key=lambda failure: (failure.time, failure.ranks), default=None)
 
 
 def hung_ranks(
-    signs: Mapping[int, RankStatus], heartbeat_ages: Mapping[int, float], hang_timeout_s: float
+    statuses: Mapping[int, RankStatus], heartbeat_ages: Mapping[int, float], hang_timeout_s: float
 ) -> tuple[int, ...]:
-    """The ranks that others wait for in vain: they do not move, and have not for as long as one has patience.
+    """Returns the hung ranks: other ranks have waited for them for the hang timeout, and they show no activity.
 
-    A rank waits if it has been in one collective for so long, has begun more collectives than another and is still, or
-    has been done with the stage for so long. The time before the end of the stage does not count, because the other
-    rank may have waited for this one then. One that computes does come, however long it takes; one in a debugger, too.
+    A rank waits if it has been in the same collective for the timeout, if it has started more collectives than another
+    rank and its stack has not changed, or if it finished the stage that long ago. Time before the end of the stage does
+    not count, because the other rank may have waited for this rank then. A rank that computes, or is in a debugger, is
+    not hung.
 
     Args:
-        signs: Of all ranks.
-        heartbeat_ages: For how long each has said nothing, in seconds.
-        hang_timeout_s: For how long they may stay away, in seconds.
+        statuses: Statuses of all ranks, by rank.
+        heartbeat_ages: Age of each rank's last heartbeat, in seconds.
+        hang_timeout_s: Hang timeout, in seconds.
 
     Returns:
-        Those that do not come; all that wait if none is missing, since they wait in different places; none if nobody
-        waits or one that is missing moves.
+        The ranks that other ranks wait for. All waiting ranks if every rank waits, because they wait in different
+        collectives. None if no rank waits, or if a rank that is waited for shows activity.
     """
-    stage = max(sign.stage for sign in signs.values())
-    if any(sign.state == "failed" or (sign.state == "exited" and sign.stage < stage) for sign in signs.values()):
+    stage = max(status.stage for status in statuses.values())
+    if any(
+        status.state == "failed" or (status.state == "exited" and status.stage < stage) for status in statuses.values()
+    ):
         return ()
-    running = {rank: sign for rank, sign in signs.items() if sign.state == "running" or sign.stage < stage}
+    running = {rank: status for rank, status in statuses.items() if status.state == "running" or status.stage < stage}
     if not running:
         return ()
-    done = [sign for rank, sign in signs.items() if rank not in running]
+    done = [status for rank, status in statuses.items() if rank not in running]
     is_awaited_by_others = any(
-        (heartbeat_ages[sign.rank] if sign.state == "exited" else sign.in_collective_s) >= hang_timeout_s
-        for sign in done
+        (heartbeat_ages[status.rank] if status.state == "exited" else status.in_collective_s) >= hang_timeout_s
+        for status in done
     )
-    least = min(sign.num_started for sign in running.values())
+    least = min(status.num_started for status in running.values())
 
     def waits(rank: int) -> bool:
-        sign = running[rank]
-        is_ahead = sign.num_started > least and sign.unchanged_s >= hang_timeout_s
-        waits = sign.state == "running" and (sign.in_collective_s >= hang_timeout_s or is_ahead)
+        status = running[rank]
+        is_ahead = status.num_started > least and status.unchanged_s >= hang_timeout_s
+        waits = status.state == "running" and (status.in_collective_s >= hang_timeout_s or is_ahead)
         return waits and heartbeat_ages[rank] < hang_timeout_s
 
     waiting = {rank for rank in running if waits(rank)}
@@ -248,20 +273,20 @@ def hung_ranks(
     return tuple(sorted(missing)) if is_lost else ()
 
 
-def format_stacks(signs: Mapping[int, RankStatus], stuck: Sequence[int], states: Mapping[int, str]) -> str:
-    """The stacks of all ranks, those first that others wait for.
+def format_stacks(statuses: Mapping[int, RankStatus], stuck: Sequence[int], states: Mapping[int, str]) -> str:
+    """Returns the stacks of all ranks as text, those of hung ranks first.
 
     Args:
-        signs: Of all ranks.
-        stuck: Those that others wait for.
-        states: Of processes that are stopped or do not answer, in words.
+        statuses: Statuses of all ranks, by rank.
+        stuck: Hung ranks.
+        states: What is known of processes that are stopped or unresponsive, by rank, as part of a sentence.
     """
     parts = []
-    for rank in [*stuck, *(rank for rank in sorted(signs) if rank not in stuck)]:
-        sign = signs[rank]
-        what = states.get(rank) or ("is" if rank in stuck else f"waits {sign.waits_where}")
+    for rank in [*stuck, *(rank for rank in sorted(statuses) if rank not in stuck)]:
+        status = statuses[rank]
+        what = states.get(rank) or ("is" if rank in stuck else f"waits {status.waits_where}")
         parts.append(
-            f"Rank {rank} ({sign.stage_and_step or sign.state}) {what} at:\n"
-            f"{sign.stack or '  (its stack is not known)'}\n"
+            f"Rank {rank} ({status.stage_and_step or status.state}) {what} at:\n"
+            f"{status.stack or '  (its stack is not known)'}\n"
         )
     return "\n".join(parts)

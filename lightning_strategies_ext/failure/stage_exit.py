@@ -1,14 +1,13 @@
-"""Departure: a rank that has ended its stage takes part in no more collectives of it, and nobody waits for it there.
+"""Stage exits: a rank that has finished its stage takes part in no more collectives, and no rank waits for it there.
 
-Ranks that get different numbers of batches end a stage at different times. Where processes end with it, the others find
-the connection closed. Workers stay, so each rank says by its watch (:mod:`.failure_monitor`) that it has ended its
-stage. Once
-another has, and this rank waits in a collective that the other did not begin, it is cut off from the others, so that
-the collective fails. A job has the exit code of the processes that the user or a launcher has started: at its end each
-waits for the others that it hears of to end the stage, too, and does not end as if all had gone well if one fails.
+Ranks with different numbers of batches finish a stage at different times. If processes exit with the stage, the other
+ranks find their connections closed. Workers do not exit, so each rank publishes its stage exit through its failure
+monitor (:mod:`.failure_monitor`). If this rank then waits in a collective that the other rank has not started, the
+collective is aborted. The exit code of a job is that of the processes that the user or a launcher has started: at its
+exit, each rank waits until the other ranks have exited the stage too, and exits with code 1 if one of them fails.
 
-What it does not promise: waking a rank out of NCCL, whose watchdog does it at the timeout, or out of a collective
-between hosts.
+Limitations: collectives of NCCL, which torch's watchdog aborts at the timeout, and collectives between hosts are not
+aborted.
 """
 
 import atexit
@@ -19,26 +18,27 @@ from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.ballots import StageExits
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.process_exit import fail_at_exit
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress, format_ranks
 
-#: How long a rank must have waited in one collective of ``shm`` for a rank that has left, in seconds.
+#: Seconds that a rank waits in one collective of ``shm`` for a rank that has exited the stage.
 COLLECTIVE_GRACE_S = 1.5
-#: How much longer to hear why, in seconds.
+#: Seconds that a rank waits at its exit for the reason of a failure.
 REASON_TIMEOUT_S = 1.0
-_LINGER_POLL_S = 0.05
+_POLL_S = 0.05
 
 
 class StageExitHandler:
-    """One rank's part. All ranks create theirs together, for one stage.
+    """Announces the stage exit of this rank, and handles those of other ranks. Collective: all ranks create it
+    together.
 
     Args:
-        watch: Speaks with the others.
+        watch: Failure monitor of this rank.
         rank: Global rank of this process.
-        progress: Of this rank.
+        progress: Progress of this rank's collectives.
         ends_with_process: Whether the job ends with the ranks' processes, as with scripts; workers have a main process.
 
     Attributes:
-        reason: Why this rank was cut off, for the user; None if it was not.
+        reason: Why this rank's collectives were aborted, for the user; None if they were not.
     """
 
     def __init__(
@@ -48,82 +48,83 @@ class StageExitHandler:
         self.reason: str | None = None
         self._rank = rank
         self._progress = progress
-        self._is_job = ends_with_process
+        self._ends_with_process = ends_with_process
         self._is_closed = False
-        self._waiting_for: Any = None
-        self._waits_s = 0.0
+        self._pending_work: Any = None
+        self._in_collective_s = 0.0
         watch.on_stage_exits = self._on_stage_exits
-        atexit.unregister(_wait_for_others_at_exit)  # the end of the stage before was not that of the job
+        atexit.unregister(_wait_for_others_at_exit)  # the job has another stage
 
     def announce_exit(self) -> None:
-        """Says that this rank has ended its stage. A second call, or one after :meth:`close`, does nothing."""
+        """Announces that this rank has finished its stage. A second call, or one after :meth:`close`, is a no-op."""
         if self._is_closed:
             return
         self.close()
         self.watch.announce_stage_exit(self._progress.num_started())
-        if self._is_job:
-            atexit.register(
-                _wait_for_others_at_exit, self
-            )  # which comes before the process group, which was made before, is left
+        if self._ends_with_process:
+            atexit.register(_wait_for_others_at_exit, self)  # runs before the process group is destroyed
 
     def close_after_failure(self) -> None:
-        """Ends the part of a rank that has failed; nobody need wait for it to learn of anything."""
+        """Announces that this rank has failed in its stage."""
         if not self._is_closed:
             self.close()
             self.watch.announce_stage_exit(self._progress.num_started(), has_failed=True)
 
     def explain_collective_error(self) -> str | None:
-        """Why a collective has failed, if it did because another rank has ended the stage and then its process."""
+        """Returns why a collective failed, if another rank had finished the stage and exited; else None."""
         if self.reason is None and not self._is_closed:
-            departures = self.watch.stage_exits()
-            if departures is not None:
-                self._note_reason(departures)
+            exits = self.watch.stage_exits()
+            if exits is not None:
+                self._set_reason(exits)
         return self.reason
 
     def wait_for_others(self) -> list[int]:
-        """Waits until all others have ended the stage or failed in it, or it is known why all end.
+        """Waits until all other ranks have exited the stage or failed in it, or until this rank knows of a failure.
 
         Returns:
-            Those that have failed or are lost, or whose processes have ended before the stage; none if this one has.
+            The ranks that failed, are lost, or whose processes exited before the stage; empty if this rank failed.
         """
         while True:
             staying, failed = self.watch.ranks_in_stage()
-            if (failure := self.watch.wait_for_failure(0.0)) is not None:  # all know of it and end
+            if (failure := self.watch.wait_for_failure(0.0)) is not None:  # all ranks exit
                 return [] if self._rank in failure.ranks else sorted(failed | set(failure.ranks))
             if not staying:
                 return sorted(failed)
-            time.sleep(_LINGER_POLL_S)
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Ends this rank's part without a word."""
+        """Ends this rank's part; announces nothing."""
         self._is_closed = True
 
-    def _on_stage_exits(self, departures: StageExits, elapsed_s: float) -> None:
-        """Cuts this rank off if it waits for one that has ended the stage; called by the watch."""
+    def _on_stage_exits(self, exits: StageExits, elapsed_s: float) -> None:
+        """Aborts this rank's collectives if it waits for a rank that has finished the stage; called by the monitor."""
         if self._is_closed or self.reason is not None:
             return
         now = self._progress.pending_work()
-        self._waits_s = self._waits_s + elapsed_s if now is not None and now is self._waiting_for else 0.0
-        self._waiting_for = now
-        if self._progress.num_started() > departures.num_started or self._waits_s >= COLLECTIVE_GRACE_S:
-            self._note_reason(departures)
+        self._in_collective_s = (
+            self._in_collective_s + elapsed_s if now is not None and now is self._pending_work else 0.0
+        )
+        self._pending_work = now
+        if self._progress.num_started() > exits.num_started or self._in_collective_s >= COLLECTIVE_GRACE_S:
+            self._set_reason(exits)
             self.watch.abort_own_collectives()
 
-    def _note_reason(self, departures: StageExits) -> None:
+    def _set_reason(self, exits: StageExits) -> None:
+        has = "has" if len(exits.ranks) == 1 else "have"
         self.reason = (
-            f"rank {self._rank} waits in a collective for rank {', '.join(map(str, departures.ranks))}, which has ended"
-            " its stage already. Ranks got different numbers of batches, or went different ways. Give all the same"
-            " number, by a DistributedSampler or `limit_train_batches`."
+            f"rank {self._rank} is waiting in a collective for {format_ranks(exits.ranks)}, which {has} already"
+            " finished this stage. The ranks processed different numbers of batches or took different code paths. Give"
+            " all ranks the same number of batches (`DistributedSampler`, `limit_train_batches=...`)."
         )
         self.watch.announce_stage_exit(self._progress.num_started(), has_failed=True)
 
 
-def _wait_for_others_at_exit(departure: StageExitHandler) -> None:
-    failed = departure.wait_for_others()
+def _wait_for_others_at_exit(handler: StageExitHandler) -> None:
+    failed = handler.wait_for_others()
     if failed:
-        ranks = ", ".join(map(str, failed))
-        failure = departure.watch.wait_for_failure(REASON_TIMEOUT_S)
-        if failure is not None and departure.watch.is_first_surviving_reporter(failure):
+        failure = handler.watch.wait_for_failure(REASON_TIMEOUT_S)
+        if failure is not None and handler.watch.is_first_surviving_reporter(failure):
             failure_report.print_report(failure)
-        failure_report.print_line(f"rank {ranks} failed after this one had ended its stage; the exit code is 1.")
+        ranks = format_ranks(failed)
+        failure_report.print_line(f"{ranks} failed after this rank had finished its stage. Exiting with code 1.")
         fail_at_exit()

@@ -1,7 +1,7 @@
-"""The board of a host: what its ranks say of themselves, in memory that all of them have mapped.
+"""Status table: shared memory in which the ranks of one host publish their statuses.
 
-Writing takes no lock and asks nobody, so that a rank which is stopped, or whose interpreter is held by somebody, cannot
-keep the others from reading. What was last written stays readable when its writer has died.
+Writing takes no lock, so a rank that is stopped, or whose GIL is held, does not block readers. The last status of a
+rank remains readable after its process has exited.
 """
 
 import ctypes
@@ -16,11 +16,11 @@ from contextlib import suppress
 
 from lightning_strategies_ext._system.peers import KeyValueStore
 
-#: What one rank may say at most, in bytes.
+#: Size of one rank's row, in bytes.
 SLOT_NUM_BYTES = 1 << 15
-_NAME = "lightning_strategies_ext_board"
-_HEADER = struct.Struct("<II")  # length and checksum of what follows
-#: A reader may come while the writer writes: it reads again, so often at most.
+_NAME = "lightning_strategies_ext_status"
+_HEADER = struct.Struct("<II")  # length and checksum of the content
+#: Attempts of a reader to read a row that is being written.
 _ATTEMPTS = 5
 if hasattr(os, "memfd_create"):
     import fcntl
@@ -31,13 +31,13 @@ if hasattr(os, "memfd_create"):
 
 
 class StatusTable:
-    """One rank's view of it.
+    """One rank's handle of the table.
 
     Args:
-        memory: Mapped by all ranks of the host.
-        own_slot: The one this rank writes to.
-        descriptor: By which others find the memory, if they find it by this rank's.
-        name: Of the file that it is, if this rank is to remove it.
+        memory: Memory that all ranks of the host have mapped.
+        own_slot: Index of this rank's row.
+        descriptor: Descriptor through which the other ranks open the memory, if they open this rank's.
+        name: Path of the file that holds the memory, if this rank removes it.
     """
 
     def __init__(
@@ -50,25 +50,28 @@ class StatusTable:
 
     @classmethod
     def open_for_host(cls, store: KeyValueStore, key: str, rank: int, ranks: Sequence[int]) -> "StatusTable | None":
-        """The board of this host; called by all its ranks together.
+        """Opens the table of this host. Collective among the ranks of the host.
 
-        On Linux the memory has no name in any directory, so that nothing of it is left, however the ranks end.
-        Elsewhere, and where /proc is missing or other ranks cannot open descriptors there, it is a file among the
-        temporary ones, which the first rank removes when it lets go of it.
+        On Linux the memory is an unnamed memory file, so that no file remains after the ranks exit. On other
+        systems, and
+        where /proc is missing or ranks cannot open descriptors there, it is a temporary file that the lowest rank
+        removes in :meth:`close`.
 
         Args:
-            store: Shared by the ranks.
-            key: In which they find the board, the same for the ranks of this host and for no others.
-            rank: Of this process.
-            ranks: Those of this host, this one among them.
+            store: Store that the ranks share.
+            key: Key under which the lowest rank publishes the table, the same for all ranks of this host and only
+                these.
+            rank: Global rank of this process.
+            ranks: Ranks of this host, including this rank.
 
         Returns:
-            The board; None if this rank may not open the memory of the first, or it is somebody else's.
+            The table; None if this rank cannot open the memory of the lowest rank, or the memory belongs to another
+            user.
         """
         num_bytes = SLOT_NUM_BYTES * len(ranks)
         if rank == min(ranks):
             descriptor, path, name = _create(num_bytes)
-            # The descriptor stays open: a late rank may still come for it.
+            # The descriptor stays open: another rank may open it later.
             store.set(key, path)
             return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank), descriptor, name)
         path = store.get(key).decode()
@@ -82,7 +85,7 @@ class StatusTable:
         return None
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Unmaps the memory."""
         self._memory.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -91,10 +94,10 @@ class StatusTable:
                 os.unlink(self._name)
 
     def write(self, content: bytes) -> None:
-        """Replaces what this rank says.
+        """Replaces the content of this rank's row.
 
         Raises:
-            ValueError: If it is longer than a slot.
+            ValueError: If the content is larger than a row.
         """
         if len(content) > SLOT_NUM_BYTES - _HEADER.size:
             raise ValueError(f"{len(content)} bytes do not fit into a slot of {SLOT_NUM_BYTES}")
@@ -102,7 +105,7 @@ class StatusTable:
         self._memory[at : at + _HEADER.size + len(content)] = _HEADER.pack(len(content), zlib.crc32(content)) + content
 
     def read(self, slot: int) -> bytes | None:
-        """What the rank of a slot says; None if it has said nothing, or is at it just now."""
+        """Returns the content of a row; None if the row is empty, or its rank is writing it."""
         at = slot * SLOT_NUM_BYTES
         for _ in range(_ATTEMPTS):
             num_bytes, checksum = _HEADER.unpack_from(self._memory, at)
@@ -114,7 +117,7 @@ class StatusTable:
 
 
 def _create(num_bytes: int) -> tuple[int, str, str | None]:
-    """Memory for a board: its descriptor, where other ranks find it, and what is to be removed, if anything is."""
+    """Creates memory. Returns its descriptor, the path by which ranks open it, and the path to remove, or None."""
     if hasattr(os, "memfd_create"):
         with suppress(OSError):  # a container may forbid it
             descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -135,7 +138,7 @@ def _is_dumpable() -> bool:
 
 
 def _is_board(descriptor: int, path: str, num_bytes: int) -> bool:
-    """Returns whether a file is a board of this user. A manipulated store could name another file."""
+    """Returns whether a file is a status table of this user. A manipulated store could name another file."""
     status = os.fstat(descriptor)
     is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     if not is_own or not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:

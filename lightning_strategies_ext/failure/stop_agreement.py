@@ -1,17 +1,17 @@
-"""Agreement on a SIGTERM: whichever rank receives it, all ranks stop before the same step, and no step waits for it.
+"""Stop agreement: after a signal on any rank, all ranks stop before the same step, and no step waits for a message.
 
-Lightning asks rank 0 by a blocking broadcast before every training step, which costs a round trip per step (and a host
-synchronisation on a GPU, Lightning issue 21487) and does not see a signal on another rank (issue 20806). Here the
-training thread only notes which step it starts. Another thread tells the other ranks of it: the watch's
-(:mod:`.failure_monitor`)
-or, where ranks may change, one that asks a store (:mod:`.store_agreement`). Once any rank has asked to stop:
+Lightning broadcasts rank 0's decision before every training step, which costs a round trip per step (and a host
+synchronization on a GPU, Lightning issue 21487) and ignores a signal on another rank (issue 20806). Here the training
+thread records only which step it starts. Another thread sends the votes: the failure monitor's
+(:mod:`.failure_monitor`) or, in a world whose ranks may change, a thread that polls a store
+(:mod:`.store_agreement`). After any rank has requested a stop:
 
-1. each rank says the last step that it has started, and from then on its training thread asks before it starts another;
-2. when all have said it, the highest of these steps is the last: ranks that are behind catch up to it, so that no rank
-   is left alone in a collective, and all stop before the next.
+1. Each rank votes with the last step that it has started. From then on its training thread waits for the decision
+   before it starts another step.
+2. When all ranks have voted, the highest of these steps is the last step. Ranks that are behind complete it, so that no
+   rank waits alone in a collective, and all ranks stop before the next step.
 
-What it does not promise: that a rank whose peer has died stops at a common step. It stops on its own after
-:data:`DECISION_TIMEOUT_S`.
+Limitation: a rank whose peer has exited stops without an agreement after :data:`DECISION_TIMEOUT_S`.
 """
 
 import logging
@@ -23,17 +23,17 @@ from lightning_strategies_ext.failure.ballots import AgreementId, StepIndex, Sto
 
 log = logging.getLogger(__name__)
 
-#: How long a rank that knows of a request waits for the last step of the others, in seconds.
+#: Seconds that a rank waits for the votes of the other ranks after a request.
 DECISION_TIMEOUT_S = 30.0
 
 
 class StopAgreement:
-    """One rank's part in the agreement, for one stage of the Trainer. All ranks of a group create theirs together.
+    """One rank's part in the agreement, for one stage of the Trainer. Collective: all ranks create it together.
 
     Args:
-        number: Tells it from others of the same ranks.
-        is_requested: Whether the ranks know already that they have to stop, before the first step; the same on all.
-        notify: Lets what this rank has to say be said at once; None for a rank that has nobody to agree with.
+        number: Identifier of the agreement among those of the same ranks.
+        is_requested: Whether the ranks know before the first step that they have to stop; the same on all ranks.
+        notify: Callable that wakes the thread that sends this rank's vote; None for a rank without peers.
     """
 
     def __init__(
@@ -55,63 +55,63 @@ class StopAgreement:
 
     @property
     def is_pending(self) -> bool:
-        """Whether this rank knows of a request and has not been told to stop: it came after the stage's last step."""
+        """Whether this rank knows of a request that has no effect yet: it came after the stage's last step."""
         return self._requested and not self._has_stopped
 
     @property
     def has_common_step(self) -> bool:
-        """Whether all ranks were told the same step, and this one does not stop for want of an answer."""
+        """Whether the ranks have agreed on a last step; False if this rank stops because votes are missing."""
         return self._wake is None or self._last_step is not None
 
     def request(self) -> None:
-        """Asks all ranks to stop. Safe in a signal handler: takes no lock and waits for nobody."""
+        """Requests that all ranks stop. Safe in a signal handler: it takes no lock and does not block."""
         self._requested = True
         if self._wake is not None:
             self._wake()
 
     def must_stop_before_train_step(self) -> bool:
-        """Notes that this rank is about to start a training step; True if it has to stop instead."""
+        """Records that this rank starts a training step; returns True if it has to stop instead."""
         return self._must_stop_before((self._step[0] + 1, 0))
 
     def must_stop_before_evaluation_step(self) -> bool:
-        """Notes that this rank is about to start a validation, test or predict step; True if it has to stop."""
+        """Records that this rank starts a validation, test, or predict step; returns True if it has to stop instead."""
         return self._must_stop_before((self._step[0], self._step[1] + 1))
 
     def close(self) -> None:
-        """Ends this rank's part. Harmless when called again."""
+        """Ends this rank's part. A second call is a no-op."""
         self._is_closed = True
         self._decided.set()
 
     def abandon(self) -> None:
-        """Ends this rank's part where some of the others may be gone.
+        """Ends this rank's part after a failure of another rank.
 
-        Nothing is agreed on from then on: this rank goes on, to where it learns why.
+        The ranks agree on nothing from then on: this rank continues until it receives the error of a collective.
         """
         self._is_closed = self._is_abandoned = True
         self._decided.set()
 
-    # --- for the thread that speaks with the others ---
+    # --- for the thread that exchanges votes ---
 
     @property
     def needs_decision(self) -> bool:
-        """Whether training waits to be told which step is the last, or will."""
+        """Whether the training thread waits for the decision, or will."""
         return self._requested and not self._decided.is_set()
 
     @property
     def is_decided(self) -> bool:
-        """Whether there is nothing more to hear."""
+        """Whether no further decision is expected."""
         return self._decided.is_set()
 
     def vote(self) -> StopVote:
-        """What this rank says to the others."""
+        """Returns this rank's vote."""
         is_over = self._is_closed
         return StopVote(self._number, self._requested, self._step if self._agreeing or is_over else None, is_over)
 
     def receive(self, decision: StopDecision | None) -> None:
-        """Takes what the others say.
+        """Receives the newest decision.
 
         Args:
-            decision: The newest, of this agreement or of another; None if nobody has been asked to stop.
+            decision: Decision of this agreement or of another one; None if no rank has requested a stop.
         """
         if decision is not None and decision.agreement_id != self._number:
             decision = None
@@ -124,7 +124,7 @@ class StopAgreement:
             self._decided.set()
 
     def decide_alone(self) -> None:
-        """Lets this rank stop alone if it has been asked to: nobody says any more what the others do."""
+        """Lets this rank stop without an agreement if a stop was requested: the other ranks cannot vote any more."""
         self._agreeing |= self._requested
         self._decided.set()
 
@@ -141,8 +141,8 @@ class StopAgreement:
                 self._step = step
                 return False
         if not self._decided.wait(DECISION_TIMEOUT_S):
-            said = "Process %d stops alone: the other ranks did not answer in %s s."
-            log.warning(said, os.getpid(), DECISION_TIMEOUT_S)
+            text = "Process %d stops without an agreement: the other ranks did not vote within %s s."
+            log.warning(text, os.getpid(), DECISION_TIMEOUT_S)
             return True
         if self._last_step is None and self._is_abandoned:
             self._step = step

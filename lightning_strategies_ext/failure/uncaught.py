@@ -1,4 +1,4 @@
-"""What a script ends with, since it does not catch it: the other ranks would wait for it."""
+"""Excepthook: announces an uncaught exception of the script, for which the other ranks would wait."""
 
 import sys
 from collections.abc import Callable
@@ -14,12 +14,12 @@ _handle: Callable[[BaseException], BaseException]
 
 
 def install_excepthook(handle: Callable[[BaseException], BaseException]) -> None:
-    """Lets an exception that this script does not catch pass through a function before it is shown; the last counts.
+    """Installs a function that handles an uncaught exception of the script before it is shown; the newest one counts.
 
-    Worker processes have no script: their job says what they end with.
+    Worker processes run no script: their tasks report exceptions.
 
     Args:
-        handle: Takes the exception and returns the one to show.
+        handle: Callable that receives the exception and returns the exception to show.
     """
     global _usual, _handle, _at_end
     _handle = handle
@@ -31,7 +31,7 @@ def install_excepthook(handle: Callable[[BaseException], BaseException]) -> None
 
 
 def announce_uncaught(exception: BaseException) -> BaseException:
-    """Says to the others what this script ends with between two stages of the Trainer: in one, the strategy does."""
+    """Announces an exception of the script between two stages; within a stage, the strategy announces exceptions."""
     own = failure_monitor.current_monitor()
     if own is not None and not isinstance(exception, KeyboardInterrupt):  # it reaches all
         own.announce_uncaught(exception)
@@ -39,9 +39,9 @@ def announce_uncaught(exception: BaseException) -> BaseException:
 
 
 def _call_hook() -> None:
-    """Calls the hook where multiprocessing has started this process, which does not."""
+    """Calls the excepthook in a process of multiprocessing, which does not call it itself."""
     exception = uncaught_exception()
-    if isinstance(exception, SystemExit):  # of torch.multiprocessing's, say, which has caught the one that it is for
+    if isinstance(exception, SystemExit):  # torch.multiprocessing catches an exception and exits
         exception = exception.__context__ or exception
     if exception is not None and not isinstance(exception, KeyboardInterrupt):  # it reaches all
         sys.excepthook(type(exception), exception, exception.__traceback__)

@@ -52,11 +52,11 @@ class Vigil:
         self._are_all_here = is_single_host
         self._peers = {peer.rank: peer for peer in peers}
         self._rank = rank
-        self._patience_s = hang_timeout_s
+        self._hang_timeout_s = hang_timeout_s
         self._own = LocalStatus(store, rank, self._peers, progress, where)
         self._own.state = "running"
         self._own.publish(None)
-        self._silence = HeartbeatAges()
+        self._heartbeat_ages = HeartbeatAges()
         self._suspects: tuple[int, ...] = ()
         self._suspected_for_s = 0.0
         self._pid = os.getpid()
@@ -94,28 +94,29 @@ class Vigil:
         """Who is to be ended, if this rank is the one to do it."""
         self._own.sample_training_thread(elapsed_s)
         self._own.publish(None)
-        signs = self._own.read()
-        self._silence.update(signs, elapsed_s)
-        if len(signs) < len(self._peers):
+        statuses = self._own.read()
+        self._heartbeat_ages.update(statuses, elapsed_s)
+        if len(statuses) < len(self._peers):
             return None
-        alive = {rank: sign for rank, sign in signs.items() if self._peers[rank].is_running()}
-        failure = detection.diagnose_hang(alive, self._silence.age_s, self._patience_s, self._peers, self._rank)
+        alive = {rank: status for rank, status in statuses.items() if self._peers[rank].is_running()}
+        failure = detection.diagnose_hang(
+            alive, self._heartbeat_ages.age_s, self._hang_timeout_s, self._peers, self._rank
+        )
         ranks = () if failure is None else failure.ranks
         do_all_wait = self._are_all_here and len(ranks) == len(self._peers)
-        if not do_all_wait and any(self._is_in_collective(signs[rank]) for rank in ranks):
+        if not do_all_wait and any(self._is_in_collective(statuses[rank]) for rank in ranks):
             ranks = ()  # they wait for one that has left or ended, and will be told; or for one on another host
         self._suspected_for_s = self._suspected_for_s + elapsed_s if ranks == self._suspects else 0.0
         self._suspects = ranks
         is_sure = bool(ranks) and self._suspected_for_s >= CONFIRMATION_S
         return failure if is_sure and self._rank == min(alive.keys() - set(ranks) or alive) else None
 
-    def _is_in_collective(self, sign: RankStatus) -> bool:
-        return sign.in_collective_s > 0 and self._silence.age_s[sign.rank] < self._patience_s
+    def _is_in_collective(self, status: RankStatus) -> bool:
+        return status.in_collective_s > 0 and self._heartbeat_ages.age_s[status.rank] < self._hang_timeout_s
 
     def _kill(self, failure: Failure) -> None:
-        are = "is" if len(failure.ranks) == 1 else "are"
         failure_report.print_line(
-            f"{failure_report.full_report(failure)}\n{failure.ranks_text} {are} killed: nobody is waited for in vain."
+            f"{failure_report.full_report(failure)}\nKilling {failure.ranks_text} so that the other ranks can continue."
         )
         for rank in failure.ranks:
             if rank != self._rank:

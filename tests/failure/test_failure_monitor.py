@@ -67,7 +67,7 @@ def test_no_rank_goes_on_before_all_watch():
 
 def test_a_rank_that_others_do_not_come_to_watch_with_fails():
     first, _ = run_ranks(begin_to_watch, 0.1)
-    assert "Only 1 of 2 ranks have come as far as this one in 0.1 s" in first
+    assert "Only 1 of 2 ranks passed the startup barrier within 0.1 s" in first
 
 
 def fail_where_the_other_sleeps_and_nobody_reads_what_it_says() -> None:

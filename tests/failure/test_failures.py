@@ -355,7 +355,7 @@ def test_an_exception_on_one_rank_ends_all_and_shows_its_trace(start):
     assert re.fullmatch(rf"  {__file__}:\d+ in on_train_batch_start", frame)
     assert error == "KeyError: 'bad sample on rank 1'"
     assert "Traceback" not in output
-    files = Path(re.search("What each rank says: (.*)/rank-", block)[1])
+    files = Path(re.search("Report of each rank: (.*)/rank-", block)[1])
     assert "KeyError: 'bad sample on rank 1'" in (files / "rank-1.txt").read_text()
     assert "RankFailedError: rank 1" in (files / "rank-0.txt").read_text()
 
@@ -373,7 +373,10 @@ def test_a_rank_that_is_stuck_is_killed_when_another_fails(start):
     run = start(train_until_rank_1_fails_and_rank_0_is_stuck)
     exit_code, output = run.end(timeout_s=300)
     assert exit_code == process_exit.MONITOR_EXIT_CODE, output
-    assert "rank 0 ended because rank 1 failed: KeyError: 'bad sample on rank 1'. It did not end by itself" in output
+    assert (
+        "rank 0 was terminated because rank 1 failed: KeyError: 'bad sample on rank 1'. It did not exit by itself"
+        in output
+    )
 
 
 def reconcile_while_the_other_is_stuck() -> None:
@@ -392,7 +395,7 @@ class Reconcile(Callback):
 def test_reconciliate_processes_ends_the_other_ranks_when_a_user_calls_it():
     first, second = outcomes_of_ranks(reconcile_while_the_other_is_stuck)
     assert (first.exit_code, second.exit_code) == (3, process_exit.MONITOR_EXIT_CODE)
-    assert "rank 1 ended because rank 0 failed: a trace of mine" in second.output
+    assert "rank 1 was terminated because rank 0 failed: a trace of mine" in second.output
 
 
 # --- an exception on all ranks, or early ---

@@ -38,7 +38,7 @@ class Ends(PeerLinks):
 
 
 def wait(lines: PeerLinks, seconds: float) -> None:
-    lines._waiting.wait(seconds)
+    lines._loop.wait(seconds)
 
 
 @pytest.fixture

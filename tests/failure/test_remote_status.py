@@ -105,7 +105,7 @@ def test_a_failure_is_known_everywhere_at_once(ranks, monkeypatch, knows):
     clock, hears = Clock(), 2 - knows
     monkeypatch.setattr(remote_status, "time", clock)
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    monkeypatch.setattr(ranks[knows], "_told_at", clock.monotonic() + 1000)  # it is not the time to say anything
+    monkeypatch.setattr(ranks[knows], "_published_at", clock.monotonic() + 1000)  # it is not the time to say anything
     ranks.look_until(lambda: ranks[hears].statuses[knows].failure == FAILURE, {knows: FAILURE})
 
 
@@ -114,7 +114,7 @@ def test_so_is_what_ranks_agree_on(ranks, monkeypatch):
     monkeypatch.setattr(remote_status, "time", clock)
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     for one in ranks.by_rank.values():
-        monkeypatch.setattr(one, "_told_at", clock.monotonic() + 1000)
+        monkeypatch.setattr(one, "_published_at", clock.monotonic() + 1000)
     ballot, decision = StopVote((1, 0), True, (3, 0)), StopDecision((1, 0), (3, 0))
     ranks.statuses[4] = RankStatus(4, stop_vote=ballot)
     ranks.look_until(lambda: ranks[0].statuses[4].stop_vote == ballot)
@@ -125,7 +125,7 @@ def test_so_is_what_ranks_agree_on(ranks, monkeypatch):
 @pytest.mark.parametrize("knows", [0, 2])
 def test_who_learns_of_a_failure_as_it_is_to_say_how_it_is_does_not_say_that_nothing_has_failed(ranks, knows):
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    ranks[knows]._told_at = 0.0
+    ranks[knows]._published_at = 0.0
     read_before = {rank: RankStatus(rank, heartbeat=9) for rank in ranks[knows]._local_ranks}
     ranks[knows].publish(read_before, FAILURE)
     ranks.look_until(lambda: ranks[2 - knows].statuses[knows].heartbeat == 9, {}, knows)
@@ -141,7 +141,7 @@ def test_whoever_speaks_for_a_host_is_followed_by_the_next(ranks):
     assert ranks[3].statuses.keys() == {0}
     assert ranks[4].statuses == {}
     assert ranks[0].disconnected_ranks() == set()
-    ranks[3]._lines.abort()  # as the kernel does when its process ends
+    ranks[3]._links.abort()  # as the kernel does when its process ends
     ranks.look_until(lambda: ranks[0].disconnected_ranks() == {3}, {}, 2, 3)
 
 
@@ -150,7 +150,7 @@ def test_a_failure_is_told_by_who_knows_it_where_the_one_that_speaks_does_not_lo
     monkeypatch.setattr(remote_status, "time", clock)
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     ranks.look({3: FAILURE}, 2)
-    assert 3 not in ranks[0]._lines.ranks
+    assert 3 not in ranks[0]._links.ranks
     clock.ahead_s += remote_status.LEADER_DETECTION_S
     ranks.look_until(lambda: ranks[0].statuses[3].failure == FAILURE, {3: FAILURE}, 2)
     # And by one that has no time to wait.
@@ -165,7 +165,7 @@ def test_a_host_that_says_nothing_is_there_as_long_as_its_kernel_answers(ranks, 
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     clock.ahead_s += 1000
     assert [one.lost_ranks() for one in ranks.by_rank.values()] == [[]] * 5
-    ranks[0]._lines.unreachable.add(
+    ranks[0]._links.unreachable.add(
         2
     )  # what the kernel says of a cable that is pulled is tried with hosts that have one
     assert ranks[0].lost_ranks() == [2, 3, 4]
@@ -176,9 +176,9 @@ def test_where_the_kernel_does_not_tell_one_that_says_nothing_is_lost(ranks, mon
     monkeypatch.setattr(remote_status, "time", clock)
     for one in ranks.by_rank.values():
         one._lost_s = 100.0  # which a busy machine does not reach
-        one._lines.kept_alive = set()
+        one._links.kept_alive = set()
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
-    ranks[0]._lines.kept_alive = set()
+    ranks[0]._links.kept_alive = set()
     clock.ahead_s += 70
     ranks.statuses[2] = RankStatus(2, heartbeat=1)
     ranks.look_until(lambda: ranks[0].statuses[2].heartbeat == 1)
@@ -190,7 +190,7 @@ def test_where_the_kernel_does_not_tell_one_that_says_nothing_is_lost(ranks, mon
     ranks[0].reset_timeouts()  # as after a stop of this process
     assert ranks[0].lost_ranks() == []
     ranks[2].close()  # who says goodbye is not lost
-    ranks.look_until(lambda: not ranks[0]._lines.ranks, {}, 2)
+    ranks.look_until(lambda: not ranks[0]._links.ranks, {}, 2)
     clock.ahead_s += 1000
     assert ranks[0].lost_ranks() == []
 
@@ -200,7 +200,7 @@ def test_a_successor_that_finds_nobody_is_no_reason_to_warn(ranks, caplog):
     ranks[0].close()  # its process has ended
     ranks.statuses[2] = RankStatus(2, state="exited")
     with caplog.at_level(logging.WARNING):
-        ranks.look_until(lambda: ranks[3]._has_called, {}, 0)
+        ranks.look_until(lambda: ranks[3]._has_connected, {}, 0)
     assert caplog.records == []
 
 
@@ -211,7 +211,7 @@ def test_who_cannot_be_reached_is_said_once(monkeypatch, caplog):
         for _ in range(3):
             ranks.look({})
     (record,) = caplog.records
-    assert "rank 1 cannot reach rank 0" in record.getMessage()
+    assert "rank 1 cannot connect to rank 0" in record.getMessage()
     assert "127.0.0.1" in record.getMessage()
     assert "(no route)" in record.getMessage()
     assert ranks[0].statuses == ranks[1].statuses == {}

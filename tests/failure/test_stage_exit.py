@@ -35,7 +35,7 @@ class Uneven(MLP):
         self.trainer.strategy.barrier()
 
 
-EXPECTED = r"rank 1 waits in a collective for rank 0, which has ended its stage already"
+EXPECTED = r"rank 1 is waiting in a collective for rank 0, which has already finished this stage"
 
 
 @pytest.mark.parametrize("backend", [None, "gloo"])
@@ -117,8 +117,8 @@ def test_it_is_told_of_where_the_process_of_the_other_ends_too(tmp_path: Path, s
     result = run_script(script, str(short), backend)
     assert result.returncode != 0
     longer = 1 - short
-    reason = f"UnevenInputsError: rank {longer} waits in a collective for rank {short}, which has ended its stage"
-    assert reason in result.stdout
+    reason = f"rank {longer} is waiting in a collective for rank {short}, which has already finished this stage"
+    assert f"UnevenInputsError: {reason}" in result.stdout
 
 
 KILLED_SCRIPT = """

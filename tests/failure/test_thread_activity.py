@@ -222,7 +222,7 @@ def test_a_board_of_another_users_is_none(tmp_path, monkeypatch):
 def test_no_other_file_of_this_user_is_taken_for_a_board(tmp_path):
     precious = tmp_path / "precious"
     precious.write_bytes(b"x" * 2 * SLOT_NUM_BYTES)
-    memory = os.memfd_create("lightning_strategies_ext_board")  # which could be cut off
+    memory = os.memfd_create("lightning_strategies_ext_status")  # which could be cut off
     os.ftruncate(memory, 2 * SLOT_NUM_BYTES)
     for path in (str(precious), f"/proc/{os.getpid()}/fd/{memory}"):
         store = Store()

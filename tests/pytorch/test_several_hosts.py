@@ -276,7 +276,7 @@ def test_a_rank_that_is_stopped_alone_on_its_host_is_stuck(start_job: StartJob, 
     assert job.agents[1 - stopped].wait(120) != 0
     output = job.logs[1 - stopped].read_text()
     assert f"rank {stopped} on {job.hosts[stopped].name} is stuck" in output, output
-    assert f"rank {stopped} says nothing: it is stopped, or" in output, output
+    assert f"rank {stopped} sends no heartbeats: the process is stopped, or" in output, output
 
 
 def test_a_rank_that_is_killed_is_named_on_the_other_host(start_job: StartJob, tmp_path: Path):
@@ -287,7 +287,7 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(start_job: StartJob, t
     os.kill(pids[3], signal.SIGKILL)
     assert all(code != 0 for code in job.exit_codes(timeout_s=300)), job.output()
     for rank in range(3):  # by an exception; once in dozens of times gloo does not return, and the watch ends the rank
-        by_watch = f"rank {rank} ended because rank 3 failed"
+        by_watch = f"rank {rank} was terminated because rank 3 failed"
         assert (tmp_path / f"ended{rank}").exists() or by_watch in job.output(), job.output()
     assert f"rank 3 on {job.hosts[1].name} failed first" in job.logs[0].read_text(), job.output()
 
