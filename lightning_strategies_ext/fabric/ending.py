@@ -6,7 +6,6 @@ worker, through its job. Whether a signal asks ranks to stop is for the loop to 
 
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing_extensions import override
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import check_patience
 from lightning_strategies_ext.collectives import Collectives
+from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.uncaught import install_excepthook
 from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of
@@ -60,7 +60,7 @@ class EndsTogether:
         world = self._world
         world.mark_failed(exception, world.rank, world.size)
         if world.failure_monitor is not None and not isinstance(exception, KeyboardInterrupt):
-            world.failure_monitor.fail_and_kill_local_peers("".join(traceback.format_exception(exception)))
+            world.failure_monitor.fail_and_kill_local_peers(texts_of_exception(exception)[1])
 
     def explained(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""

@@ -332,8 +332,11 @@ class FailureMonitor:
 
     def _fail(self, described: Callable[[], Failure]) -> Failure:
         self.was_raised = True
+        # Outside of the lock, which the monitor thread needs: the description has texts of the user's exception.
+        own = None if self.failure is not None else self._of_this_job(described())
         with self._lock:  # so that the monitor thread does not attribute the failure to another rank
-            failure = self.failure = self.failure or self._of_this_job(described())
+            failure = self.failure = self.failure or own
+            assert failure is not None
             self._publish("failed")
         return failure
 

@@ -1,9 +1,10 @@
-"""What the user reads of a failure: one block, last, with what failed first; everything else is in a file per rank."""
+"""Failure report: one block, printed last, that names the first failure; each rank's file has the details."""
 
 import os
 import socket
 import stat
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -15,29 +16,31 @@ from lightning_strategies_ext.failure.errors import advice_of
 from lightning_strategies_ext.failure.rank_status import Failure
 from lightning_strategies_ext.failure.thread_activity import frames_of_exception, user_code_frames
 
-#: Where the files go, below the directory that the Trainer or the user works in.
+#: Directory of the files, below the working directory or the Trainer's root directory.
 DIRECTORY = "failures"
 _MAX_DETAILS = 12_000
 _MAX_FRAMES = 8
 _LINE = "-" * 80
-#: Variables of launchers that end all ranks as soon as one has failed.
+#: Seconds that the text of an exception may take, which code of the user computes.
+_TEXT_TIMEOUT_S = 1.0
+#: Variables of launchers that terminate all ranks as soon as one has failed.
 _LAUNCHER_VARIABLES = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"}
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def failure_from_exception(exception: BaseException, rank: int, where: str) -> Failure:
-    """Describes an exception of this rank's."""
-    lines = traceback.format_exception_only(exception)
+    """Returns the failure of this rank by an exception; waits at most a second for the exception's text."""
+    headline, details = texts_of_exception(exception)
     advice = advice_of(exception)
     return Failure(
         ranks=(rank,),
         host=socket.gethostname(),
         time=time.time(),
         stage_and_step=where,
-        headline="".join(lines).replace(f"{advice}\n", "", 1).strip() if advice else "".join(lines).strip(),
+        headline=headline.replace(f"{advice}\n", "", 1).strip() if advice else headline.strip(),
         frames=tuple(user_code_frames(frames_of_exception(exception))[-_MAX_FRAMES:]),
-        details="".join(traceback.format_exception(exception))[-_MAX_DETAILS:],
+        details=details[-_MAX_DETAILS:],
         reported_by=rank,
         is_self_reported=True,
         advice=advice,
@@ -45,7 +48,7 @@ def failure_from_exception(exception: BaseException, rank: int, where: str) -> F
 
 
 def failure_from_traceback(trace: str, rank: int, where: str) -> Failure:
-    """Describes a failure of this rank's of which there is a trace."""
+    """Returns the failure of this rank with a traceback."""
     lines = trace.strip().splitlines() or ["it failed"]
     details = trace[-_MAX_DETAILS:]
     return Failure(
@@ -53,13 +56,33 @@ def failure_from_traceback(trace: str, rank: int, where: str) -> Failure:
     )
 
 
+def texts_of_exception(exception: BaseException) -> tuple[str, str]:
+    """Returns type and text of an exception, and its traceback, both without the text if that takes too long.
+
+    The text is code of the user, which may block: another thread computes it.
+    """
+    texts: list[tuple[str, str]] = []
+
+    def compute() -> None:
+        only = "".join(traceback.format_exception_only(exception))
+        texts.append((only, "".join(traceback.format_exception(exception))))
+
+    thread = threading.Thread(target=compute, name="lightning-strategies-ext text of an exception", daemon=True)
+    thread.start()
+    thread.join(_TEXT_TIMEOUT_S)
+    if texts:
+        return texts[0]
+    only = f"{type(exception).__qualname__}: <its text took more than {_TEXT_TIMEOUT_S:g} s>\n"
+    return only, "".join(["Traceback (most recent call last):\n", *traceback.format_tb(exception.__traceback__), only])
+
+
 def one_line_cause(failure: Failure) -> str:
-    """Why ranks end, in a line."""
+    """Returns the failure in one line."""
     return f"{failure.ranks_text} {failure.verb}: {failure.advice or failure.headline.splitlines()[0]}"
 
 
 def summary(failure: Failure) -> str:
-    """What failed first, in a few lines; what to do about it is the first, where that is known."""
+    """Returns the failure in a few lines; the first is the advice if there is one."""
     first = " first" if failure.verb == "failed" else ""
     seen = "in" if failure.is_self_reported else "last seen in"
     where = f", {seen} {failure.stage_and_step}" if failure.stage_and_step else ""
@@ -69,7 +92,7 @@ def summary(failure: Failure) -> str:
 
 
 def full_report(failure: Failure) -> str:
-    """What failed first; if nobody has raised an exception that says more, with what others have seen."""
+    """Returns the summary; with details if a failure monitor has detected the failure, since no exception has them."""
     is_whole = failure.is_self_reported or not failure.details
     return summary(failure) if is_whole else f"{summary(failure)}\n\n{failure.details}"
 
@@ -145,7 +168,8 @@ def report_at_exit(
         if value is not exception:
             usual(kind, value, trace)
             return
-        path = write_report(directory, failure, rank, "".join(traceback.format_exception(kind, value, trace)))
+        _, text = texts_of_exception(value.with_traceback(trace))
+        path = write_report(directory, failure, rank, text)
         if path is None:
             usual(kind, value, trace)
         if is_reporter():

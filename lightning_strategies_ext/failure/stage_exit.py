@@ -28,8 +28,9 @@ _POLL_S = 0.05
 
 
 class StageExitHandler:
-    """Announces the stage exit of this rank, and handles those of other ranks. Collective: all ranks create it
-    together.
+    """Announces the stage exit of this rank, and handles those of other ranks.
+
+    Collective: all ranks create it together.
 
     Args:
         watch: Failure monitor of this rank.

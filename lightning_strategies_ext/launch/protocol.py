@@ -11,13 +11,13 @@ left a world, and :class:`Arrived` when it has a :class:`Place` in the next. All
 
 import pickle
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure.failure_monitor import known_failure
+from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.rank_status import Failure as FirstFailure
 from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
 from lightning_strategies_ext.launch.transport.messages import Pickled, dump
@@ -204,11 +204,11 @@ class Failure:
     @classmethod
     def of(cls, exception: BaseException, has_results: bool = False) -> "Failure":
         """Describes an exception that was caught."""
-        trace = "".join(traceback.format_exception(exception))
+        headline, trace = texts_of_exception(exception)
         pickled = None
         with suppress(Exception):
             pickled = dump(_Raised(exception), returning=True)
-        lines = str(exception).strip().splitlines()
+        lines = headline.partition(": ")[2].strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
         is_consequence = isinstance(exception, RankFailedError)
         return cls(pickled, summary, trace, time.monotonic(), has_results, is_consequence, known_failure())

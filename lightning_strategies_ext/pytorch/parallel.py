@@ -5,7 +5,6 @@ are exchanged is left to the strategies; what carries the collectives is an engi
 torch.distributed, and nothing else here knows which.
 """
 
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -47,6 +46,7 @@ from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
 from lightning_strategies_ext.failure.errors import is_collective_error
+from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.uncaught import announce_uncaught, install_excepthook
 from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of, tear_down
@@ -351,7 +351,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
     def on_exception(self, exception: BaseException) -> None:
         """Ends the other ranks if this one failed. Ctrl-C and an agreed SIGTERM end all ranks and are no failures."""
         if self._world.failure_monitor is not None and not isinstance(exception, _NO_FAILURES):
-            self.reconciliate_processes("".join(traceback.format_exception(exception)))
+            self.reconciliate_processes(texts_of_exception(exception)[1])
 
     @override
     def teardown(self) -> None:

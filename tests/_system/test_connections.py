@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_strategies_ext._system.connections import notice_loss_of
+from lightning_strategies_ext._system.connections import enable_store_keepalive
 
 store = dist.TCPStore(sys.argv[1], 29500)
-notice_loss_of(dist.PrefixStore("part", store))
+enable_store_keepalive(dist.PrefixStore("part", store))
 Path(sys.argv[2], "asks").touch()
 store.get("what nobody says")
 """

@@ -33,11 +33,11 @@ void start(void *its_ensure, void *its_release, int num_threads)
 """
 PROGRAM = """
 import ctypes, os, sys, time
-from lightning_strategies_ext._system.forking import make_safe
+from lightning_strategies_ext._system.forking import make_fork_safe
 
 library, is_safe, patience_s = sys.argv[1], sys.argv[2] == "safe", float(sys.argv[3])
 if is_safe:
-    assert make_safe() and make_safe()
+    assert make_fork_safe() and make_fork_safe()
 python = ctypes.pythonapi
 ensure, release = (ctypes.cast(f, ctypes.c_void_p) for f in (python.PyGILState_Ensure, python.PyGILState_Release))
 ctypes.PyDLL(library).start(ensure, release, 3)

@@ -41,7 +41,7 @@ def repository() -> Iterator[Path]:
         for name in (PACKAGE, "benchmarks"):
             shutil.copytree(REPOSITORY / name, root / name, ignore=ignored)
         (root / ".gitignore").write_text("__pycache__/\n")
-        hosts = root / PACKAGE / "failure" / "hosts.py"
+        hosts = root / PACKAGE / "failure" / "remote_status.py"
         text = hosts.read_text()
         hosts.unlink()
         git(root, "init", "--quiet")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_strategies_ext.failure import failure_report
+from tests.support.ranks import run_script
 
 OTHER_USER = 65_500
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -88,3 +89,49 @@ def test_what_is_said_is_one_write_to_a_terminal_or_pipe(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stderr", stream)
     failure_report.print_line("a line\nand another")
     assert written == [b"lightning-strategies-ext: a line\nand another\n"]
+
+
+SCRIPT = """
+import sys
+import threading
+
+from tests.support.models import MLP, loader, make_trainer
+
+
+class Blocking(Exception):
+    def __str__(self):
+        threading.Event().wait()
+
+
+class Raising(Exception):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+class Fails(MLP):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank == 1:
+            raise globals()[sys.argv[2]]("why")
+        return super().training_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    make_trainer(sys.argv[1]).fit(Fails(), loader())
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_spawn_ext"])
+@pytest.mark.parametrize(
+    ("exception", "headline"),
+    [("Blocking", "Blocking: <its text took more than 1 s>"), ("Raising", "Raising: <exception str() failed>")],
+)
+def test_all_ranks_exit_with_a_report_if_the_text_of_an_exception_blocks_or_raises(
+    exception: str, headline: str, strategy: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = run_script(script, strategy, exception, cwd=tmp_path)
+    assert result.returncode == 1, result.stdout
+    assert "rank 1 on " in result.stdout
+    assert headline in result.stdout

@@ -23,7 +23,7 @@ import torch.multiprocessing
 from lightning.fabric import Fabric
 
 from benchmarks.ranks import free_port
-from lightning_strategies_ext.failure.failure_monitor import failure_known
+from lightning_strategies_ext.failure.failure_monitor import known_failure
 from tests.support.models import MLP, loader, make_trainer
 
 
@@ -44,7 +44,7 @@ def rank_main(rank, meet, how, first, port):
     meet_again = globals()[meet]()
     if how == "end":
         time.sleep(0 if rank == first else 1.5)
-        print("rank", rank, "knows of", failure_known(), flush=True)
+        print("rank", rank, "knows of", known_failure(), flush=True)
     elif rank != first:
         meet_again()
     elif how == "raise":

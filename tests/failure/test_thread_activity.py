@@ -245,7 +245,7 @@ import gc
 import threading
 import time
 
-from lightning_strategies_ext.failure.thread_activity import Activity
+from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 
 looked_at = threading.get_ident()
 
@@ -267,7 +267,7 @@ def look():
 
 gc.callbacks.append(let_it_go_on)
 gc.set_threshold(5)
-activity, has_ended = Activity(threading.current_thread()), threading.Event()
+activity, has_ended = ThreadActivity(threading.current_thread()), threading.Event()
 looks = threading.Thread(target=look)
 looks.start()
 end = time.monotonic() + 2
