@@ -59,6 +59,7 @@ names: $(VENV)/.installed-dev
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(RUN) -m tests.guards.prose
 	$(VENV)/bin/mypy
 
 # Tests that take minutes of a core, most of it in processes of other packages.

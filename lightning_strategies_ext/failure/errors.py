@@ -14,7 +14,7 @@ _PEER_LOSS_PATTERN = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]
 
 def is_collective_error(exception: BaseException) -> bool:
     """Returns whether a collective or a barrier raised an exception."""
-    if isinstance(exception, ValueError):  # Horovod's, in a rank that its failure monitor has cut off
+    if isinstance(exception, ValueError):  # Horovod raises it after the failure monitor's abort
         return str(exception).startswith("Horovod has not been initialized")
     if not isinstance(exception, RuntimeError):
         return False

@@ -98,16 +98,16 @@ def full_report(failure: Failure) -> str:
 
 
 def write_report(directory: str, failure: Failure, rank: int | None, text: str) -> Path | None:
-    """Writes what a rank has to say of a failure to its file.
+    """Appends a text to this rank's file of the failure report.
 
     Args:
-        directory: In which there is a directory of failures, or will be.
-        failure: What failed first: by its time and job ranks find their common directory.
-        rank: Which one writes; None for the process that has started the ranks.
-        text: What.
+        directory: Directory that holds, or will hold, the subdirectory `failures`.
+        failure: First failure. Its time and job name the directory that the ranks share.
+        rank: Global rank of this process; None in the main process.
+        text: Text to append.
 
     Returns:
-        The file; None if it cannot be written, or if a directory or link in its path belongs to another user.
+        Path of the file; None if it cannot be written, or if a directory or link in its path belongs to another user.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(failure.time))}-{failure.job_id}"
     path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
@@ -151,17 +151,17 @@ def report_at_exit(
     directory: str,
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Shows a short account of a failure in place of the exception's long trace, if nobody catches it.
+    """Prints a short report in place of the exception's traceback, if the script does not catch the exception.
 
     Args:
-        exception: The one that this rank ends with.
-        failure: What failed first.
-        rank: This one; None in the process that has started the ranks.
-        directory: See :func:`write`.
-        is_reporter: Asked in the end whether it shows the whole account; the others say a line, the one that has failed
-            only where a launcher may end the speaker as soon as it has ended.
+        exception: Exception that ends this rank.
+        failure: First failure.
+        rank: Global rank of this process; None in the main process.
+        directory: Directory of the failure report, see :func:`write_report`.
+        is_reporter: Callable that returns whether this rank prints the whole report; other ranks print one line. The
+            failed rank prints a line only under launchers that may terminate the reporter as soon as the rank exits.
     """
-    # Of exceptions that were caught, only the last is kept.
+    # Of exceptions that the script has caught, only the last is kept.
     usual: ExceptHook = _replaced.get(sys.excepthook, sys.excepthook)
 
     def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -191,7 +191,7 @@ def report_at_exit(
 
 
 def print_report(failure: Failure, *more: str) -> None:
-    """Shows what failed first, once, and a few words more, between two lines."""
+    """Prints the summary of a failure, once per failure, and more text, between two rules."""
     text = [words for words in more if words]
     if (failure.ranks, failure.time) not in _shown:
         _shown.add((failure.ranks, failure.time))
@@ -201,16 +201,16 @@ def print_report(failure: Failure, *more: str) -> None:
 
 
 _shown: set[tuple[tuple[int, ...], float]] = set()
-#: The hook that shows an account, and the one that was there before.
+#: The installed hook, and the hook before it.
 _replaced: dict[ExceptHook, ExceptHook] = {}
 
 
 def print_line(message: str) -> None:
-    """Says a line to the user."""
+    """Prints a line to the standard error."""
     _print(f"lightning-strategies-ext: {message}")
 
 
 def _print(text: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads it any more, when a launcher has ended first, say
+    with suppress(OSError, ValueError):  # a launcher that exited first reads the output no more
         # In one write, so that no output of a launcher comes between the text and its final newline.
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # noqa: T201

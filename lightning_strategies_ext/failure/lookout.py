@@ -1,11 +1,11 @@
-"""The lookout: ranks that go on when one is lost are told when a host does not answer any more.
+"""Host loss monitor of elastic training: detects that a host does not respond, so that other hosts can continue.
 
-A process that ends closes its connections, and who waits at the other end of one knows at once. A host without power or
-network closes none, and a collective waits there for as long as its engine does: 30 seconds over Horovod's gloo. So the
-first rank has a line to each other one (:mod:`.peer_links`), for which its kernel asks at the other end. Where all
-ranks end together, the watch notices a lost host (:mod:`.failure_monitor`).
+A process that exits closes its connections, which its peers detect at once. A host without power or network closes no
+connection, and a collective waits for the timeout of its engine: 30 seconds over Horovod's gloo. So rank 0 has a peer
+link to each other rank (:mod:`.peer_links`), on which the kernel sends keepalives. Without elastic training, the
+failure monitor detects a lost host (:mod:`.failure_monitor`).
 
-On systems whose kernel does not ask so (others than Linux), the engine's time has to pass.
+Limitation: on systems other than Linux, the timeout of the engine applies.
 """
 
 import atexit
@@ -22,18 +22,18 @@ from lightning_strategies_ext.failure.peer_links import PeerLinks
 
 log = logging.getLogger(__name__)
 
-#: The thread is woken when something comes; it looks so often in any case, in seconds.
+#: Seconds after which the thread checks without an event.
 _LOOK_S = 10.0
 
 
 class Lookout:
-    """One rank's part in it. All ranks of a world create theirs together; a thread waits for what the kernel says.
+    """Monitors the hosts of one world. Collective: all ranks create it together.
 
     Args:
-        store: Shared by the ranks, for this alone.
+        store: Store that the ranks share, for this object alone.
         peers: All ranks.
-        rank: Of this process.
-        on_host_loss: Called once, by the thread, when a rank is lost: cuts this one off from the others.
+        rank: Global rank of this process.
+        on_host_loss: Callable that the thread calls once after a loss; it aborts this rank's collectives.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Lookout:
         atexit.register(self.close)
 
     def close(self, *, agreed: bool = True) -> None:
-        """Ends this rank's part; nothing is called after it. A second call does no harm.
+        """Stops the thread; it calls nothing afterwards. A second call is a no-op.
 
         Args:
-            agreed: Whether the others do the same; otherwise it tells them that a rank is lost.
+            agreed: Whether the other ranks do the same; otherwise they treat this rank as lost.
         """
         if self._closed.is_set():
             return
@@ -72,8 +72,8 @@ class Lookout:
         while not self._closed.is_set():
             if self._links.unreachable or self._links.disconnected:
                 for host in sorted({self._peers[rank].host_name for rank in self._links.unreachable}):
-                    log.warning("rank %d: the host %s does not answer any more", self._rank, host)
+                    log.warning("rank %d: the host %s does not respond", self._rank, host)
                 self._on_lost()
-                self._links.abort()  # and those at the other ends do the same
+                self._links.abort()  # the linked ranks do the same
                 return
             self._loop.wait(_LOOK_S)

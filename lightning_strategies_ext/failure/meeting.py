@@ -23,16 +23,16 @@ REQUESTS_PER_S = 2000
 def wait_for_all_monitors(
     store: dist.Store, num_ranks: int, is_first: bool, get_failure: Callable[[], Failure | None]
 ) -> None:
-    """Called by all ranks together, when their watches look.
+    """Waits until the failure monitors of all ranks run. Collective: all ranks call it.
 
     Args:
-        store: Shared by the ranks, for this alone.
-        num_ranks: How many there are.
-        is_first: Whether this is the first of them: its process may have the store, so it goes on last.
-        get_failure: Tells what has failed, as far as this rank's watch knows.
+        store: Store that the ranks share, for this barrier alone.
+        num_ranks: Number of ranks.
+        is_first: Whether this is rank 0, which continues last, because its process may serve the store.
+        get_failure: Callable that returns the first failure that this rank's monitor knows of, or None.
 
     Raises:
-        RankFailedError: If some do not come to it, or one has failed.
+        RankFailedError: If a rank does not reach the barrier in time, or has failed.
     """
     deadline = time.monotonic() + STARTUP_TIMEOUT_S
     for key, until in ("watching", num_ranks), ("gone on", num_ranks if is_first else 0):

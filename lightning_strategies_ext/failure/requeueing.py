@@ -1,23 +1,23 @@
-"""Requeueing by SLURM: when any rank is told that the job's time is nearly over, all save, before the same step.
+"""Requeue agreement: when SLURM signals any rank that the time of the job ends, all ranks save before the same step.
 
-Lightning saves in the signal handler, wherever a rank is just then, and meets the others in a barrier: one that is a
-step ahead waits there for those that wait for it in the step's all-reduce. Here the signal is one more reason for the
-agreement that a SIGTERM has (:mod:`.stop_agreement`).
+Lightning saves in the signal handler, at the current position of each rank, and the ranks synchronize in a barrier. A
+rank that is one step ahead waits there for ranks that wait for it in the all-reduce of the step. Here the signal is a
+further reason for a stop agreement (:mod:`.stop_agreement`).
 """
 
 from collections.abc import Callable
 
 
 class RequeueAgreement:
-    """One rank's part in it, for one stage.
+    """One rank's part in the agreement, for one stage.
 
     Args:
-        requeue: Saves, and has SLURM queue the job again; called by all ranks together.
-        is_requested: Whether this rank was told so before the stage began.
+        carry_out: Callable that saves a checkpoint and requeues the job; all ranks call it together.
+        is_requested: Whether this rank received the signal before the stage.
 
     Attributes:
-        is_requested: Whether this rank was told, and the others may not know yet.
-        is_agreed: Whether all ranks know.
+        is_requested: Whether this rank has received the signal and the other ranks may not know it.
+        is_agreed: Whether all ranks know of the signal.
     """
 
     def __init__(self, carry_out: Callable[[], None], *, is_requested: bool = False) -> None:
@@ -26,15 +26,15 @@ class RequeueAgreement:
         self.is_agreed = False
 
     def agree(self, decide_any: Callable[[bool], bool]) -> None:
-        """Lets all ranks know what any was told. Called by all ranks together.
+        """Determines whether any rank has received the signal. Collective: all ranks call it.
 
         Args:
-            decide_any: Whether any rank says yes; a collective.
+            decide_any: Collective that returns whether the argument is True on any rank.
         """
-        is_requested, self.is_requested = self.is_requested, False  # a signal may come while the ranks decide
+        is_requested, self.is_requested = self.is_requested, False  # a signal may arrive while the ranks decide
         self.is_agreed |= decide_any(is_requested)
 
     def requeue(self) -> None:
-        """Does it. Called by all ranks together; it is for all that any was told by then."""
+        """Saves a checkpoint and requeues the job. Collective: all ranks call it."""
         self._carry_out()
         self.is_agreed = self.is_requested = False

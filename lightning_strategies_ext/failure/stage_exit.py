@@ -33,7 +33,7 @@ class StageExitHandler:
     Collective: all ranks create it together.
 
     Args:
-        watch: Failure monitor of this rank.
+        monitor: Failure monitor of this rank.
         rank: Global rank of this process.
         progress: Progress of this rank's collectives.
         ends_with_process: Whether the job ends with the ranks' processes, as with scripts; workers have a main process.
@@ -43,9 +43,9 @@ class StageExitHandler:
     """
 
     def __init__(
-        self, watch: FailureMonitor, rank: int, progress: CollectiveProgress, *, ends_with_process: bool
+        self, monitor: FailureMonitor, rank: int, progress: CollectiveProgress, *, ends_with_process: bool
     ) -> None:
-        self.watch = watch
+        self.monitor = monitor
         self.reason: str | None = None
         self._rank = rank
         self._progress = progress
@@ -53,7 +53,7 @@ class StageExitHandler:
         self._is_closed = False
         self._pending_work: Any = None
         self._in_collective_s = 0.0
-        watch.on_stage_exits = self._on_stage_exits
+        monitor.on_stage_exits = self._on_stage_exits
         atexit.unregister(_wait_for_others_at_exit)  # the job has another stage
 
     def announce_exit(self) -> None:
@@ -61,7 +61,7 @@ class StageExitHandler:
         if self._is_closed:
             return
         self.close()
-        self.watch.announce_stage_exit(self._progress.num_started())
+        self.monitor.announce_stage_exit(self._progress.num_started())
         if self._ends_with_process:
             atexit.register(_wait_for_others_at_exit, self)  # runs before the process group is destroyed
 
@@ -69,12 +69,12 @@ class StageExitHandler:
         """Announces that this rank has failed in its stage."""
         if not self._is_closed:
             self.close()
-            self.watch.announce_stage_exit(self._progress.num_started(), has_failed=True)
+            self.monitor.announce_stage_exit(self._progress.num_started(), has_failed=True)
 
     def explain_collective_error(self) -> str | None:
         """Returns why a collective failed, if another rank had finished the stage and exited; else None."""
         if self.reason is None and not self._is_closed:
-            exits = self.watch.stage_exits()
+            exits = self.monitor.stage_exits()
             if exits is not None:
                 self._set_reason(exits)
         return self.reason
@@ -86,8 +86,8 @@ class StageExitHandler:
             The ranks that failed, are lost, or whose processes exited before the stage; empty if this rank failed.
         """
         while True:
-            staying, failed = self.watch.ranks_in_stage()
-            if (failure := self.watch.wait_for_failure(0.0)) is not None:  # all ranks exit
+            staying, failed = self.monitor.ranks_in_stage()
+            if (failure := self.monitor.wait_for_failure(0.0)) is not None:  # all ranks exit
                 return [] if self._rank in failure.ranks else sorted(failed | set(failure.ranks))
             if not staying:
                 return sorted(failed)
@@ -108,7 +108,7 @@ class StageExitHandler:
         self._pending_work = now
         if self._progress.num_started() > exits.num_started or self._in_collective_s >= COLLECTIVE_GRACE_S:
             self._set_reason(exits)
-            self.watch.abort_own_collectives()
+            self.monitor.abort_own_collectives()
 
     def _set_reason(self, exits: StageExits) -> None:
         has = "has" if len(exits.ranks) == 1 else "have"
@@ -117,14 +117,14 @@ class StageExitHandler:
             " finished this stage. The ranks processed different numbers of batches or took different code paths. Give"
             " all ranks the same number of batches (`DistributedSampler`, `limit_train_batches=...`)."
         )
-        self.watch.announce_stage_exit(self._progress.num_started(), has_failed=True)
+        self.monitor.announce_stage_exit(self._progress.num_started(), has_failed=True)
 
 
 def _wait_for_others_at_exit(handler: StageExitHandler) -> None:
     failed = handler.wait_for_others()
     if failed:
-        failure = handler.watch.wait_for_failure(REASON_TIMEOUT_S)
-        if failure is not None and handler.watch.is_first_surviving_reporter(failure):
+        failure = handler.monitor.wait_for_failure(REASON_TIMEOUT_S)
+        if failure is not None and handler.monitor.is_first_surviving_reporter(failure):
             failure_report.print_report(failure)
         ranks = format_ranks(failed)
         failure_report.print_line(f"{ranks} failed after this rank had finished its stage. Exiting with code 1.")

@@ -1,6 +1,6 @@
-"""Agreement on a SIGTERM by way of a store, where the ranks may change and there is no watch that speaks with them.
+"""Stop agreement over a store, for a world whose ranks may change.
 
-A daemon thread per rank looks a few times per second into the store that the ranks of one world share.
+A daemon thread of each rank polls the store that the ranks of the world share, a few times per second.
 """
 
 import logging
@@ -16,12 +16,12 @@ from lightning_strategies_ext.failure.stop_agreement import StopAgreement
 
 log = logging.getLogger(__name__)
 
-#: How often a rank looks for a request, in seconds. Each look is one small request to the store, off the training
-#: thread; larger worlds look less often so that the store serves about 1,000 a second at most.
+#: Seconds between two polls of a rank. A poll is one small request to the store, outside of the training thread; in
+#: larger worlds ranks poll less often, so that the store serves at most about 1,000 requests per second.
 POLL_INTERVAL_S = 0.2
 POLLS_PER_SECOND_OF_STORE = 1000
 
-#: How long rank 0 waits, once the run has to end, for the others to read which step is the last, in seconds.
+#: Seconds that rank 0 waits at the end for the other ranks to read the decision.
 READ_TIMEOUT_S = 5.0
 _READ_POLL_INTERVAL_S = 0.02
 
@@ -29,12 +29,12 @@ _REQUESTED = "requested"
 
 
 class StoreAgreement:
-    """One rank's part. All ranks of a world create theirs together.
+    """Exchanges the votes of one rank. Collective: all ranks of a world create it together.
 
     Args:
-        agreement: What this rank says and hears.
-        store: Shared by the ranks of this world, and by no others.
-        rank: Of this process.
+        agreement: Stop agreement of this rank.
+        store: Store that the ranks of this world share, and no other ranks.
+        rank: Global rank of this process.
         world_size: Number of ranks.
     """
 
@@ -50,10 +50,10 @@ class StoreAgreement:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends this rank's part. A second call does no harm.
+        """Stops the thread. A second call is a no-op.
 
-        Without a request nobody is talked to. After one, rank 0, whose process usually holds the store, first waits
-        until the others have read the decision.
+        After a request, rank 0, whose process usually serves the store, first waits until the other ranks have read the
+        decision.
         """
         is_first_call = not self._closed.is_set()
         self._closed.set()
@@ -62,7 +62,7 @@ class StoreAgreement:
             self._wait_for_readers()
 
     def abandon(self) -> None:
-        """Leaves the thread to itself, which may wait for a store that is gone."""
+        """Abandons the thread, which may wait for an unavailable store."""
         self._closed.set()
         abandon_thread(self._thread)
 
@@ -70,35 +70,35 @@ class StoreAgreement:
         try:
             while not self._agreement.is_decided and not self._closed.wait(self._interval_s):
                 self._poll()
-        except Exception as error:  # the store went away with rank 0
-            log.debug("rank %d no longer asks whether to stop: %s", self._rank, error)
+        except Exception as error:  # the store has exited with rank 0
+            log.debug("rank %d stops polling for a stop: %s", self._rank, error)
             self._agreement.decide_alone()
 
     def _poll(self) -> None:
-        ballot = self._agreement.vote()
-        if ballot.is_requested and not self._has_requested:
+        vote = self._agreement.vote()
+        if vote.is_requested and not self._has_requested:
             self._has_requested = True
             self._store.set(_REQUESTED, "")
-        is_requested = ballot.is_requested or self._store.check([_REQUESTED])
-        self._agreement.receive(StopDecision(ballot.agreement_id) if is_requested else None)
-        ballot = self._agreement.vote()
-        if ballot.last_started_step is None:
+        is_requested = vote.is_requested or self._store.check([_REQUESTED])
+        self._agreement.receive(StopDecision(vote.agreement_id) if is_requested else None)
+        vote = self._agreement.vote()
+        if vote.last_started_step is None:
             return
         if not self._has_published:
             self._has_published = True
-            self._store.set(_step_key(self._rank), f"{ballot.last_started_step[0]},{ballot.last_started_step[1]}")
+            self._store.set(_step_key(self._rank), f"{vote.last_started_step[0]},{vote.last_started_step[1]}")
         keys = [_step_key(rank) for rank in range(self._world_size)]
-        # Asked again, not waited for: that would hold the store's connection, which the training thread shares.
+        # Polled, not waited for: a wait would block the store's connection, which the training thread shares.
         if self._store.check(keys):
             last_step = max(_decode(self._store.get(key)) for key in keys)
             self._store.set(f"read/{self._rank}", "")
             self._has_read = True
-            self._agreement.receive(StopDecision(ballot.agreement_id, last_step))
+            self._agreement.receive(StopDecision(vote.agreement_id, last_step))
 
     def _wait_for_readers(self) -> None:
         deadline = time.monotonic() + READ_TIMEOUT_S
         keys = [f"read/{rank}" for rank in range(self._world_size)]
-        with suppress(RuntimeError):  # the store is elsewhere, and gone
+        with suppress(RuntimeError):  # the store is on another host and unavailable
             while not self._store.check(keys) and time.monotonic() < deadline:
                 time.sleep(_READ_POLL_INTERVAL_S)
 

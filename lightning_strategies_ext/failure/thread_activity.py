@@ -1,7 +1,7 @@
-"""Whether the thread that trains moves, and where it is, as seen from another thread of its process.
+"""Thread activity: samples of the training thread, taken by the monitor thread a few times per second.
 
-It costs that thread nothing: it is looked at, some times per second. While it waits for the workers of a loader, they
-move for it.
+Sampling costs the training thread nothing. While the training thread waits for DataLoader workers, their activity
+counts as its own.
 """
 
 import gc
@@ -19,30 +19,30 @@ from typing import NamedTuple
 
 import psutil
 
-#: A thread that computes for this part of the time moves, even if it stays in one call, and so does one that sleeps and
-#: wakes up so often per second: it reads or writes. One that looks for something now and then does not.
+#: A thread is active, even within one call, if it computes for this part of the time, or if it wakes up this often per
+#: second, because it reads or writes. A thread that polls now and then is idle.
 _BUSY = 0.02
 _WAKES_PER_S = 20
-#: And one whose process reads or writes so many bytes per second: one call may write a whole checkpoint to a slow disk.
+#: A thread is active if its process reads or writes this many bytes per second: one call may write a whole checkpoint.
 _BYTES_PER_S = 100_000
-#: Who is at one place for so long may wait for workers, in seconds.
+#: Seconds with an unchanged stack after which the activity of DataLoader workers is sampled too.
 _WAITS_S = 0.5
 _MAX_FRAMES = 60
 _PACKAGE = str(Path(__file__).parents[1])
-#: Where somebody debugs, the thread waits in one of these modules.
+#: Modules in which a thread waits during a debugger session.
 _DEBUGGERS = frozenset({"bdb", "pdb", "cmd", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy", "remote_pdb"})
-#: Files that are no code of the user's: of Python, of installed packages, of this one.
+#: Directories without user code: Python, installed packages, and this package.
 _FRAMEWORK_PATHS = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
 
 
 class ResourceUsage(NamedTuple):
-    """What a thread or a process has done so far.
+    """Cumulative resource usage of a thread or process.
 
     Attributes:
-        cpu_s: Seconds for which it has computed.
-        num_wakes: How often it has woken up.
-        num_bytes: That its process has read and written.
-        is_running: Whether it computes now, or would if a core were free.
+        cpu_s: CPU time in seconds.
+        num_wakes: Number of voluntary context switches.
+        num_bytes: Bytes that the process has read and written.
+        is_running: Whether the thread or process computes now, or waits for a core.
     """
 
     cpu_s: float = 0.0
@@ -51,7 +51,7 @@ class ResourceUsage(NamedTuple):
     is_running: bool = False
 
     def exceeds(self, before: "ResourceUsage", elapsed_s: float) -> bool:
-        """Whether it has done something since, so many seconds ago."""
+        """Returns whether there was activity since ``before``, which was sampled ``elapsed_s`` seconds ago."""
         return (
             self.is_running
             or self.cpu_s - before.cpu_s > _BUSY * elapsed_s
@@ -61,11 +61,11 @@ class ResourceUsage(NamedTuple):
 
     @classmethod
     def of_process(cls, pid: int) -> "ResourceUsage":
-        """Those of a process; only the CPU time where /proc does not show it.
+        """Returns the usage of a process; only its CPU time if /proc does not show the process.
 
         Raises:
-            psutil.Error: If it has ended.
-            OSError: The same, where /proc does not show it.
+            psutil.Error: If the process has exited.
+            OSError: The same, if /proc does not show the process.
         """
         try:
             process = psutil.Process(pid)
@@ -79,16 +79,16 @@ class ResourceUsage(NamedTuple):
 
 
 class ThreadActivity:
-    """Of one thread.
+    """Samples the CPU use and the stack of one thread.
 
     Args:
-        thread: It.
+        thread: Thread to sample.
 
     Attributes:
-        unchanged_s: For how long it has been at the same place, in seconds, as counted by :meth:`sample`.
-        idle_s: For how long it has been at the same place and has computed next to nothing, in seconds; a thread that
-            gets no core is not idle, nor one that waits for workers of a loader which are not.
-        module: The one that it is in, or was when it was looked at.
+        unchanged_s: Seconds for which the stack has not changed, as counted by :meth:`sample`.
+        idle_s: Seconds for which the stack has not changed and the thread was idle. A thread that waits for a core, or
+            for busy DataLoader workers, is not idle.
+        module: Module of the innermost frame in the last sample.
     """
 
     def __init__(self, thread: threading.Thread) -> None:
@@ -98,19 +98,18 @@ class ThreadActivity:
         self._counts = ResourceUsage()
         self._worker_usage: dict[int, ResourceUsage] = {}
         self._process: psutil.Process | None = None
-        with suppress(psutil.Error):  # where there is no /proc
+        with suppress(psutil.Error):  # /proc is missing
             self._process = psutil.Process()
         self.unchanged_s = 0.0
         self.idle_s = 0.0
         self.module = ""
 
     def sample(self, elapsed_s: float, has_moved: bool = False) -> None:
-        """Looks at the thread; called some times per second.
+        """Takes a sample. The monitor thread calls this a few times per second.
 
         Args:
-            elapsed_s: Since the last time. More than the caller meant to wait is not counted, so that a process that
-                was stopped does not take the time for its thread's.
-            has_moved: Whether the thread has moved since the last sample, even if it is at the same place again.
+            elapsed_s: Seconds since the last sample, without time in which the process was suspended.
+            has_moved: Whether the thread has moved since the last sample, even if its stack is the same.
         """
         frames = self._frames()
         self.module = str(frames[0].f_globals.get("__name__", "")) if frames else ""
@@ -126,29 +125,29 @@ class ThreadActivity:
 
     @property
     def is_in_debugger(self) -> bool:
-        """Whether somebody looks at the thread in a debugger of Python's."""
+        """Whether the thread is in a Python debugger."""
         return any(frame.f_globals.get("__name__", "").split(".")[0] in _DEBUGGERS for frame in self._frames())
 
     def stack(self) -> str:
-        """Where the thread is, as a trace, the outermost call first."""
+        """Returns the stack of the thread as text, outermost call first."""
         frames = [(frame, frame.f_lineno) for frame in reversed(self._frames())]
         return "".join(traceback.StackSummary.extract(iter(frames)).format())
 
     def user_frames(self) -> list[str]:
-        """Where the thread is in code that is none of a framework's, each as ``file:line in function``."""
+        """Returns the frames of the user's code, each as ``file:line in function``."""
         frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
         return user_code_frames(frames[::-1])
 
     def _count(self) -> ResourceUsage:
         status: dict[str, str] = {}
-        with suppress(OSError):  # where there is no /proc
+        with suppress(OSError):  # /proc is missing
             status = dict(line.split(":\t", 1) for line in self._status_file.read_text().splitlines() if ":\t" in line)
         num_wakes, is_running = int(status.get("voluntary_ctxt_switches", 0)), status.get("State", "").startswith("R")
         return ResourceUsage(_cpu_seconds(self._ident), num_wakes, _num_bytes_of(self._process), is_running)
 
     def _are_dataloader_workers_busy(self, elapsed_s: float) -> bool:
         before, now = self._worker_usage, dict[int, ResourceUsage]()
-        # `multiprocessing.active_children()` would take note of those that have ended, before torch asks how they did.
+        # `multiprocessing.active_children()` would reap workers that have exited, before torch reads their exit codes.
         for pid in [worker.pid for worker in list(getattr(multiprocessing.process, "_children", ())) if worker.pid]:
             with suppress(psutil.Error, OSError):
                 now[pid] = ResourceUsage.of_process(pid)
@@ -174,7 +173,7 @@ def _num_bytes_of(process: psutil.Process | None) -> int:
 
 
 def _is_waiting_for_batch(frames: list[FrameType]) -> bool:
-    """Whether a thread waits for a batch: from torch's loaders, or whatever Lightning fetches it from."""
+    """Returns whether a thread waits for a batch of a torch DataLoader or of Lightning's data fetcher."""
     names = [str(frame.f_globals.get("__name__", "")) for frame in frames]
     return any(
         name.startswith(("torch.utils.data.", "torchdata.")) or name.endswith(".loops.fetchers") for name in names
@@ -183,11 +182,11 @@ def _is_waiting_for_batch(frames: list[FrameType]) -> bool:
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """Lets no garbage be collected, while this thread looks at the frames of another.
+    """Pauses garbage collection while this thread reads the frames of another thread.
 
-    Python 3.11 makes an object for each frame that is looked at, which may set off a collection; what that calls may
-    let the other thread go on, and its frame is gone before the object refers to it: the process crashes. Before 3.11
-    frames are objects anyway, and from 3.12 on nothing is collected there.
+    Python 3.11 creates an object for each frame that is read. That may start a collection, whose callbacks may let the
+    other thread run; its frame is then freed before the object refers to it, and the process crashes. Before 3.11,
+    frames are objects anyway; since 3.12, no collection starts there.
     """
     if sys.version_info[:2] != (3, 11) or not gc.isenabled():
         yield
@@ -200,13 +199,13 @@ def _gc_paused() -> Iterator[None]:
 
 
 def user_code_frames(frames: list[tuple[str, int | None, str]]) -> list[str]:
-    """Those of some frames that are in code of the user's, or the last if none is, as ``file:line in function``."""
+    """Returns those of the given frames that are user code, or else the last frame, as ``file:line in function``."""
     users = [frame for frame in frames if not _is_internal(frame[0])]
     return [f"{file}:{line} in {function}" for file, line, function in users or frames[-1:]]
 
 
 def frames_of_exception(exception: BaseException) -> list[tuple[str, int | None, str]]:
-    """Where an exception was raised: file, line and function of each frame, the outermost first."""
+    """Returns file, line, and function of each frame of an exception's traceback, outermost first."""
     return [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(exception.__traceback__)]
 
 

@@ -1,7 +1,7 @@
-"""The vigil: one that others wait for in vain is killed, so that the others can go on without it.
+"""Hang monitor of elastic training: kills a hung rank so that the other ranks can continue.
 
-Where all ranks end together, the watch sees to that (:mod:`.failure_monitor`). In a ``fit`` whose ranks may change,
-the others are told of a rank's end by the kernel, and there is nothing else to do than to bring it about.
+Without elastic training, all ranks exit after a hang, see :mod:`.failure_monitor`. In elastic training, the kernel
+reports the exit of a rank to the other ranks, so killing the rank suffices.
 """
 
 import logging
@@ -20,23 +20,23 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress, Fai
 
 log = logging.getLogger(__name__)
 
-#: For how long more the same ranks must be stuck, in seconds: those that one has just let go by its end wake up.
+#: Seconds for which the same ranks must stay hung before they are killed: the exit of a rank may have released them.
 CONFIRMATION_S = 1.0
 
 
 class Vigil:
-    """One rank's part in it. All ranks of a host create theirs together; a thread looks a few times per second.
+    """Monitors the ranks of one host. Collective among them: they create it together.
 
-    It goes on when this rank has left the others, until :meth:`close`: they may be waited for then.
+    The thread continues after this rank has finished, until :meth:`close`: other ranks may hang then.
 
     Args:
-        store: Shared by the ranks, for this alone.
-        peers: The ranks of this host.
-        rank: Of this process.
-        progress: Of this rank.
-        hang_timeout_s: For how long ranks may wait in a collective for one that does not move, in seconds.
-        where: Gives stage and step, for people.
-        is_single_host: Whether there are no ranks on other hosts, for which all of this one may wait.
+        store: Store that the ranks share, for this object alone.
+        peers: Ranks of this host.
+        rank: Global rank of this process.
+        progress: Progress of this rank's collectives.
+        hang_timeout_s: Hang timeout, in seconds.
+        where: Callable that returns stage and step as text.
+        is_single_host: Whether all ranks are on this host. Otherwise all ranks of this host may wait for another host.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Vigil:
         self._thread.start()
 
     def mark_finished(self) -> None:
-        """Says that this rank is done with what the ranks do together."""
+        """Publishes that this rank has finished."""
         self._own.state = "finished"
 
     def close(self) -> None:
-        """Ends this rank's part. A second call does no harm."""
+        """Stops the thread. A second call is a no-op."""
         if os.getpid() != self._pid or self._closed.is_set():
             return
         self.mark_finished()
@@ -86,12 +86,12 @@ class Vigil:
                 failure = self._look(min(now - before, 2 * HEARTBEAT_INTERVAL_S))
                 if failure is not None:
                     self._kill(failure)
-            except Exception:  # nobody would notice that this thread has ended
-                log.exception("the vigil of rank %d could not look, and goes on", self._rank)
+            except Exception:  # otherwise the thread would exit unnoticed
+                log.exception("The hang monitor of rank %d raised an exception; it continues.", self._rank)
             before = now
 
     def _look(self, elapsed_s: float) -> Failure | None:
-        """Who is to be ended, if this rank is the one to do it."""
+        """Returns the failure of ranks that this rank has to kill, or None."""
         self._own.sample_training_thread(elapsed_s)
         self._own.publish(None)
         statuses = self._own.read()
@@ -105,7 +105,7 @@ class Vigil:
         ranks = () if failure is None else failure.ranks
         do_all_wait = self._are_all_here and len(ranks) == len(self._peers)
         if not do_all_wait and any(self._is_in_collective(statuses[rank]) for rank in ranks):
-            ranks = ()  # they wait for one that has left or ended, and will be told; or for one on another host
+            ranks = ()  # they wait for a rank that has exited, which the kernel reports, or for a rank of another host
         self._suspected_for_s = self._suspected_for_s + elapsed_s if ranks == self._suspects else 0.0
         self._suspects = ranks
         is_sure = bool(ranks) and self._suspected_for_s >= CONFIRMATION_S
@@ -121,6 +121,6 @@ class Vigil:
         for rank in failure.ranks:
             if rank != self._rank:
                 self._peers[rank].kill()
-        if self._rank in failure.ranks:  # they wait for each other, as they would again
+        if self._rank in failure.ranks:  # all ranks wait for each other, and would again
             exit_now()
-        self._suspects = ()  # or all of it is said again before the kernel has ended them
+        self._suspects = ()  # otherwise the report would be repeated before the kernel has killed them

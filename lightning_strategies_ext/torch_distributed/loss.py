@@ -1,6 +1,6 @@
 """NCCL does not tell a rank that another one is gone, or ends the rank for it; the kernel tells, and the rank goes on.
 
-Where all ranks end together, the watch does this (:mod:`...failure.watch`); gloo and shm notice by themselves.
+Where all ranks end together, the watch does this (:mod:`...failure.failure_monitor`); gloo and shm notice by themselves.
 """
 
 import os

@@ -180,7 +180,7 @@ def linger_for(
 
 
 def raise_an_error(departure: StageExitHandler) -> None:
-    departure.watch.announce_failure(ValueError("no"))
+    departure.monitor.announce_failure(ValueError("no"))
 
 
 @pytest.mark.parametrize(
