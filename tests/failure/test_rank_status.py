@@ -1,13 +1,16 @@
 """What ranks say of themselves, and which of them are taken for lost: no process is needed to try it."""
 
+import os
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from lightning_strategies_ext.failure import failure_report
+from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext.failure import detection, failure_report
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.rank_status import (
     HUNG,
@@ -16,6 +19,7 @@ from lightning_strategies_ext.failure.rank_status import (
     HeartbeatAges,
     RankStatus,
     first_failure,
+    format_ranks,
     hung_ranks,
 )
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
@@ -171,3 +175,30 @@ def test_the_stacks_are_told_whoever_saw_first_that_a_rank_is_stuck(by):
     assert "Rank 1 is at" not in failure_report.full_report(
         replace(failure, reported_by=1, is_self_reported=True, verb="failed")
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0-1"),
+        ([0, 2], "ranks 0 and 2"),
+        ([5, 0, 2], "ranks 0, 2, and 5"),
+        (range(8), "ranks 0-7"),
+        (range(512), "ranks 0-7 and 504 more"),
+        ([0, 2, 5, *range(100, 1119)], "ranks 0, 2, 5, 100-104, and 1014 more"),
+    ],
+)
+def test_a_list_of_ranks_collapses_ranges_and_names_at_most_eight(ranks: Sequence[int], text: str) -> None:
+    assert format_ranks(ranks) == text
+
+
+def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
+    statuses = {rank: WAITS if rank else SLEEPS for rank in range(512)}
+    statuses = {rank: replace(status, rank=rank) for rank, status in statuses.items()}
+    peers = {rank: Peer(rank, "here", os.getpid(), 0.0) for rank in statuses}
+    ages = dict.fromkeys(statuses, 0.0)
+    failure = detection.diagnose_hang(statuses, ages, PATIENCE_S, peers, reported_by=1)
+    assert failure is not None
+    assert failure.ranks == (0,)
+    assert failure.headline.startswith("ranks 1-8 and 503 more waited 300 s for it in ")
