@@ -118,7 +118,7 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_killed():
     check_is_as_good_as_undisturbed(run)
     assert run.worlds == [(2, 0), (1, 60)]
     assert "rank 1 is stopped" in run.output
-    assert "rank 1 is killed: nobody is waited for in vain." in run.output
+    assert "Killing rank 1 so that the other ranks can continue." in run.output
 
 
 def test_too_few_ranks_and_going_on_from_the_checkpoint(tmp_path):

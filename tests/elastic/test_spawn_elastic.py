@@ -121,7 +121,7 @@ def test_a_worker_that_the_others_wait_for_in_vain_is_killed_and_started_anew(ac
     assert f"rank {rank} on " in run.output
     assert "is stuck" in run.output
     assert what in run.output
-    assert f"rank {rank} is killed: nobody is waited for in vain." in run.output
+    assert f"Killing rank {rank} so that the other ranks can continue." in run.output
     assert "was killed by SIGKILL" in run.output
 
 
@@ -135,7 +135,7 @@ def test_a_collective_by_one_worker_alone_ends_fit():
     run = run_workers(2, once(call_barrier, rank=1, step=30), strategy=strategy)
     assert run.code != 0
     assert "stuck" in run.output
-    assert "killed: nobody is waited for in vain." in run.output
+    assert "so that the other ranks can continue." in run.output
     assert "WorkerDiedError" in run.output
 
 
