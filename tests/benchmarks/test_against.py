@@ -87,7 +87,10 @@ def test_rows_that_a_revision_lacks_are_named_and_the_others_are_measured(reposi
     done = run_benchmark(repository, "watch", "--against", "HEAD~1", *options)
     assert done.returncode == 0, done.stdout
     short = git(repository, "rev-parse", "--short", "HEAD~1").strip()
-    assert f"left out: messages of 8 hosts to rank 0 ({short} has no failure.remote_status:RemoteStatus)" in done.stdout
+    assert (
+        f"left out: messages of 8 hosts to rank 0 ({short} has no failure.remote_status:RemoteStatus and 1 more names)"
+        in done.stdout
+    )
     assert "heartbeat, 2 ranks on the host" in done.stdout
     assert "with messages between hosts, with changes that are not committed" in done.stdout
     assert f"{short}: {short}" in done.stdout

@@ -145,7 +145,7 @@ class Net(pl.LightningModule):
         if "scheduler" in self.flags:
             schedulers = self.lr_schedulers()
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-                scheduler.last_started_step()
+                scheduler.step()
         return None
 
     @torch.compiler.disable  # it does not compile Lightning's `log`, with one device and with Lightning's `ddp` neither

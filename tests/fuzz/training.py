@@ -274,7 +274,7 @@ class Model(pl.LightningModule):
         schedulers = self.lr_schedulers()
         if steps and case.scheduler in ("step", "every_other_step"):
             for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
-                scheduler.last_started_step()
+                scheduler.step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.report("val", self.loss(batch, batch_idx), batch)

@@ -310,7 +310,7 @@ class HidesModules(MLP):
         loss = self.loss(batch) + (self.net(batch[0]) - self.teacher[0](self.teacher[2](batch[0]))).square().mean()
         for optimizer in (self.optimizers(), self.optimizers()):
             self.manual_backward(loss, retain_graph=True)
-            optimizer.last_started_step()
+            optimizer.step()
             optimizer.zero_grad()
             loss = self.loss(batch)
 

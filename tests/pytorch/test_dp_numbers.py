@@ -371,7 +371,7 @@ class OfTokens(MLP):
             return {"loss": loss}
         self.optimizers().zero_grad()
         self.manual_backward(loss)
-        self.optimizers().last_started_step()
+        self.optimizers().step()
         return None
 
 

@@ -72,7 +72,7 @@ class WithClosure(MLP):
             self.manual_backward(loss)
             return loss
 
-        self.log("loss", optimizer.last_started_step(closure=closure))
+        self.log("loss", optimizer.step(closure=closure))
 
     def configure_optimizers(self):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)

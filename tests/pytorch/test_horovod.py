@@ -62,7 +62,7 @@ class Accumulates(MLP):
         with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
             self.manual_backward(self.loss(batch) / 2)
         if batch_idx % 2 == 1:
-            optimizer.last_started_step()
+            optimizer.step()
             optimizer.zero_grad()
 
 

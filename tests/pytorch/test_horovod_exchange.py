@@ -115,7 +115,7 @@ class BackwardByHand(MLP):
 
     def training_step(self, batch, batch_idx):
         self.loss(batch).backward()
-        self.optimizers().last_started_step()
+        self.optimizers().step()
 
 
 class EditsGradients(MLP):
@@ -155,7 +155,7 @@ class EditsManually(EditsGradients):
     def training_step(self, batch, batch_idx):
         self.other_loss = self.loss(batch)
         self.manual_backward(self.other_loss * 1)
-        self.optimizers().last_started_step()
+        self.optimizers().step()
         self.optimizers().zero_grad()
 
 

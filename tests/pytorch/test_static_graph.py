@@ -66,7 +66,7 @@ class FirstPassBlocked(Manual):
         with self.trainer.strategy.block_backward_sync() if self.trainer.world_size > 1 else nullcontext():
             self.manual_backward(self.loss(batch))
         self.manual_backward(self.loss(batch))
-        optimizer.last_started_step()
+        optimizer.step()
 
 
 class OnePassEach(Manual):

@@ -64,7 +64,7 @@ class Manual(Net):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        optimizer.last_started_step()
+        optimizer.step()
 
 
 class HeadOnly(Net):

@@ -176,7 +176,7 @@ class Net(pl.LightningModule):
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(loss)
-            optimizer.last_started_step()
+            optimizer.step()
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -186,7 +186,7 @@ class Net(pl.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         if not self.automatic_optimization:
-            self.lr_schedulers().last_started_step()
+            self.lr_schedulers().step()
         logged = {name: float(self.trainer.callback_metrics[name]) for name in ("seen", "counted", "loss_epoch")}
         self.write(epoch=self.current_epoch, **logged)
 

@@ -126,10 +126,10 @@ class Manual(Model):
         for _ in range(2):
             optimizer.zero_grad()
             self.manual_backward(functional.cross_entropy(self.net(batch[0]), batch[1]))
-            optimizer.last_started_step()
+            optimizer.step()
 
     def on_train_epoch_end(self) -> None:
-        self.lr_schedulers().last_started_step()
+        self.lr_schedulers().step()
 
 
 class AddsUp(Model):
@@ -144,7 +144,7 @@ class AddsUp(Model):
         with self.trainer.strategy.block_backward_sync() if batch_idx % 3 == 0 else nullcontext():
             self.manual_backward(loss)
         if batch_idx % 3 == 2:
-            self.optimizers().last_started_step()
+            self.optimizers().step()
             self.optimizers().zero_grad()
 
     def on_train_epoch_end(self) -> None:
