@@ -21,7 +21,7 @@ SECRET_FILE = "LIGHTNING_STRATEGIES_EXT_SECRET_FILE"
 #: A host that has not answered for so long, in seconds, is lost; when nothing is said, its kernel is asked so often.
 HOST_LOSS_TIMEOUT_S = 8
 _KEEPALIVE_INTERVAL_S = 2
-#: How long a store may take to answer on a connection that :func:`own_connection` has made.
+#: How long a store may take to answer on a connection that :func:`clone_store` has made.
 _STORE_TIMEOUT = timedelta(seconds=30)
 #: Where /proc is missing, descriptors below this number are tried.
 _MAX_DESCRIPTORS = 1 << 16
@@ -228,7 +228,7 @@ def shut_down_connections(matches: Callable[[Any], bool]) -> None:
     """Shuts down connections of this process, so that whoever waits at their ends fails.
 
     Args:
-        matches: Says of a connection, as psutil describes it, whether it is meant.
+        matches: Predicate of a connection, as psutil describes it.
     """
     spared = {connection.fileno() for connection in _spared}
     for connection in _tcp_sockets():

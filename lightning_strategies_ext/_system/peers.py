@@ -70,7 +70,7 @@ class Peer:
         """Kills the process, if it is alive, and what it has forked; only on its own host.
 
         Args:
-            exclude_pids: Processes that are none of its loaders' workers, whoever has started them: ranks.
+            exclude_pids: Processes to spare: ranks, which this process may have started.
         """
         if self.is_running():
             kill_with_forked_children(self.pid, exclude_pids)

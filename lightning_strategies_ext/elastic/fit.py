@@ -8,7 +8,7 @@ Lightning's training loop runs in one *world* after another, in the same process
   (:mod:`.commit`).
 - **A rank dies**: whatever the others wait for fails within milliseconds, and all leave the world.
 - **Hosts have come or gone, or a rank gets a SIGTERM**: all ranks agree on a step, as they do on a SIGTERM elsewhere
-  (:mod:`...failure.termination`; no step waits for it), commit before it, and leave the world. Nothing is repeated.
+  (:mod:`...failure.stop_agreement`; no step waits for it), commit before it, and leave the world. Nothing is repeated.
 - **Entering a world**: ranks are numbered, and rendezvous (:mod:`.membership`); all restore the newest commit
   that any of them has. Those that lack it, because they are new or were a step behind, receive it. Loaders are made
   anew, and share out what is left of the epoch (:mod:`.sampler`).

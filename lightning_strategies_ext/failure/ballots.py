@@ -8,8 +8,8 @@ from typing import Any
 StepIndex = tuple[int, int]
 #: Identifier of an agreement: the stage, and the number of earlier agreements in the stage.
 AgreementId = tuple[int, int]
-#: Number of ranks that a list of stage exits names.
-_MAX_RANKS_LISTED = 8
+#: Number of ranks that a message names, and that a list of stage exits has.
+MAX_RANKS_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def merge_stage_exits(
     if not of_stage:
         return None
     ranks = sorted({rank for one in of_stage for rank in one.ranks})
-    return StageExits(stage, tuple(ranks[:_MAX_RANKS_LISTED]), min(one.num_started for one in of_stage))
+    return StageExits(stage, tuple(ranks[:MAX_RANKS_LISTED]), min(one.num_started for one in of_stage))
 
 
 def _pair(values: Any) -> tuple[int, int]:

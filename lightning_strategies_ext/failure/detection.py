@@ -10,10 +10,10 @@ from dataclasses import replace
 import psutil
 
 from lightning_strategies_ext._system.peers import Peer
+from lightning_strategies_ext.failure.ballots import MAX_RANKS_LISTED
 from lightning_strategies_ext.failure.rank_status import (
     HUNG,
     LOST,
-    MAX_RANKS_LISTED,
     Failure,
     RankStatus,
     format_ranks,
@@ -26,7 +26,7 @@ _IS_TRACED = "is traced"
 
 def diagnose_exit(
     statuses: Mapping[int, RankStatus],
-    died: Sequence[Peer],
+    exited: Sequence[Peer],
     get_exit_code: Callable[[int], int | None],
     reported_by: int,
 ) -> Failure | None:
@@ -34,13 +34,13 @@ def diagnose_exit(
 
     Args:
         statuses: Statuses of all ranks, by rank.
-        died: Ranks whose processes have exited.
+        exited: Ranks whose processes have exited.
         get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
             if the exit code is unknown.
         reported_by: Global rank of the caller.
     """
     stage = max(status.stage for status in statuses.values())
-    for peer in died:
+    for peer in exited:
         status = statuses.get(peer.rank, RankStatus(peer.rank))
         if status.stage < stage and status.failure is not None:
             return status.failure
@@ -140,9 +140,11 @@ def diagnose_hang(
     return _observed_failure(ranks, statuses[ranks[0]], headline, reported_by, where, peers[ranks[0]].host_name, verb)
 
 
-def _process_state(peer: Peer, own_host: str, is_silent: bool) -> str:
+def _process_state(peer: Peer, own_host: str, is_unresponsive: bool) -> str:
     if peer.host != own_host:
-        return "sends no heartbeats: the process is stopped, or a library in it holds the GIL" if is_silent else ""
+        return (
+            "sends no heartbeats: the process is stopped, or a library in it holds the GIL" if is_unresponsive else ""
+        )
     status = None
     with suppress(psutil.Error, OSError):
         status = psutil.Process(peer.pid).status()
@@ -150,7 +152,7 @@ def _process_state(peer: Peer, own_host: str, is_silent: bool) -> str:
         return _IS_TRACED
     if status == psutil.STATUS_STOPPED:
         return f"is stopped (`kill -CONT {peer.pid}` continues it)"
-    return "sends no heartbeats: a library in it holds the GIL" if is_silent else ""
+    return "sends no heartbeats: a library in it holds the GIL" if is_unresponsive else ""
 
 
 def _observed_failure(

@@ -20,7 +20,7 @@ class ExitTracker:
     def __init__(self, peers: Mapping[int, Peer], loop: SelectorLoop) -> None:
         self._peers = peers
         self._loop = loop
-        self._gone: set[int] = set()
+        self._exited: set[int] = set()
         self._pidfds: dict[int, int] = {}
         if hasattr(os, "pidfd_open"):
             for rank, peer in peers.items():
@@ -33,8 +33,8 @@ class ExitTracker:
 
     def exited_ranks(self) -> set[int]:
         """Returns the ranks of all processes that have exited."""
-        self._gone |= {rank for rank in self._polled if not self._peers[rank].is_running()}
-        return set(self._gone)
+        self._exited |= {rank for rank in self._polled if not self._peers[rank].is_running()}
+        return set(self._exited)
 
     def close(self) -> None:
         """Closes the pidfds, after the selector loop has been closed."""
@@ -43,5 +43,5 @@ class ExitTracker:
 
     def _on_exit(self, descriptor: int) -> bool:
         self._loop.remove(descriptor)
-        self._gone.add(self._pidfds[descriptor])
+        self._exited.add(self._pidfds[descriptor])
         return True

@@ -21,7 +21,7 @@ STACK_AFTER_S = 2.0
 #: Modules in which a thread waits for other ranks in a collective.
 _COLLECTIVE_MODULES = ("torch.distributed", "torch.nn.parallel.distributed", "horovod", "lightning_strategies_ext")
 #: Modules of these that run no collective.
-_OF_FAILURES = "lightning_strategies_ext.failure"
+_MODULES_WITHOUT_COLLECTIVES = "lightning_strategies_ext.failure"
 #: Stands for the work that a rank waits for after it has finished its stage.
 _END_OF_STAGE = object()
 
@@ -107,7 +107,7 @@ class LocalStatus:
         self._status_table = None
 
     def _status(self, failure: Failure | None) -> RankStatus:
-        activity, waited_for = self.activity, self._pending_work
+        activity, pending_work = self.activity, self._pending_work
         is_still = activity.unchanged_s >= STACK_AFTER_S
         return RankStatus(
             rank=self._rank,
@@ -120,7 +120,7 @@ class LocalStatus:
             unchanged_s=activity.unchanged_s,
             idle_s=activity.idle_s,
             is_in_debugger=is_still and activity.is_in_debugger,
-            collective=getattr(waited_for, "name", "") or ("a collective" if self._in_collective_s > 0 else ""),
+            collective=getattr(pending_work, "name", "") or ("a collective" if self._in_collective_s > 0 else ""),
             user_frames=tuple(activity.user_frames()) if is_still else (),
             stack=activity.stack() if is_still else "",
             failure=failure,
@@ -132,4 +132,4 @@ class LocalStatus:
 
     def _is_in_collective(self) -> bool:
         module = self.activity.module
-        return module.startswith(_COLLECTIVE_MODULES) and not module.startswith(_OF_FAILURES)
+        return module.startswith(_COLLECTIVE_MODULES) and not module.startswith(_MODULES_WITHOUT_COLLECTIVES)

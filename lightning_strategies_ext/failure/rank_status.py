@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from lightning_strategies_ext.failure.ballots import StageExit, StageExits, StopDecision, StopVote
+from lightning_strategies_ext.failure.ballots import MAX_RANKS_LISTED, StageExit, StageExits, StopDecision, StopVote
 
 #: In a stage, finished with the stage, failed in the stage, or exiting.
 RankState = Literal["running", "finished", "failed", "exited"]
@@ -26,8 +26,6 @@ class CollectiveProgress:
         return None
 
 
-#: Ranks that a message names at most.
-MAX_RANKS_LISTED = 8
 #: Verb for one hung rank, and for several.
 HUNG = "is stuck", "are stuck"
 #: Verb for one rank of a lost host, and for several.
@@ -211,8 +209,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
     parts = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in ranges]
     if len(ordered) > MAX_RANKS_LISTED:
         parts.append(f"{len(ordered) - MAX_RANKS_LISTED} more")
-    separator = ", and " if len(parts) > 2 else " and "
-    return f"rank{'' if len(ordered) == 1 else 's'} {separator.join(filter(None, (', '.join(parts[:-1]), parts[-1])))}"
+    listed = " and ".join(parts)
+    if len(parts) > 2:
+        listed = f"{', '.join(parts[:-1])}, and {parts[-1]}"
+    return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
 
 
 def first_failure(statuses: Mapping[int, RankStatus]) -> Failure | None:

@@ -78,7 +78,7 @@ class StatusTable:
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
             try:
-                if _is_board(descriptor, path, num_bytes):
+                if _is_status_table(descriptor, path, num_bytes):
                     return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank))
             finally:
                 os.close(descriptor)
@@ -137,7 +137,7 @@ def _is_dumpable() -> bool:
     return bool(ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1)
 
 
-def _is_board(descriptor: int, path: str, num_bytes: int) -> bool:
+def _is_status_table(descriptor: int, path: str, num_bytes: int) -> bool:
     """Returns whether a file is a status table of this user. A manipulated store could name another file."""
     status = os.fstat(descriptor)
     is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()

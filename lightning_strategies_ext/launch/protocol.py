@@ -208,7 +208,7 @@ class Failure:
         pickled = None
         with suppress(Exception):
             pickled = dump(_Raised(exception), returning=True)
-        lines = headline.partition(": ")[2].strip().splitlines()
+        lines = headline.partition(f"{type(exception).__qualname__}: ")[2].strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
         is_consequence = isinstance(exception, RankFailedError)
         return cls(pickled, summary, trace, time.monotonic(), has_results, is_consequence, known_failure())

@@ -1,9 +1,9 @@
 """The processes that run the user's script once more, for each further device of this host.
 
 Until the ranks have met, only this process can notice that one of them ends, at an error in the script, say: it would
-wait for it until the timeout. From then on each rank's watch does
-(:mod:`lightning_strategies_ext.failure.failure_monitor`).
-Lightning has an observer for the same, which kills all ranks at once, whatever they still have to save or to say.
+wait for it until the timeout. From then on each rank's failure monitor does
+(:mod:`lightning_strategies_ext.failure.failure_monitor`). Lightning has an observer for the same, which kills all ranks
+at once, also ranks that still save a checkpoint or write a report.
 """
 
 import atexit

@@ -36,12 +36,13 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 def faults() -> Iterator[str]:
     """Returns each retired term in the packages that have been rewritten."""
+    retired = terms()
     for place in CONVERTED:
         root = REPOSITORY / place
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             name = str(path.relative_to(REPOSITORY))
             for number, text in texts(path):
-                for pattern, use in terms():
+                for pattern, use in retired:
                     if (found := pattern.search(text)) is not None:
                         yield f"{name}:{number}: {found[0]!r} is a retired term; use: {use}"
 

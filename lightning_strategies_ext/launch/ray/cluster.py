@@ -242,7 +242,7 @@ def _connect(address: str, runtime_env: dict[str, Any] | None) -> None:
         except ConnectionAbortedError as error:
             if not is_of_client(address) or attempt == _ATTEMPTS - 1:
                 raise
-            log.info("Ray Client's proxy at %s did not start a server (%s); it is asked again", address, error)
+            log.info("Ray Client's proxy at %s did not start a server (%s); connecting again", address, error)
         else:
             return
 
