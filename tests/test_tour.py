@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples import tour
+from tests.support.examples import EXAMPLE_ENVIRONMENT, example_packages
 from tests.support.ranks import REPOSITORY, run_script
 
 pytestmark = pytest.mark.processes
@@ -12,8 +12,11 @@ OF_ALL_RANKS = {"ddp_spawn_ext": 360, "ddp_fork_ext": 360, "dp_ext": 360, "ddp_e
 
 
 def run(strategy):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.MonkeyPatch.context() as monkeypatch, example_packages():
+        from examples import tour
+
+        for name, value in {**EXAMPLE_ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items():
+            monkeypatch.setenv(name, value)
         return tour.run(strategy)
 
 
@@ -43,7 +46,7 @@ def test_what_comes_back_is_what_one_device_gives(strategy, alone):
 )
 def test_the_table_has_a_column_for_each_and_says_what_is_lost_with_stock(strategy, columns, steps, predictions):
     tour_py = REPOSITORY / "examples/tour.py"
-    result = run_script(tour_py, "--strategy", strategy, env={"COLUMNS": "120"})
+    result = run_script(tour_py, "--strategy", strategy, env=EXAMPLE_ENVIRONMENT)
     assert result.returncode == 0, result.stdout
     table = [line.replace("┃", "│").split("│") for line in result.stdout.splitlines()]
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in table if len(cells) > 2}

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.horovod_launch import FIRST, SECOND, start_of
-from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
+from tests.support.examples import EXAMPLE_ENVIRONMENT, EXAMPLES, LIMIT_S, number, rows
 from tests.support.ranks import SELDOM, kill_tree, run_command, start_command
 
 pytestmark = pytest.mark.processes
 
 SCRIPT = EXAMPLES / "horovod_digits.py"
 ACCURACY = "accuracy on 360 held-out images"
-ENVIRONMENT = {**WIDE, **SELDOM, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**EXAMPLE_ENVIRONMENT, **SELDOM, "OMP_NUM_THREADS": "1"}
 
 
 def test_two_ranks_of_horovodrun() -> None:

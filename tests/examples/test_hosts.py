@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
+from tests.support.examples import EXAMPLE_ENVIRONMENT, EXAMPLES, LIMIT_S, number, rows
 from tests.support.ranks import REPOSITORY, free_port, run_command, run_script
 from tests.support.slurm import sbatch
 
@@ -30,7 +30,8 @@ def test_torchrun_with_an_agent_for_each_host(tmp_path: Path) -> None:
     digits = (EXAMPLES / "digits.py", *ON_TWO_HOSTS, "--epochs", "4", "--dir", tmp_path)
 
     def run_agent(_: int) -> subprocess.CompletedProcess[str]:
-        return run_script(*torchrun, *where, *digits, env={**WIDE, "GLOO_SOCKET_IFNAME": "lo"}, timeout_s=LIMIT_S)
+        environment = {**EXAMPLE_ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+        return run_script(*torchrun, *where, *digits, env=environment, timeout_s=LIMIT_S)
 
     with ThreadPoolExecutor(2) as hosts:
         results = list(hosts.map(run_agent, range(2)))
@@ -48,6 +49,7 @@ def test_slurm(tmp_path: Path) -> None:
         *(BATCH_SCRIPT, "--epochs", "4", "--dir", tmp_path),
         submitted_from=REPOSITORY,
         programs=programs,
+        env=EXAMPLE_ENVIRONMENT,
         timeout_s=LIMIT_S,
     )
     assert result.returncode == 0, result.stdout

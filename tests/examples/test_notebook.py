@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import EXAMPLES, LIMIT_S, assert_shows_something, number, rows
+from tests.support.examples import EXAMPLE_ENVIRONMENT, EXAMPLES, LIMIT_S, assert_shows_something, number, rows
 from tests.support.ranks import run_script
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need nbformat, nbclient and ipykernel")
@@ -27,7 +27,7 @@ def test_it_trains_and_predicts(tmp_path: Path) -> None:
     own = {name: str(tmp_path / name) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
     result = run_script(
         *("-c", program, NOTEBOOK, f"--output={executed}", f"--timeout={LIMIT_S}", f"--startup_timeout={LIMIT_S}"),
-        env={**own, "OMP_NUM_THREADS": "1"},
+        env={**EXAMPLE_ENVIRONMENT, **own, "OMP_NUM_THREADS": "1"},
         timeout_s=LIMIT_S,
     )
     assert result.returncode == 0, result.stdout

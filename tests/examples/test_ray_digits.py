@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.examples import EXAMPLES, WIDE, number
+from tests.support.examples import EXAMPLE_ENVIRONMENT, EXAMPLES, number
 from tests.support.ranks import kill_tree, start_script
 from tests.support.ray_clusters import FOREVER_S, PROGRAM_S, needs_ray
 
 pytestmark = [pytest.mark.processes, needs_ray, pytest.mark.timeout(FOREVER_S)]
 SCRIPT = EXAMPLES / "ray_digits.py"
-ENVIRONMENT = {**WIDE, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**EXAMPLE_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
 GONE_WITHIN_S = 60
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::DashboardAg", "ray::RuntimeEnv")
 

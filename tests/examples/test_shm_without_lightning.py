@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import EXAMPLES, LIMIT_S, WIDE, number, rows
-from tests.support.ranks import REPOSITORY, run_script
+from tests.support.examples import EXAMPLE_ENVIRONMENT, EXAMPLES, LIMIT_S, number, rows
+from tests.support.ranks import run_script
 
 pytestmark = pytest.mark.processes
 
@@ -17,7 +17,8 @@ def run_without_lightning(backend: str, directory: Path) -> str:
     for name in ("lightning", "pytorch_lightning", "lightning_fabric"):
         (directory / name).mkdir(exist_ok=True)
         (directory / name / "__init__.py").write_text("raise AssertionError('Lightning is imported')\n")
-    environment = {**WIDE, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{directory}{os.pathsep}{REPOSITORY}"}
+    path = f"{directory}{os.pathsep}{EXAMPLE_ENVIRONMENT['PYTHONPATH']}"
+    environment = {**EXAMPLE_ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     script = (EXAMPLES / "shm_without_lightning.py", "--backend", backend, "--epochs", "10")
     result = run_script(*TORCHRUN, *script, env=environment, timeout_s=LIMIT_S)
     assert result.returncode == 0, result.stdout
@@ -35,6 +36,6 @@ def test_it_trains_the_same_bits_as_over_gloo_and_imports_no_lightning(tmp_path:
 
 
 def test_without_torchrun_it_says_how_to_start_it() -> None:
-    result = run_script(EXAMPLES / "shm_without_lightning.py")
+    result = run_script(EXAMPLES / "shm_without_lightning.py", env=EXAMPLE_ENVIRONMENT)
     assert result.returncode == 2
     assert "torchrun --nproc-per-node 2 examples/shm_without_lightning.py" in result.stdout

@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 
 from lightning_strategies_ext import WorkerRaisedError
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
+from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.models import MLP, assert_same_bits, dataset, state_of
 from tests.support.ranks import REPOSITORY, leave_process_group, run_ranks, run_script
 
@@ -92,6 +93,7 @@ def test_one_example_trains_with_each_strategy(strategy, tmp_path):
     result = run_script(
         REPOSITORY / "examples/fabric_digits.py", "--strategy", strategy, "--epochs", "4", "--batch-size", "16",
         "--checkpoint", tmp_path / "digits.ckpt",
+        env=EXAMPLE_ENVIRONMENT,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     (accuracy,) = re.findall(rf"^{strategy}: accuracy on 360 held-out images ([\d.]+)$", result.stdout, re.MULTILINE)

@@ -23,6 +23,7 @@ from lightning_strategies_ext import (
 )
 from lightning_strategies_ext.fabric.ddp import DDPStrategy as FabricDDPStrategy
 from lightning_strategies_ext.registry import FABRIC, STRATEGIES
+from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.models import (
     MLP,
     WithBatchNorm,
@@ -180,7 +181,7 @@ def test_every_fork_name_trains_under_both_front_ends(name, tmp_path):
 
 @pytest.mark.processes
 def test_the_example_trains_and_leaves_a_checkpoint(tmp_path):
-    result = run_script(REPOSITORY / "examples/digits.py", "--dir", tmp_path, "--epochs", "6", env={"COLUMNS": "120"})
+    result = run_script(REPOSITORY / "examples/digits.py", "--dir", tmp_path, "--epochs", "6", env=EXAMPLE_ENVIRONMENT)
     assert result.returncode == 0, result.stdout
     [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]
     assert float(row.split("│")[2]) >= 0.97

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
+from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.ranks import REPOSITORY, clean_environment, free_port, kill_tree, run_script, start_script
 
 pytestmark = pytest.mark.processes
@@ -112,7 +113,7 @@ def test_a_tiny_dev_shm_is_no_obstacle(tmp_path):
 def test_the_example_knows_its_accuracy_without_reading_a_checkpoint(tmp_path):
     result = run_script(
         REPOSITORY / "examples/digits.py", "--strategy", "ddp_spawn_ext", "--dir", tmp_path, "--epochs", "6",
-        env={"COLUMNS": "120"},
+        env=EXAMPLE_ENVIRONMENT,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
     [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]

@@ -9,8 +9,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional
 
-from examples.digits import DigitsData, DigitsNet
 from tests.support.dp_training import WAYS, assert_trains_alike, each_way, train
+from tests.support.examples import EXAMPLE_ENVIRONMENT, example_packages
 from tests.support.models import (
     MLP,
     NUM_CLASSES,
@@ -44,6 +44,9 @@ def test_a_batch_with_fewer_samples_than_replicas_trains_alike():
 def train_digits(strategy, devices, **kwargs):
     # In double precision: Adam divides by gradients that are nearly zero, which magnifies what is rounded.
     pl.seed_everything(1, verbose=False)
+    with example_packages():
+        from examples.digits import DigitsData, DigitsNet
+
     model, data = DigitsNet(), DigitsData(64)
     trainer = make_trainer(strategy, devices, max_epochs=1, precision="64-true", **kwargs)
     trainer.fit(model, data)
@@ -64,7 +67,7 @@ def test_digits_train_alike(num_replicas):
 def test_the_example_trains(tmp_path):
     result = run_script(
         REPOSITORY / "examples/digits.py", "--strategy", "dp_ext", "--dir", tmp_path, "--epochs", "4",
-        env={"COLUMNS": "120"},
+        env=EXAMPLE_ENVIRONMENT,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
     [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]

@@ -26,6 +26,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 from benchmarks.horovod_launch import start_of
 from lightning_strategies_ext import HorovodStrategy
 from lightning_strategies_ext.horovod.launch import Launch, told_as_by_a_launcher
+from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.models import (
     MLP,
@@ -415,7 +416,7 @@ def test_the_examples_train(name, tmp_path):
     where = ["--dir", tmp_path] if name == "digits" else ["--checkpoint", tmp_path / "digits.ckpt"]
     result = run_script(
         REPOSITORY / f"examples/{name}.py", "--strategy", "horovod_ext", "--epochs", "4", *where,
-        env={"COLUMNS": "120"} | SELDOM,
+        env=EXAMPLE_ENVIRONMENT | SELDOM,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
     [row] = [line for line in result.stdout.splitlines() if "held-out images" in line]

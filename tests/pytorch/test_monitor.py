@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_strategies_ext import CommunicationMonitor, DDPStrategy
 from lightning_strategies_ext.monitoring.analysis import PHASES
 from lightning_strategies_ext.shm.execution import Execution
+from tests.support.examples import example_packages
 from tests.support.horovod_ranks import run_horovod
 from tests.support.models import (
     MLP,
@@ -136,7 +137,8 @@ def train_all(directory: str) -> dict[str, Any]:
         monitor = CommunicationMonitor(**arguments, directory=Path(directory, name))
         for each in (None, monitor):
             model, counts = seeded(kind), Counts()
-            train(each, strategy() if callable(strategy) else strategy, model, **trainer_arguments)
+            with example_packages():  # matplotlib
+                train(each, strategy() if callable(strategy) else strategy, model, **trainer_arguments)
             counts.close()
             states.append(state_of(model))
             nums.append(counts.num)

@@ -122,7 +122,9 @@ def assert_each_once(first: dict[str, list[list[int]]], second: dict[str, list[l
 def assert_once(first: list[list[int]], second: list[list[int]]) -> None:
     for of_first, of_second in zip(first, second, strict=True):
         assert sorted(of_first + of_second) == list(range(NUM_SAMPLES))
-    assert first[0] != first[1], "each epoch has an order of its own"
+    # Samplers without a seed: two epochs have the same order once in 720 times, all of them practically never.
+    orders = {(*of_first, *of_second) for of_first, of_second in zip(first, second, strict=True)}
+    assert len(orders) > 1, "each epoch has an order of its own"
 
 
 def test_all_ranks_use_rank_0s_order_of_a_random_sampler():

@@ -20,7 +20,8 @@ from torch.utils.data import DistributedSampler
 
 from tests.support import elastic_runs, models
 from tests.support.elastic_training import Plan, write_plan
-from tests.support.hosts import ONE_THREAD, Host, NoHostsError, run, two_hosts
+from tests.support.examples import EXAMPLE_ENVIRONMENT
+from tests.support.hosts import Host, NoHostsError, run, two_hosts
 from tests.support.ranks import REPOSITORY, kill_tree, run_script
 
 pytestmark = pytest.mark.processes
@@ -155,9 +156,12 @@ class Job:
         ranks: On each host.
         rendezvous: "static", where the agents are told which is the first, or "c10d", where they find out.
         directory: Where the outputs go.
+        **env: Further environment variables.
     """
 
-    def __init__(self, hosts: list[Host], ranks: int, rendezvous: str, directory: Path, *script: str | Path) -> None:
+    def __init__(
+        self, hosts: list[Host], ranks: int, rendezvous: str, directory: Path, *script: str | Path, **env: str
+    ) -> None:
         self.hosts = hosts
         self.logs = [directory / f"host{index}.log" for index in range(len(hosts))]
         self.agents = []
@@ -168,7 +172,7 @@ class Job:
                 "c10d": f"--rdzv-backend c10d --rdzv-id job --rdzv-endpoint {hosts[0].name}:{port}",
             }[rendezvous].split()
             torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks), *where]
-            self.agents.append(host.start(*torchrun, *script, log=log))
+            self.agents.append(host.start(*torchrun, *script, log=log, **env))
 
     def exit_codes(self, timeout_s: float) -> list[int]:
         """Waits for both agents; fails, with their outputs, if one does not end."""
@@ -195,8 +199,8 @@ def start_job(hosts: list[Host], tmp_path: Path) -> Iterator[StartJob]:
     """Starts a script on both hosts, and stops what is left of it after the test."""
     jobs = []
 
-    def start(*script: str | Path, rendezvous: str = "static", ranks: int = 1) -> Job:
-        jobs.append(Job(hosts, ranks, rendezvous, tmp_path, *script))
+    def start(*script: str | Path, rendezvous: str = "static", ranks: int = 1, **env: str) -> Job:
+        jobs.append(Job(hosts, ranks, rendezvous, tmp_path, *script, **env))
         return jobs[-1]
 
     yield start
@@ -216,7 +220,9 @@ def numbers_in(files: list[Path], job: Job, timeout_s: float = 60) -> list[int]:
 
 def test_two_hosts_train_what_two_processes_on_one_host_train(start_job: StartJob, tmp_path: Path):
     epochs = ("--epochs", "3")
-    job = start_job(DIGITS, "--num-nodes", "2", "--devices", "1", *epochs, "--dir", tmp_path / "two")
+    job = start_job(
+        DIGITS, "--num-nodes", "2", "--devices", "1", *epochs, "--dir", tmp_path / "two", **EXAMPLE_ENVIRONMENT
+    )
     assert job.exit_codes(timeout_s=300) == [0, 0], job.output()
     table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in job.output().splitlines() if "│" in line]
     values = dict(table)
@@ -224,7 +230,7 @@ def test_two_hosts_train_what_two_processes_on_one_host_train(start_job: StartJo
     assert values["processes"] == "2"
     assert float(values["accuracy on 360 held-out images"]) > 0.9
 
-    assert run_script(DIGITS, *epochs, "--dir", tmp_path / "one", env=ONE_THREAD).returncode == 0
+    assert run_script(DIGITS, *epochs, "--dir", tmp_path / "one", env=EXAMPLE_ENVIRONMENT).returncode == 0
     two, one = (torch.load(tmp_path / name / "digits.ckpt", weights_only=True) for name in ("two", "one"))
     assert two["global_step"] == one["global_step"] > 0
     models.assert_same_bits(two["state_dict"], one["state_dict"])

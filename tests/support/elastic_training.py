@@ -27,13 +27,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 import lightning_strategies_ext as ext
+from tests.support.examples import read_digits
 from tests.support.one_gpu import pass_for_own_host, put_all_on_one
 
 NUM_TRAINED = 1437
@@ -70,7 +70,7 @@ def write_plan(directory: Path, plan: Plan) -> None:
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Images, labels and numbers of the samples for training, and of those for validation."""
-    images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
+    images, labels = map(torch.from_numpy, read_digits())
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     parts = order[:NUM_TRAINED], order[NUM_TRAINED:]
     trained, held_out = (TensorDataset(images[p].float() / 16, labels[p], torch.arange(len(p))) for p in parts)

@@ -4,19 +4,29 @@ output = run_example("digits.py", "--epochs", "4", directory=tmp_path)
 assert number(output, "accuracy on 360 held-out images") > 0.9
 """
 
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
+
+import numpy as np
 
 from tests.support.environments import table
 from tests.support.ranks import LIMIT_S, REPOSITORY, run_script
 
 EXAMPLES = REPOSITORY / "examples"
-#: Tables are not cut.
-WIDE = {"COLUMNS": "160"}
+#: Where ``make test`` installs scikit-learn and matplotlib, see the Makefile.
+EXAMPLE_PACKAGES = Path(sysconfig.get_path("purelib", vars={"base": str(Path(sys.prefix, "examples"))}))
+#: What an example needs in its environment: these packages, and a terminal that is wide enough for its tables.
+EXAMPLE_ENVIRONMENT = {"COLUMNS": "160", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{EXAMPLE_PACKAGES}"}
 
 
 def run_example(name: str, *options: str | Path, directory: Path) -> str:
     """What an example prints, with a directory for what it leaves; it must succeed."""
-    result = run_script(EXAMPLES / name, *options, env=WIDE, cwd=directory, timeout_s=LIMIT_S)
+    result = run_script(EXAMPLES / name, *options, env=EXAMPLE_ENVIRONMENT, cwd=directory, timeout_s=LIMIT_S)
     assert result.returncode == 0, result.stdout
     return result.stdout
 
@@ -36,8 +46,32 @@ def number(output: str, row: str, column: int = 0) -> float:
     return float(cells[column].replace(",", ""))
 
 
+@contextmanager
+def example_packages() -> Iterator[None]:
+    """Lets this process, and processes that it spawns, import the packages that only the examples need."""
+    sys.path.append(str(EXAMPLE_PACKAGES))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(EXAMPLE_PACKAGES))
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Reads scikit-learn's digits from its files: an import of scikit-learn would take two seconds in each rank.
+
+    Returns:
+        1,797 images of 64 pixels with values from 0 to 16, and their labels.
+    """
+    found = PathFinder.find_spec("sklearn", [str(EXAMPLE_PACKAGES), *sys.path])
+    assert found is not None, "scikit-learn is missing; `make .venv/examples/.installed` installs it"
+    assert found.origin is not None
+    rows = np.loadtxt(Path(found.origin).with_name("datasets") / "data/digits.csv.gz", delimiter=",")
+    return rows[:, :-1], rows[:, -1].astype(int)
+
+
 def assert_shows_something(picture: Path) -> None:
-    """Fails if a picture is all of one colour."""
-    from matplotlib import image
+    """Fails if all pixels of a picture have one color."""
+    with example_packages():
+        from matplotlib import image
 
     assert image.imread(picture)[..., :3].std() > 0.05, picture

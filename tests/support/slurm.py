@@ -67,7 +67,12 @@ def put_scontrol(programs: Path) -> Path:
 
 
 def sbatch(
-    script: Path, *arguments: str | Path, submitted_from: Path, programs: Path, timeout_s: float = LIMIT_S
+    script: Path,
+    *arguments: str | Path,
+    submitted_from: Path,
+    programs: Path,
+    env: dict[str, str] | None = None,
+    timeout_s: float = LIMIT_S,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a batch script to its end.
 
@@ -76,6 +81,7 @@ def sbatch(
         *arguments: What follows the script's name.
         submitted_from: The directory that it runs in.
         programs: An empty directory; ``srun`` and ``scontrol`` go there.
+        env: Variables besides SLURM's.
         timeout_s: Seconds until the run is given up.
     """
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), flags=re.MULTILINE))
@@ -94,8 +100,8 @@ def sbatch(
     num_restarts, restarted = 0, dict[str, str]()
     while True:
         num_requests = num_lines(requests)
-        env = {**variables, **here, **path, **restarted}
-        result = run_command("bash", script, *arguments, env=env, cwd=submitted_from, timeout_s=timeout_s)
+        environment = {**variables, **here, **path, **restarted, **(env or {})}
+        result = run_command("bash", script, *arguments, env=environment, cwd=submitted_from, timeout_s=timeout_s)
         if num_lines(requests) == num_requests:
             return result
         num_restarts += 1
