@@ -15,14 +15,12 @@ from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.collectives import Collectives, LocalCollectives
 from lightning_strategies_ext.exceptions import RankFailedError, UnevenInputsError
 from lightning_strategies_ext.failure import failure_report
-from lightning_strategies_ext.failure.errors import is_collective_error, is_peer_loss
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
+from lightning_strategies_ext.failure.failure_report import is_collective_error, is_peer_loss
 from lightning_strategies_ext.failure.process_exit import skip_freeing_at_exit
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
-from lightning_strategies_ext.failure.requeueing import RequeueAgreement
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
-from lightning_strategies_ext.failure.stop_agreement import StopAgreement
-from lightning_strategies_ext.failure.store_agreement import StoreAgreement
+from lightning_strategies_ext.failure.stop_agreement import RequeueAgreement, StopAgreement, StoreAgreement
 
 #: How long a rank whose collective has lost a peer waits to be told why, in seconds: by the ranks of its host, by those
 #: of others.

@@ -5,7 +5,7 @@ how far it has come, and learns the same of all others.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -53,6 +53,11 @@ class Member:
         """The reverse of ``dataclasses.asdict``, by way of JSON."""
         peer = fields["peer"]
         return cls(**{**fields, "peer": Peer(**{**peer, "addresses": tuple(peer["addresses"])})})
+
+
+def peers_of(members: Sequence[Member]) -> dict[int, Peer]:
+    """Returns the processes of the members of a world, by rank."""
+    return {rank: member.peer for rank, member in enumerate(members)}
 
 
 class Notices(Protocol):

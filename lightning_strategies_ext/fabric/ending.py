@@ -19,8 +19,8 @@ from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import check_patience
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
+from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
-from lightning_strategies_ext.failure.uncaught import install_excepthook
 from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of
 from lightning_strategies_ext.stage_context import StageContext
 

@@ -4,8 +4,7 @@ Each rank has one monitor, from when the ranks connect until the process exits. 
 four times per second, publishes the rank's status in the status table of the host (:mod:`.local_status`,
 :mod:`.status_table`), and reads the statuses of the other ranks there; statuses of other hosts arrive over peer links
 (:mod:`.remote_status`). A pidfd wakes the thread when a process of this host exits. The thread never blocks: it uses no
-store, because rank 0's process may take the store with it. Votes, decisions, and stage exits are part of the statuses
-(:mod:`.ballots`).
+store, because rank 0's process may take the store with it. Votes, decisions, and stage exits are part of the statuses.
 
 After a failure, the monitor of each rank aborts pending collectives, so that the training thread receives an error and
 the script can exit by itself. A rank that has not exited after :data:`GRACE_S`, because it sleeps or computes, is
@@ -23,26 +22,33 @@ from itertools import count
 from typing import Any
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_strategies_ext._system.connections import enable_store_keepalive
 from lightning_strategies_ext._system.peers import Peer, exchange_peers, host_identity
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
-from lightning_strategies_ext.failure import detection, failure_report
-from lightning_strategies_ext.failure.ballots import StageExit, StageExits, decide_last_step, merge_stage_exits
+from lightning_strategies_ext.exceptions import RankFailedError
+from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.exit_tracker import ExitTracker
-from lightning_strategies_ext.failure.failure_detector import FailureDetector
+from lightning_strategies_ext.failure.failure_detector import (
+    FailureDetector,
+    diagnose_script_end,
+    first_failure,
+    ranks_done_with_stage,
+)
 from lightning_strategies_ext.failure.local_status import HEARTBEAT_INTERVAL_S, LocalStatus
-from lightning_strategies_ext.failure.meeting import wait_for_all_monitors
 from lightning_strategies_ext.failure.process_exit import exit_now, exit_within, fail_at_exit, register_exit_handler
 from lightning_strategies_ext.failure.rank_status import (
     CollectiveProgress,
     Failure,
     RankState,
     RankStatus,
-    first_failure,
+    StageExit,
+    StageExits,
+    merge_stage_exits,
 )
 from lightning_strategies_ext.failure.remote_status import RemoteStatus
-from lightning_strategies_ext.failure.stop_agreement import StopAgreement
+from lightning_strategies_ext.failure.stop_agreement import StopAgreement, decide_last_step
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 
 log = logging.getLogger(__name__)
@@ -61,8 +67,59 @@ KILL_MARGIN_S = 1.5
 SUSPENDED_AFTER_S = 3.0
 #: Seconds between two checks while the ranks agree on the last step.
 AGREEMENT_POLL_S = 0.05
+#: Seconds that a rank waits at the start for the failure monitors of the other ranks.
+STARTUP_TIMEOUT_S = 60.0
+#: Requests per second that all ranks together send to the store meanwhile.
+REQUESTS_PER_S = 2000
 _POLL_S = 0.05
+_STARTUP_POLL_S = 0.002
 _numbers = count()
+
+
+class MonitorThread(threading.Thread):
+    """The thread of a monitor: waits for events, and checks the ranks several times per second.
+
+    Args:
+        rank: Global rank of this process.
+        loop: Selector loop of this thread. An event may cause a check at once.
+        check: Callable that receives the seconds since the last check, without time in which this process was
+            suspended, and whether it was suspended. An exception is logged, and the thread continues.
+        is_urgent: Callable that returns whether the ranks wait for the next check.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        loop: SelectorLoop,
+        check: Callable[[float, bool], None],
+        is_urgent: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(name="lightning-strategies-ext failure monitor", daemon=True)
+        self._rank = rank
+        self._loop = loop
+        self._check = check
+        self._is_urgent = is_urgent
+        self._stopped = threading.Event()
+
+    @override
+    def run(self) -> None:
+        """Checks until :meth:`stop`, and once after it."""
+        before = time.monotonic()
+        while not self._stopped.is_set():
+            try:
+                self._loop.wait(AGREEMENT_POLL_S if self._is_urgent() else HEARTBEAT_INTERVAL_S)
+                now = time.monotonic()
+                before, elapsed_s = now, now - before
+                self._check(min(elapsed_s, 2 * HEARTBEAT_INTERVAL_S), elapsed_s > SUSPENDED_AFTER_S)
+            except Exception:  # otherwise the thread would exit unnoticed
+                log.exception("The failure monitor of rank %d raised an exception; it continues.", self._rank)
+
+    def stop(self) -> None:
+        """Stops the thread after a last check, and waits for it."""
+        self._stopped.set()
+        self._loop.wake()
+        if threading.current_thread() is not self:
+            self.join()
 
 
 class FailureMonitor:
@@ -139,7 +196,7 @@ class FailureMonitor:
             self._exit_tracker,
             get_exit_code,
         )
-        self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext failure monitor", daemon=True)
+        self._thread = MonitorThread(rank, self._loop, self._check, self._is_decision_needed)
         self._thread.start()
         self._at_end = register_exit_handler(self._on_exit)
         meeting = dist.PrefixStore(f"lightning_strategies_ext/meeting/{self._number}", store)
@@ -280,7 +337,7 @@ class FailureMonitor:
                 if status.state == "running" and status.stage > self._local_status.stage
             ]
         if waiting and self._skip_to_next_stage():
-            failure_report.print_report(self._fail(lambda: detection.diagnose_script_end(self._rank, waiting)))
+            failure_report.print_report(self._fail(lambda: diagnose_script_end(self._rank, waiting)))
 
     def _skip_to_next_stage(self) -> bool:
         with self._lock:
@@ -351,9 +408,7 @@ class FailureMonitor:
         if os.getpid() != self._pid or self._closed.is_set():
             return
         self._closed.set()
-        self._loop.wake()  # for a last check: this rank may have failed since
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.stop()  # after a last check: this rank may have failed since
         if self._remote_status is not None:
             self._remote_status.close()
         self._loop.close()
@@ -379,22 +434,12 @@ class FailureMonitor:
 
     # --- called by the monitor thread ---
 
-    def _run(self) -> None:
-        before = time.monotonic()
-        while not self._closed.is_set():
-            try:
-                is_urgent = self._agreement is not None and self._agreement.needs_decision
-                self._loop.wait(AGREEMENT_POLL_S if is_urgent else HEARTBEAT_INTERVAL_S)
-                now = time.monotonic()
-                before, elapsed_s = now, now - before
-                # The time in which this process was suspended does not count.
-                if elapsed_s > SUSPENDED_AFTER_S and self._remote_status is not None:
-                    self._remote_status.reset_timeouts()
-                self._check(min(elapsed_s, 2 * HEARTBEAT_INTERVAL_S))
-            except Exception:  # otherwise the thread would exit unnoticed
-                log.exception("The failure monitor of rank %d raised an exception; it continues.", self._rank)
+    def _is_decision_needed(self) -> bool:
+        return self._agreement is not None and self._agreement.needs_decision
 
-    def _check(self, elapsed_s: float) -> None:
+    def _check(self, elapsed_s: float, was_suspended: bool) -> None:
+        if was_suspended and self._remote_status is not None:
+            self._remote_status.reset_timeouts()
         with self._lock:
             self._local_status.sample_training_thread(elapsed_s)
             self._publish(self._local_status.state)
@@ -514,7 +559,7 @@ class FailureMonitor:
 
     def _running_local_peers(self) -> list[Peer]:
         with self._lock:
-            done = detection.ranks_done_with_stage(self._detector.statuses(), self._local_status.stage)
+            done = ranks_done_with_stage(self._detector.statuses(), self._local_status.stage)
         return [
             peer
             for rank, peer in self._local_peers.items()
@@ -535,6 +580,13 @@ def known_failure() -> Failure | None:
     return None if _of_process is None else _of_process.failure
 
 
+def announce_uncaught(exception: BaseException) -> BaseException:
+    """Announces an exception of the script between two stages; within a stage, the strategy announces exceptions."""
+    if _of_process is not None and not isinstance(exception, KeyboardInterrupt):  # every rank receives an interrupt
+        _of_process.announce_uncaught(exception)
+    return exception
+
+
 def _unable_to_report(failure: Failure) -> set[int]:
     """Returns the failed ranks if they did not report the failure themselves: these cannot print the report."""
     return set() if failure.is_self_reported else set(failure.ranks)
@@ -547,3 +599,35 @@ def _merged_stage_exits(statuses: Mapping[int, RankStatus], stage: int) -> Stage
 
 def _do_nothing(*_: object) -> None:
     """The default of callbacks."""
+
+
+def wait_for_all_monitors(
+    store: dist.Store, num_ranks: int, is_first: bool, get_failure: Callable[[], Failure | None]
+) -> None:
+    """Waits until the failure monitors of all ranks run: the startup barrier. Collective: all ranks call it.
+
+    Otherwise a rank could fail, or its host be lost, while other ranks still read from the store what their monitors
+    need; they would wait for the timeout of the store, half an hour.
+
+    Args:
+        store: Store that the ranks share, for this barrier alone.
+        num_ranks: Number of ranks.
+        is_first: Whether this is rank 0, which continues last, because its process may serve the store.
+        get_failure: Callable that returns the first failure that this rank's monitor knows of, or None.
+
+    Raises:
+        RankFailedError: If a rank does not reach the barrier in time, or has failed.
+    """
+    deadline = time.monotonic() + STARTUP_TIMEOUT_S
+    for key, until in ("running", num_ranks), ("passed", num_ranks if is_first else 0):
+        found = store.add(key, 1)
+        while found < until:
+            if (failure := get_failure()) is not None:
+                raise RankFailedError(failure_report.full_report(failure))
+            if time.monotonic() > deadline:
+                raise RankFailedError(
+                    f"Only {found} of {until} ranks passed the startup barrier within {STARTUP_TIMEOUT_S:g} s. Check"
+                    " the output of the other ranks, and whether their hosts are reachable."
+                )
+            time.sleep(max(_STARTUP_POLL_S, num_ranks / REQUESTS_PER_S))
+            found = store.add(key, 0)

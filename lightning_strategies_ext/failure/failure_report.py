@@ -1,6 +1,7 @@
 """Failure report: one block, printed last, that names the first failure; each rank's file has the details."""
 
 import os
+import re
 import socket
 import stat
 import sys
@@ -12,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from lightning_strategies_ext.failure.errors import advice_of
+from torch.distributed import DistBackendError
+
 from lightning_strategies_ext.failure.rank_status import Failure
 from lightning_strategies_ext.failure.thread_activity import frames_of_exception, user_code_frames
 
@@ -25,6 +27,12 @@ _LINE = "-" * 80
 _TEXT_TIMEOUT_S = 1.0
 #: Variables of launchers that terminate all ranks as soon as one has failed.
 _LAUNCHER_VARIABLES = {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"}
+#: Messages of collective errors that are no DistBackendErrors: from gloo and Horovod, and errors that passed C++.
+_COLLECTIVE_ERROR_PATTERN = re.compile(
+    "gloo|Connection (closed|reset)|DistBackendError|PeerLostError|Horovod|has (ended|left)"
+)
+_ADVICE = "_lightning_strategies_ext_advice"
+_PEER_LOSS_PATTERN = re.compile("Connection|Horovod|has (ended|left|failed)|[Ss]hut ?down|reset by peer")
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -214,3 +222,35 @@ def _print(text: str) -> None:
     with suppress(OSError, ValueError):  # a launcher that exited first reads the output no more
         # In one write, so that no output of a launcher comes between the text and its final newline.
         print(f"{text}\n", end="", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def is_collective_error(exception: BaseException) -> bool:
+    """Returns whether a collective or a barrier raised an exception."""
+    if isinstance(exception, ValueError):  # Horovod raises it after the failure monitor's abort
+        return str(exception).startswith("Horovod has not been initialized")
+    if not isinstance(exception, RuntimeError):
+        return False
+    is_by_class = isinstance(exception, DistBackendError) or isinstance(exception.__cause__, DistBackendError)
+    return is_by_class or _COLLECTIVE_ERROR_PATTERN.search(str(exception)) is not None
+
+
+def is_peer_loss(exception: BaseException) -> bool:
+    """Returns whether a collective's exception says that another rank has exited, which may publish the reason."""
+    return _PEER_LOSS_PATTERN.search(str(exception)) is not None
+
+
+def advise(exception: BaseException, advice: str) -> None:
+    """Puts a line of advice before the message of an exception; the failure report begins with it. Once per exception.
+
+    Args:
+        exception: An exception with a message.
+        advice: What the user can do, in one line.
+    """
+    if advice_of(exception) == "":
+        exception.args = (f"{advice}\n{exception.args[0]}", *exception.args[1:])
+        vars(exception)[_ADVICE] = advice
+
+
+def advice_of(exception: BaseException) -> str:
+    """The line of advice on an exception; empty if there is none."""
+    return str(vars(exception).get(_ADVICE, ""))

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_strategies_ext.failure.ballots import StageExit, StageExits, StopDecision, StopVote
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress, Failure, RankState, RankStatus
+from lightning_strategies_ext.failure.rank_status import (
+    CollectiveProgress,
+    Failure,
+    RankState,
+    RankStatus,
+    StageExit,
+    StageExits,
+    StopDecision,
+    StopVote,
+)
 from lightning_strategies_ext.failure.status_table import SLOT_NUM_BYTES, StatusTable
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 

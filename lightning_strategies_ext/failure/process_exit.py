@@ -1,4 +1,4 @@
-"""Process exit: exit handlers, forced exits, and exit codes that the script does not set itself."""
+"""Process exit: exit handlers, excepthook, forced exits, and exit codes that the script does not set itself."""
 
 import atexit
 import faulthandler
@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
-from typing import NoReturn
+from types import TracebackType
+from typing import Any, NoReturn
 
 #: Exit code of a process that its failure monitor has terminated.
 MONITOR_EXIT_CODE = 70
@@ -29,6 +30,9 @@ _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 _must_fail = _is_quick = False
 _abandoned_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_previous_excepthook: Any = None
+_excepthook_caller: "Finalize[None] | None" = None
+_handle_uncaught: Callable[[BaseException], BaseException]
 
 
 def register_exit_handler(function: Callable[[], None], priority: int = _USUAL) -> "Finalize[None]":
@@ -100,6 +104,39 @@ def fail_at_exit() -> None:
     global _must_fail
     _must_fail = True
     Finalize(None, _exit_as_requested, exitpriority=_LAST)
+
+
+def install_excepthook(handle: Callable[[BaseException], BaseException]) -> None:
+    """Installs a function that handles an uncaught exception of the script before it is shown; the newest one counts.
+
+    Worker processes run no script: their tasks report exceptions.
+
+    Args:
+        handle: Callable that receives the exception and returns the exception to show.
+    """
+    global _previous_excepthook, _handle_uncaught, _excepthook_caller
+    _handle_uncaught = handle
+    if _previous_excepthook is None:
+        _previous_excepthook, sys.excepthook = sys.excepthook, _handle_and_show
+    if _excepthook_caller is not None:
+        _excepthook_caller.cancel()
+    _excepthook_caller = register_exit_handler(_call_excepthook, RUN_FIRST)
+
+
+def _call_excepthook() -> None:
+    """Calls the excepthook in a process of multiprocessing, which does not call it itself."""
+    exception = uncaught_exception()
+    if isinstance(exception, SystemExit):  # torch.multiprocessing catches an exception and exits
+        exception = exception.__context__ or exception
+    if exception is not None and not isinstance(exception, KeyboardInterrupt):  # every rank receives it
+        sys.excepthook(type(exception), exception, exception.__traceback__)
+
+
+def _handle_and_show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    global _previous_excepthook
+    sys.excepthook, _previous_excepthook = _previous_excepthook, None
+    shown = _handle_uncaught(value)
+    sys.excepthook(type(shown), shown, shown.__traceback__ or trace)
 
 
 def uncaught_exception() -> BaseException | None:

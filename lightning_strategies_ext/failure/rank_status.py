@@ -1,14 +1,9 @@
-"""Rank statuses: what each rank publishes about itself, and which ranks have hung according to all statuses.
-
-The functions are pure: they use no processes, no sockets, and no clock, so that tests can try every combination.
-"""
+"""Rank statuses: what each rank publishes about itself for the other ranks, as plain data."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
-
-from lightning_strategies_ext.failure.ballots import MAX_RANKS_LISTED, StageExit, StageExits, StopDecision, StopVote
 
 #: In a stage, finished with the stage, failed in the stage, or exiting.
 RankState = Literal["running", "finished", "failed", "exited"]
@@ -24,6 +19,95 @@ class CollectiveProgress:
     def pending_work(self) -> Any:
         """Returns the operation that this rank waits for, or None if it waits for none or the backend does not know."""
         return None
+
+
+#: A point in a run, ordered as the run proceeds: (training steps started, evaluation steps started since).
+StepIndex = tuple[int, int]
+#: Identifier of an agreement: the stage, and the number of earlier agreements in the stage.
+AgreementId = tuple[int, int]
+#: Number of ranks that a message names, and that a list of stage exits has.
+MAX_RANKS_LISTED = 8
+
+
+@dataclass(frozen=True)
+class StopVote:
+    """A rank's vote in a stop agreement.
+
+    Attributes:
+        agreement_id: Identifier of the agreement.
+        is_requested: Whether a stop was requested on this rank.
+        last_started_step: Last step that the rank has started; set once the rank waits for the decision.
+        is_closed: Whether the rank takes part in the agreement no more.
+    """
+
+    agreement_id: AgreementId
+    is_requested: bool = False
+    last_started_step: StepIndex | None = None
+    is_closed: bool = False
+
+    @classmethod
+    def load(cls, values: dict[str, Any]) -> "StopVote":
+        """Returns the vote that :func:`dataclasses.asdict` and JSON have encoded."""
+        return cls(
+            **{
+                **values,
+                "agreement_id": _pair(values["agreement_id"]),
+                "last_started_step": values["last_started_step"] and _pair(values["last_started_step"]),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class StopDecision:
+    """Rank 0's decision in a stop agreement.
+
+    Attributes:
+        agreement_id: Identifier of the agreement.
+        last_step: Step after which all ranks stop; None until all ranks have voted.
+    """
+
+    agreement_id: AgreementId
+    last_step: StepIndex | None = None
+
+    @classmethod
+    def load(cls, values: dict[str, Any]) -> "StopDecision":
+        """Returns the decision that :func:`dataclasses.asdict` and JSON have encoded."""
+        return cls(_pair(values["agreement_id"]), values["last_step"] and _pair(values["last_step"]))
+
+
+@dataclass(frozen=True)
+class StageExit:
+    """The exit of a rank from a stage, after which it takes part in no more collectives of the stage.
+
+    Attributes:
+        stage: Number of stages that the rank had begun.
+        num_started: Number of collectives that the rank had started.
+        has_failed: Whether the rank failed in the stage.
+    """
+
+    stage: int
+    num_started: int = 0
+    has_failed: bool = False
+
+
+@dataclass(frozen=True)
+class StageExits:
+    """The exits of several ranks from a stage.
+
+    Attributes:
+        stage: Number of stages that the ranks had begun.
+        ranks: The first of the ranks, at most eight.
+        num_started: Smallest number of collectives that one of the ranks had started.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    num_started: int
+
+    @classmethod
+    def load(cls, values: dict[str, Any]) -> "StageExits":
+        """Returns the stage exits that :func:`dataclasses.asdict` and JSON have encoded."""
+        return cls(**{**values, "ranks": tuple(values["ranks"])})
 
 
 #: Verb for one hung rank, and for several.
@@ -174,25 +258,6 @@ _LOADED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@dataclass
-class HeartbeatAges:
-    """Age of the last heartbeat of each rank.
-
-    Attributes:
-        age_s: Age in seconds, by rank. Time in which this process was suspended does not count.
-    """
-
-    age_s: dict[int, float] = field(default_factory=dict)
-    _heartbeats: dict[int, int] = field(default_factory=dict)
-
-    def update(self, statuses: Mapping[int, RankStatus], elapsed_s: float) -> None:
-        """Updates the ages with new statuses, ``elapsed_s`` seconds after the last update."""
-        for rank, status in statuses.items():
-            is_new = self._heartbeats.get(rank) != status.heartbeat
-            self.age_s[rank] = 0.0 if is_new else self.age_s[rank] + elapsed_s
-            self._heartbeats[rank] = status.heartbeat
-
-
 def format_ranks(ranks: Iterable[int]) -> str:
     """Returns ranks as part of a sentence: "rank 1", "ranks 0-2", "ranks 0, 2, and 5", "ranks 0-7 and 504 more".
 
@@ -215,78 +280,33 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
 
 
-def first_failure(statuses: Mapping[int, RankStatus]) -> Failure | None:
-    """Returns the earliest failure that any rank knows of, or None."""
-    known = [status.failure for status in statuses.values() if status.failure is not None]
-    return min(known, key=lambda failure: (failure.time, failure.ranks), default=None)
-
-
-def hung_ranks(
-    statuses: Mapping[int, RankStatus], heartbeat_ages: Mapping[int, float], hang_timeout_s: float
-) -> tuple[int, ...]:
-    """Returns the hung ranks: other ranks have waited for them for the hang timeout, and they show no activity.
-
-    A rank waits if it has been in the same collective for the timeout, if it has started more collectives than another
-    rank and its stack has not changed, or if it finished the stage that long ago. Time before the end of the stage does
-    not count, because the other rank may have waited for this rank then. A rank that computes, or is in a debugger, is
-    not hung.
+def merge_stage_exits(
+    known: Iterable[StageExits | None], exited: Mapping[int, StageExit | None], stage: int
+) -> StageExits | None:
+    """Merges what the ranks know of exits from a stage; exits with a failure do not count.
 
     Args:
-        statuses: Statuses of all ranks, by rank.
-        heartbeat_ages: Age of each rank's last heartbeat, in seconds.
-        hang_timeout_s: Hang timeout, in seconds.
+        known: Stage exits that ranks know of.
+        exited: Each rank's own stage exit, by rank.
+        stage: Number of the stage.
 
     Returns:
-        The ranks that other ranks wait for. All waiting ranks if every rank waits, because they wait in different
-        collectives. None if no rank waits, or if a rank that is waited for shows activity.
+        The stage exits, or None if no rank has exited the stage.
     """
-    stage = max(status.stage for status in statuses.values())
-    if any(
-        status.state == "failed" or (status.state == "exited" and status.stage < stage) for status in statuses.values()
-    ):
-        return ()
-    running = {rank: status for rank, status in statuses.items() if status.state == "running" or status.stage < stage}
-    if not running:
-        return ()
-    done = [status for rank, status in statuses.items() if rank not in running]
-    is_awaited_by_others = any(
-        (heartbeat_ages[status.rank] if status.state == "exited" else status.in_collective_s) >= hang_timeout_s
-        for status in done
-    )
-    least = min(status.num_started for status in running.values())
-
-    def waits(rank: int) -> bool:
-        status = running[rank]
-        is_ahead = status.num_started > least and status.unchanged_s >= hang_timeout_s
-        waits = status.state == "running" and (status.in_collective_s >= hang_timeout_s or is_ahead)
-        return waits and heartbeat_ages[rank] < hang_timeout_s
-
-    waiting = {rank for rank in running if waits(rank)}
-    missing = [rank for rank in running if rank not in waiting]
-    if not missing:
-        return tuple(sorted(waiting))
-    if not waiting and not is_awaited_by_others:
-        return ()
-    if any(running[rank].is_in_debugger for rank in missing):
-        return ()
-    is_lost = all(heartbeat_ages[rank] >= hang_timeout_s or running[rank].idle_s >= hang_timeout_s for rank in missing)
-    return tuple(sorted(missing)) if is_lost else ()
+    of_stage = [
+        *(one for one in known if one is not None and one.stage == stage),
+        *(
+            StageExits(stage, (rank,), one.num_started)
+            for rank, one in exited.items()
+            if one is not None and one.stage == stage and not one.has_failed
+        ),
+    ]
+    if not of_stage:
+        return None
+    ranks = sorted({rank for one in of_stage for rank in one.ranks})
+    return StageExits(stage, tuple(ranks[:MAX_RANKS_LISTED]), min(one.num_started for one in of_stage))
 
 
-def format_stacks(statuses: Mapping[int, RankStatus], stuck: Sequence[int], states: Mapping[int, str]) -> str:
-    """Returns the stacks of all ranks as text, those of hung ranks first.
-
-    Args:
-        statuses: Statuses of all ranks, by rank.
-        stuck: Hung ranks.
-        states: What is known of processes that are stopped or unresponsive, by rank, as part of a sentence.
-    """
-    parts = []
-    for rank in [*stuck, *(rank for rank in sorted(statuses) if rank not in stuck)]:
-        status = statuses[rank]
-        what = states.get(rank) or ("is" if rank in stuck else f"waits {status.waits_where}")
-        parts.append(
-            f"Rank {rank} ({status.stage_and_step or status.state}) {what} at:\n"
-            f"{status.stack or '  (its stack is not known)'}\n"
-        )
-    return "\n".join(parts)
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = values
+    return first, second

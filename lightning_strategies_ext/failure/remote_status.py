@@ -19,8 +19,7 @@ import torch.distributed as dist
 from lightning_strategies_ext._system.connections import HOST_LOSS_TIMEOUT_S
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
-from lightning_strategies_ext.failure.center import CoordinatorEndpoint
-from lightning_strategies_ext.failure.peer_links import WINDOW_NUM_BYTES, PeerLinks
+from lightning_strategies_ext.failure.peer_links import WINDOW_NUM_BYTES, CoordinatorEndpoint, PeerLinks
 from lightning_strategies_ext.failure.rank_status import Failure, RankStatus
 
 #: Seconds between two reports of a host; more in large worlds.
@@ -72,7 +71,7 @@ class RemoteStatus:
         self._loop = loop
         self._links = PeerLinks(loop, self._on_message)
         allowed_ranks = peers.keys() - set(self._local_ranks)
-        self._center = CoordinatorEndpoint(
+        self._coordinator = CoordinatorEndpoint(
             store, f"lightning_strategies_ext/hosts/{number}", peers, rank, allowed_ranks, self._links
         )
         self._began_at = time.monotonic()
@@ -174,7 +173,7 @@ class RemoteStatus:
 
     def _connect(self, *, may_have_exited: bool) -> None:
         self._has_connected = True
-        self._center.connect(may_have_exited=may_have_exited)
+        self._coordinator.connect(may_have_exited=may_have_exited)
 
     def _register_new_links(self) -> None:
         for rank in self._links.ranks - self._received_at.keys():

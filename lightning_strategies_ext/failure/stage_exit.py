@@ -15,10 +15,9 @@ import time
 from typing import Any
 
 from lightning_strategies_ext.failure import failure_report
-from lightning_strategies_ext.failure.ballots import StageExits
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.process_exit import fail_at_exit
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress, format_ranks
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress, StageExits, format_ranks
 
 #: Seconds that a rank waits in one collective of ``shm`` for a rank that has exited the stage.
 COLLECTIVE_GRACE_S = 1.5

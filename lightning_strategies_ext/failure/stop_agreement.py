@@ -3,8 +3,8 @@
 Lightning broadcasts rank 0's decision before every training step, which costs a round trip per step (and a host
 synchronization on a GPU, Lightning issue 21487) and ignores a signal on another rank (issue 20806). Here the training
 thread records only which step it starts. Another thread sends the votes: the failure monitor's
-(:mod:`.failure_monitor`) or, in a world whose ranks may change, a thread that polls a store
-(:mod:`.store_agreement`). After any rank has requested a stop:
+(:mod:`.failure_monitor`) or, in a world whose ranks may change, that of a :class:`StoreAgreement`.
+After any rank has requested a stop:
 
 1. Each rank votes with the last step that it has started. From then on its training thread waits for the decision
    before it starts another step.
@@ -17,14 +17,27 @@ Limitation: a rank whose peer has exited stops without an agreement after :data:
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
-from lightning_strategies_ext.failure.ballots import AgreementId, StepIndex, StopDecision, StopVote
+from torch.distributed import PrefixStore, Store
+
+from lightning_strategies_ext.failure.process_exit import abandon_thread
+from lightning_strategies_ext.failure.rank_status import AgreementId, StepIndex, StopDecision, StopVote
 
 log = logging.getLogger(__name__)
 
 #: Seconds that a rank waits for the votes of the other ranks after a request.
 DECISION_TIMEOUT_S = 30.0
+#: Seconds between two polls of a store by a rank. A poll is one small request, outside of the training thread; in
+#: larger worlds ranks poll less often, so that the store serves at most about 1,000 requests per second.
+POLL_INTERVAL_S = 0.2
+POLLS_PER_SECOND_OF_STORE = 1000
+#: Seconds that rank 0 waits at the end for the other ranks to read the decision from the store.
+READ_TIMEOUT_S = 5.0
+_READ_POLL_INTERVAL_S = 0.02
+_REQUESTED = "requested"
 
 
 class StopAgreement:
@@ -151,3 +164,145 @@ class StopAgreement:
             return True
         self._step = step
         return False
+
+
+def decide_last_step(votes: Mapping[int, StopVote | None], before: StopDecision | None) -> StopDecision | None:
+    """Decides the first agreement that some rank takes part in.
+
+    Args:
+        votes: Votes by rank; None for a rank that has not voted.
+        before: Previous decision. It stands, because some ranks may have acted on it.
+
+    Returns:
+        The decision, or None if no rank has requested a stop.
+    """
+    begun = [vote for vote in votes.values() if vote is not None]
+    number = min((vote.agreement_id for vote in begun if not vote.is_closed), default=None)
+    if before is not None and before.agreement_id == number and before.last_step is not None:
+        return before
+    here = [vote for vote in begun if vote.agreement_id == number]
+    if number is None or not any(vote.is_requested for vote in here):
+        return None
+    are_all_here = len(begun) == len(votes) and all(vote.agreement_id >= number for vote in begun)
+    steps = [vote.last_started_step for vote in here if vote.last_started_step is not None]
+    return StopDecision(number, max(steps) if are_all_here and len(steps) == len(here) else None)
+
+
+class StoreAgreement:
+    """Exchanges the votes of one rank over a store, from a thread of its own. Collective: all ranks create it together.
+
+    Args:
+        agreement: Stop agreement of this rank.
+        store: Store that the ranks of this world share, and no other ranks.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, agreement: StopAgreement, store: Store, rank: int, world_size: int) -> None:
+        self._agreement = agreement
+        self._store = PrefixStore("lightning_strategies_ext/termination", store)
+        self._rank = rank
+        self._world_size = world_size
+        self._interval_s = max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
+        self._has_requested = self._has_published = self._has_read = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext store", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the thread. A second call is a no-op.
+
+        After a request, rank 0, whose process usually serves the store, first waits until the other ranks have read the
+        decision.
+        """
+        is_first_call = not self._closed.is_set()
+        self._closed.set()
+        self._thread.join()
+        if is_first_call and self._rank == 0 and self._has_read:
+            self._wait_for_readers()
+
+    def abandon(self) -> None:
+        """Abandons the thread, which may wait for an unavailable store."""
+        self._closed.set()
+        abandon_thread(self._thread)
+
+    def _run(self) -> None:
+        try:
+            while not self._agreement.is_decided and not self._closed.wait(self._interval_s):
+                self._poll()
+        except Exception as error:  # the store has exited with rank 0
+            log.debug("rank %d stops polling for a stop: %s", self._rank, error)
+            self._agreement.decide_alone()
+
+    def _poll(self) -> None:
+        vote = self._agreement.vote()
+        if vote.is_requested and not self._has_requested:
+            self._has_requested = True
+            self._store.set(_REQUESTED, "")
+        is_requested = vote.is_requested or self._store.check([_REQUESTED])
+        self._agreement.receive(StopDecision(vote.agreement_id) if is_requested else None)
+        vote = self._agreement.vote()
+        if vote.last_started_step is None:
+            return
+        if not self._has_published:
+            self._has_published = True
+            self._store.set(_step_key(self._rank), f"{vote.last_started_step[0]},{vote.last_started_step[1]}")
+        keys = [_step_key(rank) for rank in range(self._world_size)]
+        # Polled, not waited for: a wait would block the store's connection, which the training thread shares.
+        if self._store.check(keys):
+            last_step = max(_decode(self._store.get(key)) for key in keys)
+            self._store.set(f"read/{self._rank}", "")
+            self._has_read = True
+            self._agreement.receive(StopDecision(vote.agreement_id, last_step))
+
+    def _wait_for_readers(self) -> None:
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        keys = [f"read/{rank}" for rank in range(self._world_size)]
+        with suppress(RuntimeError):  # the store is on another host and unavailable
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_READ_POLL_INTERVAL_S)
+
+
+def _step_key(rank: int) -> str:
+    return f"step/{rank}"
+
+
+def _decode(value: bytes) -> StepIndex:
+    train, evaluation = value.decode().split(",")
+    return int(train), int(evaluation)
+
+
+class RequeueAgreement:
+    """One rank's part in the agreement to save a checkpoint and requeue the SLURM job, for one stage.
+
+    Lightning saves in the signal handler, at the current position of each rank, and the ranks synchronize in a barrier.
+    A rank that is one step ahead waits there for ranks that wait for it in the all-reduce of the step. Here the signal
+    is a further reason for a stop agreement.
+
+    Args:
+        carry_out: Callable that saves a checkpoint and requeues the job; all ranks call it together.
+        is_requested: Whether this rank received the signal before the stage.
+
+    Attributes:
+        is_requested: Whether this rank has received the signal and the other ranks may not know it.
+        is_agreed: Whether all ranks know of the signal.
+    """
+
+    def __init__(self, carry_out: Callable[[], None], *, is_requested: bool = False) -> None:
+        self._carry_out = carry_out
+        self.is_requested = is_requested
+        self.is_agreed = False
+
+    def agree(self, decide_any: Callable[[bool], bool]) -> None:
+        """Determines whether any rank has received the signal. Collective: all ranks call it.
+
+        Args:
+            decide_any: Collective that returns whether the argument is True on any rank.
+        """
+        is_requested, self.is_requested = self.is_requested, False  # a signal may arrive while the ranks decide
+        self.is_agreed |= decide_any(is_requested)
+
+    def requeue(self) -> None:
+        """Saves a checkpoint and requeues the job. Collective: all ranks call it."""
+        self._carry_out()
+        self.is_agreed = self.is_requested = False

@@ -14,12 +14,12 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from lightning_strategies_ext._system.connections import record_connections, shut_down_connections
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.elastic.membership import Member, MembershipLostError
-from lightning_strategies_ext.failure.lookout import Lookout
+from lightning_strategies_ext.elastic.membership import Member, MembershipLostError, peers_of
+from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.runtime import shut_down
 
@@ -77,7 +77,6 @@ class DriverMembership:
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
         self.members: list[Member] = []
-        self._lookout: Lookout | None = None
         if not self.rendezvous(Member(Peer.this_process(launch.rank)), lambda waited_s: None):
             raise RuntimeError(
                 f"Rank {launch.rank}: not all {launch.size} ranks have come in {JOIN_TIMEOUT_S:.0f} s. Let the"
@@ -140,25 +139,17 @@ class DriverMembership:
         self.members = members
         return True
 
-    def look_out(self, store: Store) -> None:
-        """Lets this rank's collectives fail when another host does not answer any more. Called by all ranks together.
+    def detect_host_loss(self, store: Store) -> None:
+        """Makes this rank's collectives fail once another host is lost. Collective: all ranks of the world call it.
 
         Args:
-            store: Shared by the ranks of this world.
+            store: Store that the ranks of this world share.
         """
-        self._end_lookout(agreed=True)
-        peers = {rank: member.peer for rank, member in enumerate(self.members)}
-        if len({peer.host for peer in peers.values()}) > 1:
-            self._lookout = Lookout(PrefixStore("lookout", store), peers, self.launch.rank, _disconnect)
-
-    def _end_lookout(self, *, agreed: bool) -> None:
-        if self._lookout is not None:
-            self._lookout.close(agreed=agreed)
-        self._lookout = None
+        elastic_monitor().enter_world(self.launch.rank, peers_of(self.members), _disconnect, link_store=store)
 
     def leave(self, *, agreed: bool) -> None:
         """Shuts Horovod down; its connections too, if others may wait at their ends."""
-        self._end_lookout(agreed=agreed)
+        elastic_monitor().leave_world(agreed=agreed)
         if not agreed:
             _disconnect()
         shut_down()

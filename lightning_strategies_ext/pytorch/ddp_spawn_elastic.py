@@ -25,13 +25,14 @@ from lightning_strategies_ext.arguments import check_seconds
 from lightning_strategies_ext.checks import check_flag, check_whole_number
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.elastic.fit import ElasticFit
-from lightning_strategies_ext.elastic.membership import Member
+from lightning_strategies_ext.elastic.membership import Member, peers_of
 from lightning_strategies_ext.elastic.options import (
     check_can_change,
     check_commit_interval,
 )
 from lightning_strategies_ext.exceptions import JoinError
-from lightning_strategies_ext.failure.errors import is_collective_error
+from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
+from lightning_strategies_ext.failure.failure_report import is_collective_error
 from lightning_strategies_ext.launch.membership import WorkerMembership
 from lightning_strategies_ext.launch.processes.changing_pool import Allowance
 from lightning_strategies_ext.launch.protocol import Place
@@ -40,7 +41,6 @@ from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.stage_context import StageContext
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
-from lightning_strategies_ext.torch_distributed.loss import CutOffOnLoss, disable_nccl_watchdog_exit
 from lightning_strategies_ext.torch_distributed.progress import DefaultGroupProgress
 
 #: How long ranks may take to connect to each other, in seconds. One may die then, of which the others are not told.
@@ -110,7 +110,6 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self._membership: WorkerMembership | None = None
         self._store: dist.Store | None = None  # of all worlds
         self._world_store: dist.Store | None = None
-        self._loss: CutOffOnLoss | None = None
 
     @property
     @override
@@ -200,7 +199,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         backend = self._named_backend or process_group.default_backend(
             self.root_device, place.size, _num_hosts_of(members)
         )
-        disable_nccl_watchdog_exit()
+        process_group.disable_nccl_watchdog_exit()
         process_group.join(
             backend,
             dist.PrefixStore("group", self._world_store),
@@ -212,12 +211,12 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         )
         self._process_group_backend = backend
         if place.size > 1 and process_group.can_abort():
-            self._loss = CutOffOnLoss([member.peer for member in members], process_group.abort)
+            # NCCL either ignores the exit of a peer or aborts the process; gloo and shm detect exits themselves.
+            monitor = elastic_monitor()
+            monitor.enter_world(place.rank, peers_of(members), process_group.abort, tracks_exits=True)
 
     def _part(self, agreed: bool) -> None:
-        if self._loss is not None:
-            self._loss.close()
-        self._loss = None
+        elastic_monitor().leave_world(agreed=agreed)
         if not agreed:
             self._disconnect()
         process_group.stop()
@@ -248,7 +247,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
     def enter_world(self, trainer: "pl.Trainer") -> None:
         """Begins what the ranks of a world do together."""
         store = self._world_store if self.world_size > 1 else None
-        self._keep_vigil(trainer, store, DefaultGroupProgress())
+        self._detect_hangs(trainer, store, DefaultGroupProgress())
         self._world = StageContext(
             self._engine, self.global_rank, self.world_size, store, previous=self._world, name="world"
         )

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.collectives import LocalCollectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.elastic.commit import Commit
 from lightning_strategies_ext.elastic.fit import ElasticFit, next_fit_number
-from lightning_strategies_ext.elastic.membership import Membership
+from lightning_strategies_ext.elastic.membership import Membership, peers_of
+from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
-from lightning_strategies_ext.failure.vigil import Vigil
 from lightning_strategies_ext.pytorch.parallel import where_in
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ class Elastic(_Base):
     _fit: ElasticFit | None
     _commit_every_n_steps: int
     _scale_learning_rate: bool
-    _vigil: Vigil | None = None
 
     @property
     @abstractmethod
@@ -123,31 +121,19 @@ class Elastic(_Base):
         """
         self._world.leave() if agreed else self._world.abandon()
         self.membership.leave(agreed=agreed)
-        if self._vigil is not None:
-            self._vigil.mark_finished()
+        elastic_monitor().mark_finished()
 
-    def _keep_vigil(self, trainer: "pl.Trainer", store: dist.Store | None, progress: CollectiveProgress) -> None:
-        """Has those ranks of this host killed, from here on, that the others wait for in vain."""
-        self._end_vigil()
+    def _detect_hangs(self, trainer: "pl.Trainer", store: dist.Store | None, progress: CollectiveProgress) -> None:
+        """Has hung ranks killed from here on, if the user has set a hang timeout."""
         if store is None or self._patience_s is None:
+            elastic_monitor().stop_hang_detection()
             return
-        host, peers = host_identity(), [member.peer for member in self.membership.members]
-        here = [peer for peer in peers if peer.host == host]
-        if len(here) > 1:
-            self._vigil = Vigil(
-                *(dist.PrefixStore(f"vigil/{host}", store), here, self.global_rank, progress, self._patience_s),
-                partial(where_in, trainer),
-                is_single_host=len(here) == len(peers),
-            )
-
-    def _end_vigil(self) -> None:
-        if self._vigil is not None:
-            self._vigil.close()
-        self._vigil = None
+        where, peers = partial(where_in, trainer), peers_of(self.membership.members)
+        elastic_monitor().start_hang_detection(store, self.global_rank, peers, progress, self._patience_s, where)
 
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""
-        self._end_vigil()
+        elastic_monitor().stop_hang_detection()
         self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
@@ -170,7 +156,7 @@ class Elastic(_Base):
     @override
     def teardown(self) -> None:
         """Moves the model off the device and frees what the strategy holds. A second call does no harm."""
-        self._end_vigil()
+        elastic_monitor().stop_hang_detection()
         if self._fit is not None:
             self._fit.close()
         self._fit = None
@@ -194,7 +180,7 @@ class Elastic(_Base):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_fit": None, "_vigil": None}
+        return {**super().__getstate__(), "_fit": None}
 
 
 def is_fitting(trainer: "pl.Trainer") -> bool:

@@ -133,9 +133,9 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
             self._engine, self.global_rank, self.world_size, store, previous=self._world, name="world"
         )
         self._world.local_collectives = alone
-        self._keep_vigil(trainer, store, CollectiveProgress())
+        self._detect_hangs(trainer, store, CollectiveProgress())
         if store is not None:
-            self.membership.look_out(store)
+            self.membership.detect_host_loss(store)
         self._begin_exchange(trainer)
         # Only those leave that were asked to.
         must_stop = self._fit is None and self.reduce_boolean_decision(self._world.was_stop_requested, all=False)

@@ -45,10 +45,10 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.sampler_order import SharedOrder
-from lightning_strategies_ext.failure.errors import is_collective_error
-from lightning_strategies_ext.failure.failure_report import texts_of_exception
+from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
+from lightning_strategies_ext.failure.failure_report import is_collective_error, texts_of_exception
+from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
-from lightning_strategies_ext.failure.uncaught import announce_uncaught, install_excepthook
 from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.registry import Registered

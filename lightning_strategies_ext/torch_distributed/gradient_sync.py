@@ -19,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_strategies_ext.failure.errors import advise
+from lightning_strategies_ext.failure.failure_report import advise
 from lightning_strategies_ext.registry import name_with
 from lightning_strategies_ext.torch_distributed.bucket_search import AUTO
 from lightning_strategies_ext.torch_distributed.compression.exchange import CompressedExchange, begin

@@ -68,6 +68,14 @@ _NOT_ABORTED = ("ProcessGroupGloo", "GlooBeside", "ShmProcessGroup")
 # Backends whose threads do not use the group's store, so that it may be one that is written in Python.
 _ON_MAIN_THREAD = ("gloo", shm.NAME)
 
+# With these, torch's NCCL watchdog does not abort this process after the exit of a peer, nor after a dump of the flight
+# recorder (read in torch 2.5 to 2.13). Values that the user has set are kept.
+_WATCHDOG_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+
 
 def available_backends() -> list[str]:
     """The backends that this build of torch comes with."""
@@ -97,6 +105,12 @@ def is_carried_by_gloo(group: Any) -> bool:
         return ranks.spans_hosts
     backends = dist.get_backend_config(group)
     return "cpu:gloo" in backends or f"cpu:{shm.NAME}" in backends
+
+
+def disable_nccl_watchdog_exit() -> None:
+    """Makes NCCL process groups that this process joins afterwards survive the exit of other ranks."""
+    for name, value in _WATCHDOG_SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
 def check_timeout(timeout: timedelta | None) -> None:

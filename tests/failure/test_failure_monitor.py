@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_strategies_ext import RankFailedError
 from lightning_strategies_ext._system import peers
-from lightning_strategies_ext.failure import failure_monitor, meeting, process_exit
+from lightning_strategies_ext.failure import failure_monitor, process_exit
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from tests.support.ranks import outcomes_of_ranks, run_ranks
@@ -48,7 +48,7 @@ def begin_to_watch(meeting_s: float) -> bool | str:
 
     if rank == 1:
         failure_monitor.ExitTracker = Slow
-    meeting.STARTUP_TIMEOUT_S = meeting_s
+    failure_monitor.STARTUP_TIMEOUT_S = meeting_s
     try:
         FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
         found: bool | str = store.check(["nearly"])

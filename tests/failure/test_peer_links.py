@@ -16,8 +16,7 @@ from lightning_strategies_ext._system.connections import SECRET, SECRET_FILE, jo
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.failure import peer_links as module
-from lightning_strategies_ext.failure.center import CoordinatorEndpoint
-from lightning_strategies_ext.failure.peer_links import PeerLinks
+from lightning_strategies_ext.failure.peer_links import CoordinatorEndpoint, PeerLinks
 
 TOKEN = "c0ffee"
 

@@ -1,5 +1,7 @@
 """What ranks say of themselves, and which of them are taken for lost: no process is needed to try it."""
 
+import dataclasses
+import json
 import os
 import random
 import threading
@@ -10,17 +12,20 @@ import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.failure import detection, failure_report
+from lightning_strategies_ext.failure import failure_detector, failure_report
+from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, first_failure, hung_ranks
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.rank_status import (
     HUNG,
     CollectiveProgress,
     Failure,
-    HeartbeatAges,
     RankStatus,
-    first_failure,
+    StageExit,
+    StageExits,
+    StopDecision,
+    StopVote,
     format_ranks,
-    hung_ranks,
+    merge_stage_exits,
 )
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 
@@ -198,7 +203,32 @@ def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
     statuses = {rank: replace(status, rank=rank) for rank, status in statuses.items()}
     peers = {rank: Peer(rank, "here", os.getpid(), 0.0) for rank in statuses}
     ages = dict.fromkeys(statuses, 0.0)
-    failure = detection.diagnose_hang(statuses, ages, PATIENCE_S, peers, reported_by=1)
+    failure = failure_detector.diagnose_hang(statuses, ages, PATIENCE_S, peers, reported_by=1)
     assert failure is not None
     assert failure.ranks == (0,)
     assert failure.headline.startswith("ranks 1-8 and 503 more waited 300 s for it in ")
+
+
+def test_merged_stage_exits_have_the_smallest_number_of_collectives_and_eight_ranks():
+    exits = {0: StageExit(2, 7), 1: None, 2: StageExit(2, 5), 3: StageExit(1, 1), 4: StageExit(2, 0, True)}
+    assert merge_stage_exits([], exits, 2) == StageExits(2, (0, 2), 5)
+    assert merge_stage_exits([None, StageExits(2, (9,), 3), StageExits(1, (8,), 0)], exits, 2) == StageExits(
+        2, (0, 2, 9), 3
+    )
+    assert merge_stage_exits([], exits, 3) is None
+    many = merge_stage_exits([], {rank: StageExit(1, rank) for rank in range(1000)}, 1)
+    assert many == StageExits(1, tuple(range(8)), 0)
+
+
+def test_a_status_survives_encoding():
+    status = RankStatus(
+        *(3, 7, "running", 2),
+        stop_vote=StopVote((1, 0), True, (3, 4)),
+        stop_decision=StopDecision((1, 0), (5, 0)),
+        stage_exit=StageExit(2, 7),
+        stage_exits=StageExits(2, (0, 2), 5),
+    )
+    assert RankStatus.load(status.dump(1 << 14)) == status
+    assert RankStatus.from_dict(
+        json.loads(json.dumps(dataclasses.asdict(RankStatus(0, stop_vote=StopVote((1, 0))))))
+    ) == RankStatus(0, stop_vote=StopVote((1, 0)))

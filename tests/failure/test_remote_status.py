@@ -12,9 +12,8 @@ from lightning_strategies_ext._system.connections import HOST_LOSS_TIMEOUT_S
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.failure import remote_status
-from lightning_strategies_ext.failure.ballots import StopDecision, StopVote
 from lightning_strategies_ext.failure.peer_links import WINDOW_NUM_BYTES, PeerLinks
-from lightning_strategies_ext.failure.rank_status import Failure, RankStatus
+from lightning_strategies_ext.failure.rank_status import Failure, RankStatus, StopDecision, StopVote
 from lightning_strategies_ext.failure.remote_status import RemoteStatus
 
 FAILURE = Failure((3,), "second", 12.0, "train", "ValueError: no", ("a:1 in f",), "trace", 3)

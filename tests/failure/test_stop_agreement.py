@@ -1,4 +1,4 @@
-"""What becomes of an agreement on a SIGTERM when a rank dies that it needs."""
+"""Stop agreements: the decision from all votes, and a rank that exits during an agreement."""
 
 import os
 import signal
@@ -10,10 +10,48 @@ import psutil
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from lightning_strategies_ext.failure.rank_status import StopDecision, StopVote
+from lightning_strategies_ext.failure.stop_agreement import decide_last_step
 from tests.support.models import fit
 from tests.support.ranks import outcomes_of_ranks
 
-pytestmark = pytest.mark.processes
+FIRST, SECOND = (1, 0), (1, 1)
+TRAINS = StopVote(FIRST)
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ([], None),
+        ([TRAINS, TRAINS, None], None),
+        ([TRAINS, StopVote(FIRST, True), TRAINS], StopDecision(FIRST)),
+        ([StopVote(FIRST, True, (3, 0)), TRAINS, StopVote(FIRST, True, (5, 0))], StopDecision(FIRST)),
+        ([StopVote(FIRST, True, (3, 0)), StopVote(FIRST, True, (5, 0))], StopDecision(FIRST, (5, 0))),
+        ([StopVote(FIRST, True, (3, 7)), StopVote(FIRST, True, (3, 12))], StopDecision(FIRST, (3, 12))),
+        # A rank that has not begun votes once it has.
+        ([StopVote(FIRST, True, (3, 0)), None], StopDecision(FIRST)),
+        ([StopVote(SECOND, True, (3, 0)), StopVote(FIRST, False, (9, 0), True)], StopDecision(SECOND)),
+        # A request after the last step of a rank stops the other ranks after as many steps.
+        ([TRAINS, StopVote(FIRST, True, (5, 0), True)], StopDecision(FIRST)),
+        ([StopVote(FIRST, True, (3, 0)), StopVote(FIRST, True, (5, 0), True)], StopDecision(FIRST, (5, 0))),
+        # A rank in a later agreement does not delay ranks that have not stopped yet.
+        ([StopVote(FIRST, True, (3, 0)), StopVote(SECOND)], StopDecision(FIRST, (3, 0))),
+        ([StopVote(FIRST, True, (5, 0), True), StopVote(FIRST, True, (5, 0), True)], None),
+    ],
+)
+def test_the_highest_step_is_the_last_once_all_ranks_have_voted(votes, expected):
+    assert decide_last_step(dict(enumerate(votes)), None) == expected
+
+
+def test_a_decision_stands_until_all_ranks_have_stopped():
+    before = StopDecision(FIRST, (5, 0))
+    one_continues = {0: StopVote(FIRST, True, (5, 0), True), 1: StopVote(FIRST, True, (3, 0))}
+    assert decide_last_step({**one_continues, 0: StopVote(SECOND)}, before) == before
+    assert decide_last_step(
+        {0: StopVote(SECOND, True, (0, 0)), 1: StopVote(SECOND, True, (2, 0))}, before
+    ) == StopDecision(SECOND, (2, 0))
+    assert decide_last_step({0: StopVote(SECOND), 1: StopVote(SECOND)}, before) is None
+
 
 LAST = 2
 
@@ -46,6 +84,7 @@ def train(directory: Path) -> None:
     fit("ddp_ext", devices=3, max_epochs=-1, callbacks=[DieDuringAgreement(directory)])
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_while_the_others_agree_is_named_and_nobody_stops_as_if_all_had_agreed(tmp_path: Path):
     outcomes = outcomes_of_ranks(train, tmp_path, world_size=3)
     assert outcomes[LAST].exit_code == -signal.SIGKILL

@@ -15,6 +15,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_strategies_ext._system.gpu_sync import is_aborted, mark_aborted
 from lightning_strategies_ext.torch_distributed import process_group
 from tests.support.ranks import run_ranks
 
@@ -118,3 +119,20 @@ def serve_while_the_port_is_taken() -> None:
 
 def test_a_port_that_is_taken_is_an_error_that_names_it():
     run_ranks(serve_while_the_port_is_taken, world_size=1)
+
+
+def abort_and_join_again() -> list[bool]:
+    found = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found.append(is_aborted())
+        mark_aborted(dist.group.WORLD)
+        found.append(is_aborted())
+        process_group.stop()
+        found.append(is_aborted())
+    return found
+
+
+@pytest.mark.processes
+def test_an_abort_has_no_effect_once_the_group_is_left():
+    assert run_ranks(abort_and_join_again, world_size=1) == [[False, True, False] * 2]
