@@ -129,7 +129,7 @@ def sigterm(strategy: str) -> None:
 def stuck(strategy: str) -> None:
     """A rank sleeps, and the others have ten seconds of patience."""
     kinds = {"ddp_ext": ext.DDPStrategy, "ddp_spawn_ext": ext.DDPSpawnStrategy, "horovod_ext": ext.HorovodStrategy}
-    fit(kinds[strategy](patience=10), Net(_sleep))
+    fit(kinds[strategy](hang_timeout=10), Net(_sleep))
 
 
 def uneven(strategy: str) -> None:

@@ -17,8 +17,8 @@ from lightning_strategies_ext.registry import UnavailableHereError
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 #: Of the rendezvous and of every collective.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-#: For how long ranks wait for one that does not move.
-DEFAULT_PATIENCE = timedelta(minutes=5)
+#: How long ranks wait in a collective for an inactive rank.
+DEFAULT_HANG_TIMEOUT = timedelta(minutes=5)
 
 
 def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
@@ -27,14 +27,16 @@ def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
     return None if name is None else str(name)
 
 
-def check_patience(patience: Any) -> float | None:
+def check_hang_timeout(hang_timeout: Any) -> float | None:
     """Refuses what is no time to wait for; gives it in seconds.
 
     Raises:
         TypeError: If it is neither a number of seconds, nor a ``timedelta``, nor None.
         ValueError: If it is not positive.
     """
-    return None if patience is None else check_seconds("patience", patience, " None lets ranks wait for ever.")
+    return (
+        None if hang_timeout is None else check_seconds("hang_timeout", hang_timeout, " None lets ranks wait for ever.")
+    )
 
 
 def check_seconds(name: str, value: Any, advice: str = "") -> float:

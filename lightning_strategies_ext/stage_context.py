@@ -100,7 +100,7 @@ class StageContext:
         self,
         wake: Callable[[Sequence[Peer]], None],
         progress: CollectiveProgress,
-        patience_s: float | None,
+        hang_timeout_s: float | None,
         exit_code_of: Callable[[int], int | None],
     ) -> None:
         """Lets all ranks end when one fails. Called by all ranks together, with a store.
@@ -108,14 +108,14 @@ class StageContext:
         Args:
             wake: See :class:`.FailureMonitor`.
             progress: Of this rank.
-            patience_s: See :class:`.FailureMonitor`.
+            hang_timeout_s: See :class:`.FailureMonitor`.
             exit_code_of: See :class:`.FailureMonitor`.
         """
         assert self.store is not None
         self.failure_monitor = FailureMonitor.get_or_create(
             self.store, self.rank, self.size, progress, wake, exit_code_of
         )
-        self.failure_monitor.begin_stage(patience_s)
+        self.failure_monitor.begin_stage(hang_timeout_s)
         self.failure_monitor.on_failure = self.stop_communicating
 
     def start_stop_agreement(

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
 from lightning_strategies_ext.arguments import (
-    DEFAULT_PATIENCE,
+    DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
     StartMethod,
     check_devices,
@@ -70,7 +70,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         ddp_comm_state: First argument of ``ddp_comm_hook``.
         ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
         ddp_comm_wrapper: Takes the hook and returns one.
-        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end, with an error that says where that one is. None leaves it to ``timeout``.
         compression: What ranks exchange in place of whole gradients: "bf16" or "fp16". Others keep something from step
             to step, which the Trainer looks after and Fabric does not.
@@ -99,7 +99,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         process_group_options: Any | None = None,
-        patience: float | timedelta | None = DEFAULT_PATIENCE,
+        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         compression: Literal["bf16", "fp16"] | BFloat16 | Float16 | None = None,
         **kwargs: Any,
     ) -> None:
@@ -135,7 +135,7 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            patience=patience,
+            hang_timeout=hang_timeout,
         )
         self._ddp_kwargs = kwargs
         self._process_group_options = process_group_options

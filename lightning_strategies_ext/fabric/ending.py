@@ -16,7 +16,7 @@ from torch.distributed import Store
 from typing_extensions import override
 
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.arguments import check_patience
+from lightning_strategies_ext.arguments import check_hang_timeout
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
@@ -29,7 +29,7 @@ class EndsTogether:
     """What Fabric's strategies with several processes have for it. They have ``collectives``, ``global_rank`` and such.
 
     Args:
-        patience: See the strategies.
+        hang_timeout: See the strategies.
     """
 
     collectives: Collectives
@@ -39,10 +39,10 @@ class EndsTogether:
         self,
         *args: Any,
         cluster_environment: ClusterEnvironment | None,
-        patience: float | timedelta | None,
+        hang_timeout: float | timedelta | None,
         **kwargs: Any,
     ) -> None:
-        self._patience_s = check_patience(patience)
+        self._hang_timeout_s = check_hang_timeout(hang_timeout)
         self._world = StageContext(self._engine)
         kwargs["cluster_environment"] = environment_of_child(cluster_environment)
         super().__init__(*args, **kwargs)
@@ -132,7 +132,7 @@ class EndsTogether:
         self._world = StageContext(self._engine, rank, world_size, store, previous=self._world)
         if store is None:
             return
-        self._world.start_failure_monitor(wake, progress, self._patience_s, exit_code_of)
+        self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, exit_code_of)
         assert self._world.failure_monitor is not None
         self._world.failure_monitor.set_step_source(lambda: "the loop under Fabric")
         install_excepthook(self._fail_with)

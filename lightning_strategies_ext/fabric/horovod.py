@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts
-from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_devices, check_not_interactive, check_plugins
+from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_devices, check_not_interactive, check_plugins
 from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives.same_model import check_is_same
@@ -54,7 +54,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
             number of ranks after.
         process_set: The ranks that exchange gradients; None for all.
-        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end, with an error that says where that one is. None lets them wait for ever.
         broadcast_buffers: Whether buffers are those of rank 0 in every training step, as DDP makes them by default.
             Otherwise each rank trains with its own, and gets those of rank 0 when a module is first called after
@@ -82,7 +82,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         sparse_as_dense: bool = False,
         gradient_predivide_factor: float = 1.0,
         process_set: Any = None,
-        patience: float | timedelta | None = DEFAULT_PATIENCE,
+        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
     ) -> None:
         if op == "adasum":
@@ -111,7 +111,7 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
             cluster_environment=cluster_environment if launch is None else environment.HorovodEnvironment(launch),
             checkpoint_io=checkpoint_io,
             precision=precision,
-            patience=patience,
+            hang_timeout=hang_timeout,
         )
         self._num_nodes = 1
         self._broadcast_buffers = broadcast_buffers

@@ -59,11 +59,11 @@ class Mailbox:
         while self._complete:
             yield self._complete.popleft()
 
-    def finish(self, patience_s: float) -> None:
+    def finish(self, timeout_s: float) -> None:
         """Ends it when all is sent, and on rank 0 when all has come, or after some seconds."""
-        self._deadline = time.monotonic() + patience_s
+        self._deadline = time.monotonic() + timeout_s
         self._posts.put(None)
-        self._thread.join(patience_s)
+        self._thread.join(timeout_s)
 
     def abandon(self) -> None:
         """Ends it and waits for nothing."""

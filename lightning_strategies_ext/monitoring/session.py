@@ -174,18 +174,18 @@ class Session:
         """Something else than the next batch comes, such as a validation."""
         self._previous_end = 0
 
-    def finish(self, num_done: int, patience_s: float) -> None:
+    def finish(self, num_done: int, timeout_s: float) -> None:
         """Ends after the last step; rank 0 waits for the other ranks for so long at most.
 
         Args:
             num_done: Optimizer steps so far.
-            patience_s: How long, in seconds.
+            timeout_s: How long, in seconds.
         """
         self._done = num_done
         self._close_window()
         self._observe(False)
         if self._mailbox is not None:
-            self._mailbox.finish(patience_s)
+            self._mailbox.finish(timeout_s)
             self._hear_complete()
 
     def abandon(self) -> None:

@@ -38,7 +38,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_logging, user_modules
 from lightning_strategies_ext.arguments import (
-    DEFAULT_PATIENCE,
+    DEFAULT_HANG_TIMEOUT,
     DEFAULT_TIMEOUT,
     StartMethod,
     check_start_method,
@@ -107,7 +107,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         timeout: Of the rendezvous and of every collective.
         process_group_options: What the backend takes beside, such as ``ShmOptions(segment_num_bytes=...)``.
         start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
-        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end, with an error that says where that one is. None leaves it to ``timeout``.
         uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
             with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
@@ -143,7 +143,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
         process_group_options: Any | None = None,
-        patience: float | timedelta | None = DEFAULT_PATIENCE,
+        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         uneven_inputs: UnevenInputs = "error",
         compression: CompressionName | Compression | None = None,
         **kwargs: Any,
@@ -166,7 +166,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            patience=patience,
+            hang_timeout=hang_timeout,
         )
         # ParallelStrategy's constructor reaches Lightning's DDPStrategy with its defaults; these are its values.
         self._ddp_kwargs = kwargs

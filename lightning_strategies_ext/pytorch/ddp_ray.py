@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
+from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, DEFAULT_TIMEOUT
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.processes.starter import Starter
 from lightning_strategies_ext.launch.ray.cluster import check_address, check_has_ray
@@ -71,7 +71,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         timeout: See :class:`.DDPStrategy`; also how long to wait until others leave room in the cluster.
         process_group_options: See :class:`.DDPStrategy`.
         keep_workers: See :class:`.DDPSpawnStrategy`.
-        patience: See :class:`.DDPStrategy`.
+        hang_timeout: See :class:`.DDPStrategy`.
         uneven_inputs: See :class:`.DDPStrategy`.
         compression: See :class:`.DDPStrategy`.
         elastic: Whether one may be lost during ``fit``, with its host, and the others go on: True makes a
@@ -120,7 +120,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         process_group_options: Any | None = None,
         keep_workers: bool = True,
-        patience: float | timedelta | None = DEFAULT_PATIENCE,
+        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         uneven_inputs: UnevenInputs = "error",
         compression: CompressionName | Compression | None = None,
         elastic: bool = False,
@@ -165,7 +165,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
             timeout=timeout,
             process_group_options=process_group_options,
             keep_workers=keep_workers,
-            patience=patience,
+            hang_timeout=hang_timeout,
             uneven_inputs=uneven_inputs,
             compression=compression,
             **kwargs,

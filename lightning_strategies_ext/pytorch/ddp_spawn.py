@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import Self, override
 
 from lightning_strategies_ext._lightning import strategy_parts, trainer_data, user_modules
-from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, DEFAULT_TIMEOUT
+from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, DEFAULT_TIMEOUT
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.launchers import WorkerLauncher
 from lightning_strategies_ext.launch.processes.process import WorkerStartMethod
@@ -51,7 +51,7 @@ class DDPSpawnStrategy(DDPStrategy):
         keep_workers: Whether workers stay for the next stage. While no stage runs, a process has those of one strategy
             at most: the next one takes them over if its process group is alike and they were not forked from this
             process, and ends them otherwise.
-        patience: See :class:`.DDPStrategy`.
+        hang_timeout: See :class:`.DDPStrategy`.
         uneven_inputs: See :class:`.DDPStrategy`; "join" with ``elastic=True``.
         compression: See :class:`.DDPStrategy`.
         elastic: Whether a worker may die during ``fit``: True makes a :class:`.DDPSpawnElasticStrategy`.
@@ -92,7 +92,7 @@ class DDPSpawnStrategy(DDPStrategy):
         start_method: WorkerStartMethod = "forkserver",
         process_group_options: Any | None = None,
         keep_workers: bool = True,
-        patience: float | timedelta | None = DEFAULT_PATIENCE,
+        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         uneven_inputs: UnevenInputs = "error",
         compression: CompressionName | Compression | None = None,
         elastic: bool = False,
@@ -128,7 +128,7 @@ class DDPSpawnStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
             process_group_options=process_group_options,
-            patience=patience,
+            hang_timeout=hang_timeout,
             uneven_inputs=uneven_inputs,
             compression=compression,
             **kwargs,

@@ -64,7 +64,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         restart_window: In seconds, or as a ``timedelta``.
         scale_learning_rate: Whether learning rates follow the number of ranks, unless a callback says so.
         **kwargs: Those of :class:`.DDPSpawnStrategy`. One that the others have waited for as long as they have
-            ``patience`` is killed, and another one is started in its place.
+            ``hang_timeout`` is killed, and another one is started in its place.
 
     Raises:
         TypeError: If an argument is of the wrong kind.

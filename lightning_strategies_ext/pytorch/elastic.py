@@ -125,11 +125,11 @@ class Elastic(_Base):
 
     def _detect_hangs(self, trainer: "pl.Trainer", store: dist.Store | None, progress: CollectiveProgress) -> None:
         """Has hung ranks killed from here on, if the user has set a hang timeout."""
-        if store is None or self._patience_s is None:
+        if store is None or self._hang_timeout_s is None:
             elastic_monitor().stop_hang_detection()
             return
         where, peers = partial(where_in, trainer), peers_of(self.membership.members)
-        elastic_monitor().start_hang_detection(store, self.global_rank, peers, progress, self._patience_s, where)
+        elastic_monitor().start_hang_detection(store, self.global_rank, peers, progress, self._hang_timeout_s, where)
 
     def fall_silent(self) -> None:
         """Lets this rank end without the others, who go on: it answers alone."""

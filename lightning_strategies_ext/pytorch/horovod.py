@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, strategy_parts, trainer_logging, user_modules
-from lightning_strategies_ext.arguments import DEFAULT_PATIENCE, check_not_interactive, name_of_barrier
+from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, check_not_interactive, name_of_barrier
 from lightning_strategies_ext.checks import check_flag
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.collectives.same_model import check_is_same
@@ -77,7 +77,7 @@ class HorovodStrategy(ParallelStrategy):
             with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
         elastic: Whether ranks may die, leave and join during ``fit``: True makes a :class:`.HorovodElasticStrategy`.
         commit_every_n_steps: See there.
-        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end, with an error that says where that one is. None lets them wait for ever. Not for elastic ones.
         broadcast_buffers: Whether buffers are those of rank 0 in every training step, as DDP makes them by default.
             Otherwise each rank trains with its own, and gets those of rank 0 before each evaluation and checkpoint.
@@ -112,7 +112,7 @@ class HorovodStrategy(ParallelStrategy):
         uneven_inputs: UnevenInputs = "error",
         elastic: bool = False,
         commit_every_n_steps: int | None = None,
-        patience: float | timedelta | None = DEFAULT_PATIENCE,
+        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
         broadcast_buffers: bool = False,
     ) -> None:
         self._options = ExchangeOptions(
@@ -140,7 +140,7 @@ class HorovodStrategy(ParallelStrategy):
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            patience=patience,
+            hang_timeout=hang_timeout,
         )
         self._scale_learning_rate = scale_learning_rate
         self._uneven_inputs = uneven_inputs

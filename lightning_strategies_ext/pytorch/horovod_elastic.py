@@ -32,7 +32,7 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
             100 by default.
         *args: Those of :class:`.HorovodStrategy`.
         **kwargs: Those of :class:`.HorovodStrategy`. One that other ranks of its host have waited for as long as they
-            have ``patience`` is killed, and they go on without it.
+            have ``hang_timeout`` is killed, and they go on without it.
 
     Raises:
         RuntimeError: If Horovod is not installed, or no elastic driver has started this process.

@@ -39,7 +39,7 @@ from lightning_strategies_ext.torch_distributed.exchange_times import DDPTimes
 log = logging.getLogger(__name__)
 
 #: How long rank 0 waits for what the others have noted last, in seconds.
-PATIENCE_S = 10.0
+LAST_WINDOW_TIMEOUT_S = 10.0
 #: Windows that are kept one by one.
 _MAX_HISTORY = 64
 _KEY = "communication"
@@ -230,7 +230,7 @@ class CommunicationMonitor(Callback):
         session = self._session
         if session is None:
             return
-        self._guarded(session.finish, trainer_logging.step_of_loggers(trainer), PATIENCE_S)
+        self._guarded(session.finish, trainer_logging.step_of_loggers(trainer), LAST_WINDOW_TIMEOUT_S)
         self._leave()
         self._guarded(self._report, trainer, self._draws)
 

@@ -36,9 +36,9 @@ from lightning_strategies_ext._lightning import (
 )
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.arguments import (
-    DEFAULT_PATIENCE,
+    DEFAULT_HANG_TIMEOUT,
     check_devices,
-    check_patience,
+    check_hang_timeout,
     check_plugins,
     name_of_barrier,
 )
@@ -74,7 +74,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         cluster_environment: Where ranks and addresses come from; detected if None.
         checkpoint_io: How checkpoints are written.
         precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
-        patience: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
+        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
             then all end. None lets them wait for the timeout of the backend.
 
     Raises:
@@ -99,9 +99,9 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        patience: float | timedelta | None = DEFAULT_PATIENCE,
+        hang_timeout: float | timedelta | None = DEFAULT_HANG_TIMEOUT,
     ) -> None:
-        self._patience_s = check_patience(patience)
+        self._hang_timeout_s = check_hang_timeout(hang_timeout)
         check_plugins(accelerator, cluster_environment, checkpoint_io)
         if precision_plugin is not None and not isinstance(precision_plugin, Precision):
             raise TypeError(f"`precision_plugin` must be a Precision of lightning.pytorch, got {precision_plugin!r}.")
@@ -441,7 +441,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
         """Lets all ranks end when one fails or does not come; called by all ranks together, on entering a stage."""
-        self._world.start_failure_monitor(wake, progress, self._patience_s, exit_code_of)
+        self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, exit_code_of)
         install_excepthook(announce_uncaught)
 
     def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:

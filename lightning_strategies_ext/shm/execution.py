@@ -27,7 +27,7 @@ from lightning_strategies_ext.shm.work import ShmWork
 #: How long the caller of an asynchronous operation sleeps for others, in seconds, before it leaves the rest to a
 #: thread. On a host whose cores are busy a thread that is woken waits for its turn, at each piece of a large tensor:
 #: a step with 4 MB of gradients then took up to three times as long.
-PATIENCE_S: Final = 1e-3
+MAX_CALLER_BLOCK_S: Final = 1e-3
 #: C++ code that keeps a handle keeps its C++ half only; what is left when the Python half is gone waits for ever. DDP's
 #: `join` does so with the handle of a single float. So the last handles of tensors up to this size, in bytes, are held.
 _SMALL_NUM_BYTES: Final = 64
@@ -131,7 +131,7 @@ class Execution:
             return
         self._held(work)
         while self._queue and self._is_running.acquire(blocking=False):
-            if not self._carry_out_first(until=time.monotonic() + PATIENCE_S):
+            if not self._carry_out_first(until=time.monotonic() + MAX_CALLER_BLOCK_S):
                 break
         if self._queue:
             self._leave_to_thread()

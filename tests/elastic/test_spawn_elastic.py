@@ -113,7 +113,7 @@ def test_a_new_worker_that_is_killed_before_it_has_joined():
     [(stop, 0, "rank 1 waited 4 s for it in"), (sleep, 1, "no activity was detected")],
 )
 def test_a_worker_that_the_others_wait_for_in_vain_is_killed_and_started_anew(action, rank, what):
-    strategy = {**STRATEGY, "patience": 4}
+    strategy = {**STRATEGY, "hang_timeout": 4}
     run = run_workers(2, once(action, rank=rank, step=70), joins_later, strategy=strategy, **UNTIL_IT_JOINS)
     check_is_as_good_as_undisturbed(run)
     assert sizes_of(run) == [2, 1, 2]
@@ -131,7 +131,7 @@ def call_barrier(net: Net) -> None:
 
 @pytest.mark.processes
 def test_a_collective_by_one_worker_alone_ends_fit():
-    strategy = {**STRATEGY, "patience": 4, "process_group_backend": "gloo", "max_restarts": 0}
+    strategy = {**STRATEGY, "hang_timeout": 4, "process_group_backend": "gloo", "max_restarts": 0}
     run = run_workers(2, once(call_barrier, rank=1, step=30), strategy=strategy)
     assert run.code != 0
     assert "stuck" in run.output
@@ -229,7 +229,7 @@ def test_the_main_process_is_asked_to_stop_and_has_the_state(tmp_path: Path, num
         ({"max_restarts": 1.5}, TypeError, "max_restarts"),
         ({"restart_window": 0}, ValueError, "`restart_window` must be positive, got 0"),
         ({"commit_every_n_steps": 0}, ValueError, "commit_every_n_steps=0"),
-        ({"patience": 0}, ValueError, "`patience` must be positive, got 0"),
+        ({"hang_timeout": 0}, ValueError, "`hang_timeout` must be positive, got 0"),
         ({"uneven_inputs": "error"}, ValueError, "uneven_inputs='error'"),
         ({"start_method": "fork"}, ValueError, "start_method='fork'"),
         ({"scale_learning_rate": 2}, TypeError, "scale_learning_rate"),

@@ -59,7 +59,7 @@ def test_the_others_end_too(tmp_path: Path, how: str, reason: str, rank: int):
     script.write_text(SCRIPT)
     begin = time.monotonic()
     result = run_script(script, how, str(rank), cwd=tmp_path)
-    assert time.monotonic() - begin < 250  # patience is five minutes
+    assert time.monotonic() - begin < 250  # the hang timeout is five minutes
     assert result.returncode != 0, result.stdout
     assert re.search(reason.format(rank=rank), result.stdout), result.stdout
     assert "validated" not in result.stdout

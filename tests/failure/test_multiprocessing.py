@@ -80,7 +80,7 @@ def run(tmp_path: Path):
     def run_it(*arguments: str) -> str:
         begin = time.monotonic()
         output = run_script(script, *arguments, cwd=tmp_path).stdout
-        assert time.monotonic() - begin < 280, output  # patience is five minutes
+        assert time.monotonic() - begin < 280, output  # the hang timeout is five minutes
         return output
 
     return run_it

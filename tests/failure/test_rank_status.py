@@ -29,7 +29,7 @@ from lightning_strategies_ext.failure.rank_status import (
 )
 from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 
-PATIENCE_S = 300.0
+HANG_TIMEOUT_S = 300.0
 WAITS = RankStatus(0, stage=1, num_started=7, in_collective_s=301, unchanged_s=301, idle_s=301, collective="all_reduce")
 SLEEPS = RankStatus(1, stage=1, num_started=6, unchanged_s=301, idle_s=301)
 COMPUTES = replace(SLEEPS, idle_s=0)
@@ -38,7 +38,7 @@ MOVES = replace(SLEEPS, unchanged_s=0, idle_s=0)
 
 def stuck(*signs: RankStatus, silence: dict[int, float] | None = None) -> tuple[int, ...]:
     by_rank = {rank: replace(sign, rank=rank) for rank, sign in enumerate(signs)}
-    return hung_ranks(by_rank, {**dict.fromkeys(by_rank, 0.0), **(silence or {})}, PATIENCE_S)
+    return hung_ranks(by_rank, {**dict.fromkeys(by_rank, 0.0), **(silence or {})}, HANG_TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -120,18 +120,18 @@ def test_a_rank_that_comes_back_to_the_same_place_for_another_collective_has_mov
     own.activity, own.state = ThreadActivity(thread), "running"
 
     def look() -> RankStatus:
-        own.sample_training_thread(PATIENCE_S)
+        own.sample_training_thread(HANG_TIMEOUT_S)
         own.publish(None)
         return own.read()[0]
 
     look()
-    assert look().unchanged_s == PATIENCE_S
+    assert look().unchanged_s == HANG_TIMEOUT_S
     progress.num = 1
     sign = look()
     assert (sign.num_started, sign.unchanged_s, sign.idle_s, sign.in_collective_s) == (1, 0, 0, 0)
-    assert look().unchanged_s == PATIENCE_S
+    assert look().unchanged_s == HANG_TIMEOUT_S
     own.state = "finished"
-    assert [look().in_collective_s, look().in_collective_s] == [0, PATIENCE_S]
+    assert [look().in_collective_s, look().in_collective_s] == [0, HANG_TIMEOUT_S]
     own.close()
 
 
@@ -203,7 +203,7 @@ def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
     statuses = {rank: replace(status, rank=rank) for rank, status in statuses.items()}
     peers = {rank: Peer(rank, "here", os.getpid(), 0.0) for rank in statuses}
     ages = dict.fromkeys(statuses, 0.0)
-    failure = failure_detector.diagnose_hang(statuses, ages, PATIENCE_S, peers, reported_by=1)
+    failure = failure_detector.diagnose_hang(statuses, ages, HANG_TIMEOUT_S, peers, reported_by=1)
     assert failure is not None
     assert failure.ranks == (0,)
     assert failure.headline.startswith("ranks 1-8 and 503 more waited 300 s for it in ")

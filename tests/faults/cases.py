@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.horovod_launch import BIN
 from benchmarks.ranks import free_port
-from tests.faults.program import PATIENCE_S
+from tests.faults.program import HANG_TIMEOUT_S
 from tests.support.hosts import ADDRESSES, put_ssh, two_hosts
 from tests.support.ranks import REPOSITORY, clean_environment
 
@@ -107,7 +107,7 @@ class Case:
     @property
     def limit_s(self) -> float:
         """What processes may take to end, in seconds."""
-        return LIMIT_S + (PATIENCE_S if self.kind in STUCK else LOST_S if self.kind == "cable" else 0)
+        return LIMIT_S + (HANG_TIMEOUT_S if self.kind in STUCK else LOST_S if self.kind == "cable" else 0)
 
 
 @dataclass

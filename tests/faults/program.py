@@ -24,7 +24,7 @@ from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, HorovodStrat
 from lightning_strategies_ext.fabric import DDPStrategy as FabricDDPStrategy
 from tests.support.one_gpu import pass_for_own_host
 
-PATIENCE_S = 5.0
+HANG_TIMEOUT_S = 5.0
 NUM_BATCHES = 6
 
 
@@ -181,7 +181,7 @@ def train(case: dict[str, Any], directory: str) -> None:
     fault.at("before the group", rank_to_be(case))
     kind = STRATEGIES.get(case["strategy"])
     trainer = Trainer(
-        strategy=case["strategy"] if kind is None else kind(patience=PATIENCE_S),
+        strategy=case["strategy"] if kind is None else kind(hang_timeout=HANG_TIMEOUT_S),
         accelerator=case["accelerator"],
         devices=case["world_size"] // case["hosts"],
         num_nodes=case["hosts"],
@@ -207,7 +207,7 @@ def loop(case: dict[str, Any], directory: str) -> None:
     """What the script does with Fabric."""
     fault = Fault(case["kind"], case["moment"], case["rank"], directory)
     fault.at("before the group", rank_to_be(case))
-    strategy = FabricDDPStrategy(patience=PATIENCE_S)
+    strategy = FabricDDPStrategy(hang_timeout=HANG_TIMEOUT_S)
     devices, num_nodes = case["world_size"] // case["hosts"], case["hosts"]
     fabric = Fabric(strategy=strategy, accelerator=case["accelerator"], devices=devices, num_nodes=num_nodes)
     fabric.launch()

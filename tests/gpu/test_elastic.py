@@ -37,7 +37,7 @@ SHARED = {"is_on_one_gpu": not ON_CPU}
 def test_a_worker_that_is_lost_is_started_anew_on_its_gpu(
     action: Any, where: dict[str, Any], begins_at: int, two_ranks: Ranks
 ):
-    strategy = {**STRATEGY, "patience": 4}
+    strategy = {**STRATEGY, "hang_timeout": 4}
     run = run_workers(2, once(action, **where), joins_later, strategy=strategy, **UNTIL_IT_JOINS, **SHARED)
     print(run.output)
     check_is_as_good_as_undisturbed(run)

@@ -274,7 +274,7 @@ def test_a_rank_in_which_a_library_holds_the_interpreter_for_a_while_is_not_lost
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_alone_on_its_host_is_stuck(start_job: StartJob, tmp_path: Path, stopped: int):
     script = tmp_path / "train.py"
-    script.write_text(TRAIN_WITHOUT_END.replace('"ddp_ext"', "DDPStrategy(patience=3)"))
+    script.write_text(TRAIN_WITHOUT_END.replace('"ddp_ext"', "DDPStrategy(hang_timeout=3)"))
     job = start_job(script, tmp_path)
     pids = numbers_in([tmp_path / f"started{rank}" for rank in range(2)], job)
     os.kill(pids[stopped], signal.SIGSTOP)

@@ -21,7 +21,7 @@ from tests.support.models import MLP, dataset, loader, make_trainer
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 
 #: Longer than a write to a file takes on a busy disk, and the start of a loader's worker on busy cores.
-PATIENCE_S = 4.0
+HANG_TIMEOUT_S = 4.0
 LONGER_S = 6.0
 #: Of all ranks; known in each of them.
 pids: list[int] = []
@@ -63,7 +63,7 @@ def sleep(model: MLP) -> None:
 
 
 def sleep_a_little(model: MLP) -> None:
-    time.sleep(PATIENCE_S / 4)
+    time.sleep(HANG_TIMEOUT_S / 4)
 
 
 def sleep_for_ever(model: MLP) -> None:
@@ -83,9 +83,9 @@ def stop_all(model: MLP) -> None:
     time.sleep(0.5)
 
 
-def train(how: str, backend: str, patience: Any) -> int:
+def train(how: str, backend: str, hang_timeout: Any) -> int:
     trainer = make_trainer(
-        DDPStrategy(patience=patience, process_group_backend=backend), max_epochs=1, callbacks=[Delays(how)]
+        DDPStrategy(hang_timeout=hang_timeout, process_group_backend=backend), max_epochs=1, callbacks=[Delays(how)]
     )
     trainer.fit(MLP(), loader(80))
     return trainer.global_step
@@ -93,17 +93,17 @@ def train(how: str, backend: str, patience: Any) -> int:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("how", "backend", "patience"),
+    ("how", "backend", "hang_timeout"),
     [
-        ("validate_alone", "shm", PATIENCE_S),
-        ("debug", "gloo", PATIENCE_S),
-        ("sleep_a_little", "shm", timedelta(seconds=PATIENCE_S)),
+        ("validate_alone", "shm", HANG_TIMEOUT_S),
+        ("debug", "gloo", HANG_TIMEOUT_S),
+        ("sleep_a_little", "shm", timedelta(seconds=HANG_TIMEOUT_S)),
         ("sleep", "gloo", None),
-        ("stop_all", "shm", PATIENCE_S),
+        ("stop_all", "shm", HANG_TIMEOUT_S),
     ],
 )
-def test_one_that_takes_long_is_waited_for(how, backend, patience):
-    assert run_ranks(train, how, backend, patience) == [10, 10]
+def test_one_that_takes_long_is_waited_for(how, backend, hang_timeout):
+    assert run_ranks(train, how, backend, hang_timeout) == [10, 10]
 
 
 class HoldsPythonsLock(Callback):
@@ -115,7 +115,7 @@ class HoldsPythonsLock(Callback):
 
 
 def train_slow_to_the_end() -> int:
-    strategy = DDPStrategy(patience=PATIENCE_S, process_group_backend="gloo")
+    strategy = DDPStrategy(hang_timeout=HANG_TIMEOUT_S, process_group_backend="gloo")
     trainer = make_trainer(strategy, max_epochs=1, callbacks=[Delays("validate_alone", 9), HoldsPythonsLock()])
     trainer.fit(MLP(), loader(80))
     return trainer.global_step
@@ -145,7 +145,7 @@ class SlowOnce(Dataset):
 
 
 def train_on(how: str) -> int:
-    trainer = make_trainer(DDPStrategy(patience=PATIENCE_S), max_epochs=1)
+    trainer = make_trainer(DDPStrategy(hang_timeout=HANG_TIMEOUT_S), max_epochs=1)
     trainer.fit(MLP(), DataLoader(SlowOnce(how), batch_size=4, num_workers=1))
     return trainer.global_step
 
@@ -166,7 +166,7 @@ def test_one_whose_loader_does_nothing_is_not():
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_one_that_sleeps_ends_all_and_the_error_has_the_stacks_of_all(backend):
     trainer = spawn_trainer(
-        DDPSpawnStrategy(patience=PATIENCE_S, process_group_backend=backend),
+        DDPSpawnStrategy(hang_timeout=HANG_TIMEOUT_S, process_group_backend=backend),
         max_epochs=1,
         callbacks=[Delays("sleep_for_ever")],
     )
@@ -196,7 +196,7 @@ class WaitsInItsOwnGroup(Callback):
 
 
 def train_in_own_groups() -> None:
-    strategy = DDPStrategy(patience=PATIENCE_S, process_group_backend="gloo")
+    strategy = DDPStrategy(hang_timeout=HANG_TIMEOUT_S, process_group_backend="gloo")
     make_trainer(strategy, max_epochs=1, callbacks=[WaitsInItsOwnGroup()]).fit(MLP(), loader(80))
 
 
@@ -213,8 +213,8 @@ def test_two_that_wait_for_each_other_end_by_themselves_and_one_of_them_says_why
 
 @pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy, ours.DDPStrategy])
 @pytest.mark.parametrize(
-    ("patience", "error"), [(0, ValueError), (-1.0, ValueError), ("5", TypeError), (True, TypeError)]
+    ("hang_timeout", "error"), [(0, ValueError), (-1.0, ValueError), ("5", TypeError), (True, TypeError)]
 )
-def test_what_is_no_time_to_wait_for_is_refused(kind, patience, error):
-    with pytest.raises(error, match="`patience` must be"):
-        kind(patience=patience)
+def test_what_is_no_time_to_wait_for_is_refused(kind, hang_timeout, error):
+    with pytest.raises(error, match="`hang_timeout` must be"):
+        kind(hang_timeout=hang_timeout)
