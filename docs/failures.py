@@ -127,7 +127,7 @@ def sigterm(strategy: str) -> None:
 
 
 def stuck(strategy: str) -> None:
-    """A rank sleeps, and the others have ten seconds of patience."""
+    """A rank sleeps; the hang timeout is ten seconds."""
     kinds = {"ddp_ext": ext.DDPStrategy, "ddp_spawn_ext": ext.DDPSpawnStrategy, "horovod_ext": ext.HorovodStrategy}
     fit(kinds[strategy](hang_timeout=10), Net(_sleep))
 

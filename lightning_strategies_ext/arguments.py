@@ -2,6 +2,7 @@
 
 import platform
 import socket
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -28,15 +29,28 @@ def name_of_barrier(*args: Any, **kwargs: Any) -> str | None:
 
 
 def check_hang_timeout(hang_timeout: Any) -> float | None:
-    """Refuses what is no time to wait for; gives it in seconds.
+    """Returns the hang timeout in seconds.
 
     Raises:
         TypeError: If it is neither a number of seconds, nor a ``timedelta``, nor None.
         ValueError: If it is not positive.
     """
-    return (
-        None if hang_timeout is None else check_seconds("hang_timeout", hang_timeout, " None lets ranks wait for ever.")
-    )
+    advice = " None lets ranks wait indefinitely."
+    return None if hang_timeout is None else check_seconds("hang_timeout", hang_timeout, advice)
+
+
+def check_no_old_names(cls: type, names: Iterable[str]) -> None:
+    """Rejects arguments by their names in earlier versions.
+
+    Args:
+        cls: The strategy.
+        names: Names of the arguments that the user passed.
+
+    Raises:
+        TypeError: If an argument has been renamed.
+    """
+    if "patience" in names:
+        raise TypeError(f"`{cls.__name__}(patience=...)`: the argument was renamed. Use `hang_timeout=...`.")
 
 
 def check_seconds(name: str, value: Any, advice: str = "") -> float:

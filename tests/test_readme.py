@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_strategies_ext
 from tests.support.environments import PACKAGE, Environment, copy_checkout, make_environment
+from tests.support.examples import EXAMPLE_ENVIRONMENT
 from tests.support.ranks import LIMIT_S, REPOSITORY, run_command, run_script
 
 TEXT = (REPOSITORY / "README.md").read_text()
@@ -229,7 +230,12 @@ def test_make_demo_runs_a_program_that_trains(tmp_path: Path):
     assert planned.returncode == 0, planned.stdout
     python, script, *options = shlex.split(planned.stdout.splitlines()[-1])
     assert python == ".venv/bin/python"
-    done = run_script(REPOSITORY / script, *options, "--epochs", "2", cwd=tmp_path, timeout_s=LIMIT_S)
+    done = run_script(
+        *(REPOSITORY / script, *options, "--epochs", "2"),
+        env=EXAMPLE_ENVIRONMENT,
+        cwd=tmp_path,
+        timeout_s=LIMIT_S,
+    )
     assert done.returncode == 0, done.stdout
     assert re.search(r"processes\W+2\W", done.stdout)
 

@@ -70,8 +70,8 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         ddp_comm_state: First argument of ``ddp_comm_hook``.
         ddp_comm_hook: Exchanges a bucket of gradients in place of DDP's all-reduce, on any device.
         ddp_comm_wrapper: Takes the hook and returns one.
-        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
-            then all end, with an error that says where that one is. None leaves it to ``timeout``.
+        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
+            ranks exit with an error that has the stacks of all. None leaves it to ``timeout``.
         compression: What ranks exchange in place of whole gradients: "bf16" or "fp16". Others keep something from step
             to step, which the Trainer looks after and Fabric does not.
         **kwargs: Arguments of ``torch.nn.parallel.DistributedDataParallel``.

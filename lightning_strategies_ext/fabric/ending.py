@@ -13,10 +13,10 @@ from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import Store
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.arguments import check_hang_timeout
+from lightning_strategies_ext.arguments import check_hang_timeout, check_no_old_names
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
@@ -46,6 +46,11 @@ class EndsTogether:
         self._world = StageContext(self._engine)
         kwargs["cluster_environment"] = environment_of_child(cluster_environment)
         super().__init__(*args, **kwargs)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Rejects arguments by their names in earlier versions."""
+        check_no_old_names(cls, kwargs)
+        return super().__new__(cls)
 
     @property
     def has_met(self) -> bool:

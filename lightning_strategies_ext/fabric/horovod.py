@@ -54,8 +54,8 @@ class HorovodStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, E
         gradient_predivide_factor: Gradients are divided by it before they are summed, and by what is left of the
             number of ranks after.
         process_set: The ranks that exchange gradients; None for all.
-        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
-            then all end, with an error that says where that one is. None lets them wait for ever.
+        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
+            ranks exit with an error that has the stacks of all. None lets ranks wait indefinitely.
         broadcast_buffers: Whether buffers are those of rank 0 in every training step, as DDP makes them by default.
             Otherwise each rank trains with its own, and gets those of rank 0 when a module is first called after
             ``module.eval()``, and before a checkpoint. All ranks call it then.

@@ -288,11 +288,11 @@ def diagnose_hang(
         it = "it" if len(ranks) == 1 else "them"
         what = "; ".join(f"rank {rank} {state}" for rank, state in list(states.items())[:MAX_RANKS_LISTED])
         headline = (
-            f"{format_ranks(waiting)} waited {hang_timeout_s:g} s for {it} {statuses[waiting[0]].waits_where};"
-            f" {what or 'no activity was detected'}"
+            f"{format_ranks(waiting)} waited {hang_timeout_s:g} s for {it} {statuses[waiting[0]].waits_where}"
+            f" (`hang_timeout`); {what or 'no activity was detected'}"
         )
     else:
-        headline = f"they waited {hang_timeout_s:g} s for each other, in different collectives"
+        headline = f"they waited {hang_timeout_s:g} s for each other in different collectives (`hang_timeout`)"
     verb = HUNG[len(ranks) > 1]
     where = format_stacks(statuses, ranks, states)
     return _observed_failure(ranks, statuses[ranks[0]], headline, reported_by, where, peers[ranks[0]].host_name, verb)

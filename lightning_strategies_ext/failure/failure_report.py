@@ -118,7 +118,7 @@ def write_report(directory: str, failure: Failure, rank: int | None, text: str) 
         Path of the file; None if it cannot be written, or if a directory or link in its path belongs to another user.
     """
     name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(failure.time))}-{failure.job_id}"
-    path = Path(directory, DIRECTORY, name, "main.txt" if rank is None else f"rank-{rank}.txt")
+    path = Path(directory, DIRECTORY, name, "main-process.txt" if rank is None else f"rank-{rank}.txt")
     try:
         for place in (path.parent.parent, path.parent):
             place.mkdir(mode=0o755, parents=True, exist_ok=True)  # others cannot write to it, whatever the umask is

@@ -107,8 +107,8 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         timeout: Of the rendezvous and of every collective.
         process_group_options: What the backend takes beside, such as ``ShmOptions(segment_num_bytes=...)``.
         start_method: "popen" runs the script once per device; "fork", "spawn" and "forkserver" start workers.
-        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
-            then all end, with an error that says where that one is. None leaves it to ``timeout``.
+        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
+            ranks exit with an error that has the stacks of all. None leaves it to ``timeout``.
         uneven_inputs: What happens when ranks have different numbers of training batches: "error" on all ranks, "stop"
             with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
         compression: What ranks exchange in place of whole gradients, where the network is the limit: a name, or an

@@ -77,8 +77,9 @@ class HorovodStrategy(ParallelStrategy):
             with the first that runs out, or "join": the others train to their end, see :mod:`.uneven.control`.
         elastic: Whether ranks may die, leave and join during ``fit``: True makes a :class:`.HorovodElasticStrategy`.
         commit_every_n_steps: See there.
-        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
-            then all end, with an error that says where that one is. None lets them wait for ever. Not for elastic ones.
+        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
+            ranks exit with an error that has the stacks of all. None lets ranks wait indefinitely. Elastic ranks
+            kill the inactive rank instead.
         broadcast_buffers: Whether buffers are those of rank 0 in every training step, as DDP makes them by default.
             Otherwise each rank trains with its own, and gets those of rank 0 before each evaluation and checkpoint.
 

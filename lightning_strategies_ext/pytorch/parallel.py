@@ -39,6 +39,7 @@ from lightning_strategies_ext.arguments import (
     DEFAULT_HANG_TIMEOUT,
     check_devices,
     check_hang_timeout,
+    check_no_old_names,
     check_plugins,
     name_of_barrier,
 )
@@ -74,8 +75,8 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         cluster_environment: Where ranks and addresses come from; detected if None.
         checkpoint_io: How checkpoints are written.
         precision_plugin: As chosen by ``Trainer(precision=...)`` if None.
-        hang_timeout: For how long ranks wait in a collective for one that does not move, in seconds or as a ``timedelta``;
-            then all end. None lets them wait for the timeout of the backend.
+        hang_timeout: How long ranks wait in a collective for an inactive rank, in seconds or a ``timedelta``. Then all
+            ranks exit with an error that has the stacks of all. None leaves it to the timeout of the backend.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -121,6 +122,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
         It stands here since LightningCLI takes a class's own ``__new__`` for what says its arguments.
         """
+        check_no_old_names(cls, kwargs)
         target = vars(cls).get("elastic_class")
         if target is not None and kwargs.get("elastic") is True:
             module, _, name = target.partition(":")

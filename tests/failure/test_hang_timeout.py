@@ -218,3 +218,9 @@ def test_two_that_wait_for_each_other_end_by_themselves_and_one_of_them_says_why
 def test_what_is_no_time_to_wait_for_is_refused(kind, hang_timeout, error):
     with pytest.raises(error, match="`hang_timeout` must be"):
         kind(hang_timeout=hang_timeout)
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, DDPSpawnStrategy, ours.DDPStrategy])
+def test_the_old_name_of_the_argument_is_rejected_with_the_new_one(kind):
+    with pytest.raises(TypeError, match=r"`DDP\w*Strategy\(patience=...\)`: .* Use `hang_timeout=...`."):
+        kind(patience=60)
