@@ -20,6 +20,7 @@ from lightning_strategies_ext._system.peers import Peer, exchange_peers
 from lightning_strategies_ext.failure.elastic_monitor import CONFIRMATION_S, ElasticMonitor, elastic_monitor
 from lightning_strategies_ext.failure.process_exit import MONITOR_EXIT_CODE
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
+from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
 from tests.support.ranks import Outcome, free_port, outcomes_of_ranks
 
 HANG_TIMEOUT_S = 2.0
@@ -87,6 +88,58 @@ def test_a_stopped_rank_is_killed_by_a_rank_that_has_left_the_world():
     assert codes_of(outcomes) == [0, -signal.SIGKILL, -signal.SIGKILL], "\n".join(map(str, outcomes))
     assert "rank 1 is stopped" in outcomes[0].output
     assert outcomes[0].output.count("Killing rank 1 so that the other ranks can continue.") == 1
+
+
+STORE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, True, timedelta(seconds=60), False)
+print("serves", flush=True)
+time.sleep(600)
+"""
+
+
+def hang_after_the_store_stops(port: int, store_pid: int) -> bool:
+    rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), False)
+    peers, monitor = exchange_peers(dist.PrefixStore("peers", store), rank, world_size), elastic_monitor()
+    monitor.start_hang_detection(store, rank, peers, CollectiveProgress(), HANG_TIMEOUT_S, lambda: "step 3")
+    agreement = StopAgreement(notify=lambda: None)
+    exchange = StoreAgreement(agreement, store, rank, world_size)
+    store.add("ready", 1)
+    while store.add("ready", 0) < world_size:
+        time.sleep(0.01)
+    if rank == 1:
+        time.sleep(1.0)  # the statuses of both ranks are published by now
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.kill(store_pid, signal.SIGSTOP)
+    agreement.request()  # the thread of the agreement sends it to the store, which does not respond
+    monitor.mark_finished()
+    deadline = time.monotonic() + LIMIT_S
+    while peers[1].is_running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    is_polling = any(thread.name == "lightning-strategies-ext store" for thread in threading.enumerate())
+    exchange.abandon()
+    os.kill(store_pid, signal.SIGKILL)
+    return is_polling
+
+
+@pytest.mark.processes
+def test_a_hung_rank_is_killed_while_the_process_of_the_store_is_stopped():
+    port = free_port()
+    server = subprocess.Popen([sys.executable, "-c", STORE, str(port)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "serves\n"
+        outcomes = outcomes_of_ranks(hang_after_the_store_stops, port, server.pid)
+    finally:
+        server.kill()
+        server.wait()
+    assert codes_of(outcomes) == [0, -signal.SIGKILL], "\n".join(map(str, outcomes))
+    assert outcomes[0].value, "the agreement's own thread waits for the store"
+    assert "Killing rank 1 so that the other ranks can continue." in outcomes[0].output
 
 
 def compute_and_exit() -> bool:
