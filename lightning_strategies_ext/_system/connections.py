@@ -1,4 +1,4 @@
-"""Connections of this process to others: which there are, how they are made, and how they are cut."""
+"""Connections of this process: stores and their ports, keepalives, the open connections, and their shutdown."""
 
 import os
 import socket
@@ -18,14 +18,14 @@ from torch.distributed.constants import default_pg_timeout
 #: Environment variables with the secret of a job on several hosts, or with the path of a file that contains it.
 SECRET = "LIGHTNING_STRATEGIES_EXT_SECRET"
 SECRET_FILE = "LIGHTNING_STRATEGIES_EXT_SECRET_FILE"
-#: A host that has not answered for so long, in seconds, is lost; when nothing is said, its kernel is asked so often.
+#: Seconds after which a host that does not respond is lost, and seconds between keepalives on an idle connection.
 HOST_LOSS_TIMEOUT_S = 8
 _KEEPALIVE_INTERVAL_S = 2
-#: How long a store may take to answer on a connection that :func:`clone_store` has made.
+#: Timeout of requests over a connection that :func:`clone_store` has made.
 _STORE_TIMEOUT = timedelta(seconds=30)
-#: Where /proc is missing, descriptors below this number are tried.
+#: Without /proc, descriptors below this number are searched for sockets.
 _MAX_DESCRIPTORS = 1 << 16
-_spared: "WeakSet[socket.socket]" = WeakSet()
+_exempt: "WeakSet[socket.socket]" = WeakSet()
 # Sockets that listen at ports of stores that this process may serve later, by port.
 _reserved: dict[int, socket.socket] = {}
 
@@ -53,17 +53,20 @@ def job_secret() -> bytes:
 
 
 def exempt(connection: socket.socket) -> None:
-    """Lets a connection be, whatever :func:`shut_down_connections` is to cut."""
-    _spared.add(connection)
+    """Exempts a connection from :func:`shut_down_connections`."""
+    _exempt.add(connection)
 
 
 def enable_keepalive(connection: socket.socket) -> bool:
-    """Lets the kernel ask at the other end, and give up when there is no answer. Whether it can, whatever is unsent.
+    """Makes the kernel close a connection whose other host does not respond.
 
     Args:
-        connection: One whose other end has room for what is sent, also when its process is stopped.
+        connection: Connection whose other end has buffer space, also while its process is stopped.
+
+    Returns:
+        Whether the system detects the loss of the host, also with unacknowledged data.
     """
-    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # elsewhere than on Linux
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # only Linux has it
         return False
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_INTERVAL_S)
@@ -73,23 +76,23 @@ def enable_keepalive(connection: socket.socket) -> bool:
 
 
 def enable_store_keepalive(store: dist.Store) -> None:
-    """Lets this process's requests at a store fail when its host does not answer any more: else they take minutes."""
+    """Makes requests to a store fail soon after the loss of its host, instead of after minutes."""
     if (address := store_address(store)) is None:
         return
     with suppress(OSError):
-        places = {found[4][:2] for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)}
+        endpoints = {found[4][:2] for found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)}
         for connection in _connections_now() or []:
-            # An address of IPv4 has such a beginning on a socket for both.
-            if (connection.raddr.ip.removeprefix("::ffff:"), connection.raddr.port) in places:
-                with _duplicate_socket(connection) as twin:
-                    enable_keepalive(twin)
+            # A dual-stack socket shows IPv4 addresses with this prefix.
+            if (connection.raddr.ip.removeprefix("::ffff:"), connection.raddr.port) in endpoints:
+                with _duplicate_socket(connection) as duplicate:
+                    enable_keepalive(duplicate)
 
 
 def clone_store(store: dist.Store) -> dist.Store:
-    """The same store by a connection of its own, so that nobody waits for whoever waits at the other one.
+    """Returns the store over a new connection, so that requests do not queue behind those of the existing connection.
 
     Args:
-        store: With prefixes, perhaps, which what is returned does not have.
+        store: Store, with or without prefixes. The returned store has none.
     """
     address = store_address(store)
     if address is None:
@@ -98,10 +101,10 @@ def clone_store(store: dist.Store) -> dist.Store:
 
 
 def reserve_port(address: str) -> int:
-    """Returns a port for a store that this process may serve later, where no other process can listen meanwhile.
+    """Returns a port for a store that this process may serve later; until then no other process can listen there.
 
     Args:
-        address: An address of this host.
+        address: Address of this host.
     """
     listening = socket.create_server((address, 0))
     port: int = listening.getsockname()[1]
@@ -110,7 +113,7 @@ def reserve_port(address: str) -> int:
 
 
 def release_ports() -> None:
-    """Lets other processes listen at the ports that this process has reserved and does not use."""
+    """Releases the reserved ports that this process does not use."""
     for listening in _reserved.values():
         listening.close()
     _reserved.clear()
@@ -119,12 +122,12 @@ def release_ports() -> None:
 def serve_store(
     host: str, port: int = 0, num_clients: int | None = None, timeout: timedelta | None = None
 ) -> dist.TCPStore:
-    """Serves a key-value store at one address of this host; a store that torch serves listens at all addresses.
+    """Serves a store at one address of this host; a store that torch serves listens at all addresses.
 
     Args:
         host: Address or host name.
-        port: Port; 0 for one that is free.
-        num_clients: Number of processes that use the store; the call waits until they have connected. None: no wait.
+        port: Port; 0 for a free port.
+        num_clients: Number of processes that use the store; the call waits until they have connected. None for no wait.
         timeout: Timeout of requests and of the wait; torch's default if None.
 
     Raises:
@@ -133,7 +136,7 @@ def serve_store(
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = _reserved.pop(port, None) or socket.create_server(address[:2], family=family)
     port = listening.getsockname()[1]
-    fd = listening.detach()  # the store closes it; torch's default store, by libuv, accepts none in early versions
+    fd = listening.detach()  # the store closes it; the libuv store of early torch versions accepts no descriptor
     can_listen = torch.__version__ >= "2.8" and os.environ.get("USE_LIBUV", "1") == "1"
     return dist.TCPStore(
         host,
@@ -149,7 +152,7 @@ def serve_store(
 
 
 def store_address(store: dist.Store) -> tuple[str, int] | None:
-    """Where a store is served; None where it is in files, say."""
+    """Returns host and port of a store; None for a store without an address, such as one in a file."""
     store = without_prefixes(store)
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
@@ -162,11 +165,11 @@ def without_prefixes(store: dist.Store) -> dist.Store:
 
 
 @contextmanager
-def record_connections(noted: set[tuple[Any, Any]]) -> Iterator[None]:
-    """Notes the connections that this process makes in it, in whichever thread; none where the system does not say.
+def record_connections(recorded: set[tuple[Any, Any]]) -> Iterator[None]:
+    """Records the connections that this process makes in the block, in any thread; none if the system lists none.
 
     Args:
-        noted: Gets the addresses of both ends of each, this process's first.
+        recorded: Receives the local and the remote address of each connection.
     """
     before = _connections_now()
     try:
@@ -174,13 +177,15 @@ def record_connections(noted: set[tuple[Any, Any]]) -> Iterator[None]:
     finally:
         now = _connections_now()
         if before is not None and now is not None:
-            noted |= {_ends_of(connection) for connection in now} - {_ends_of(connection) for connection in before}
+            recorded |= {_addresses_of(connection) for connection in now} - {
+                _addresses_of(connection) for connection in before
+            }
 
 
 def _connections_now() -> list[Any] | None:
     try:
         found = _tcp_sockets()
-    except psutil.Error:  # nobody is to fail for that: it matters once another one does
+    except psutil.Error:  # no error: the connections matter only after a failure
         return None
     return [connection for connection in found if connection.raddr]
 
@@ -211,32 +216,32 @@ def _tcp_sockets_without_proc() -> Iterator[_Socket]:
         with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(fd)) as twin:
-                if twin.family not in (socket.AF_INET, socket.AF_INET6) or twin.type != socket.SOCK_STREAM:
+            with socket.socket(fileno=os.dup(fd)) as duplicate:
+                if duplicate.family not in (socket.AF_INET, socket.AF_INET6) or duplicate.type != socket.SOCK_STREAM:
                     continue
                 other: tuple[Any, ...] = ()
-                with suppress(OSError):  # a socket that listens
-                    other = _Address(*twin.getpeername()[:2])
-                yield _Socket(fd, _Address(*twin.getsockname()[:2]), other)
+                with suppress(OSError):  # a listening socket
+                    other = _Address(*duplicate.getpeername()[:2])
+                yield _Socket(fd, _Address(*duplicate.getsockname()[:2]), other)
 
 
-def _ends_of(connection: Any) -> tuple[Any, Any]:
+def _addresses_of(connection: Any) -> tuple[Any, Any]:
     return connection.laddr, connection.raddr
 
 
 def shut_down_connections(matches: Callable[[Any], bool]) -> None:
-    """Shuts down connections of this process, so that whoever waits at their ends fails.
+    """Shuts down connections of this process, so that waits at both ends fail.
 
     Args:
-        matches: Predicate of a connection, as psutil describes it.
+        matches: Callable that returns whether to shut down a connection, which is as psutil describes it.
     """
-    spared = {connection.fileno() for connection in _spared}
+    exempt_fds = {connection.fileno() for connection in _exempt}
     for connection in _tcp_sockets():
-        if connection.fd not in spared and matches(connection):
-            with suppress(OSError), _duplicate_socket(connection) as twin:
-                twin.shutdown(socket.SHUT_RDWR)
+        if connection.fd not in exempt_fds and matches(connection):
+            with suppress(OSError), _duplicate_socket(connection) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def _duplicate_socket(connection: Any) -> socket.socket:
-    """Another socket of a connection, as psutil describes it, to be closed by who has it."""
+    """Returns another socket of a connection, which is as psutil describes it. The caller closes the socket."""
     return socket.socket(fileno=os.dup(connection.fd))

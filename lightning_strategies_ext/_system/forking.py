@@ -1,13 +1,13 @@
-"""Forks that do not hang: what CPython 3.12 does by itself, for 3.10 and 3.11.
+"""Forks without deadlocks on CPython 3.10 and 3.11, as CPython 3.12 makes them.
 
-A library's thread that lets go of a tensor which Python knows, such as Horovod's or gloo's once a collective is over,
-becomes one of Python's for a moment, and takes the lock on the list of those, without the GIL. Where another thread
-forks in that moment, the child waits for the lock for ever, before it has run any code: a worker of a data loader that
-never sends a batch. (Seen once in some 5,000 workers of loaders under Horovod, on two busy cores. CPython 3.12 makes
-the lock anew in the child before it takes it.)
+A C++ thread that frees a Python-visible tensor, such as a thread of gloo after a collective, becomes a Python thread
+for a moment. It takes the lock on the list of threads without holding the GIL. If another thread forks in that
+moment, the child waits for the lock indefinitely before it runs any code: a DataLoader worker that never sends a batch.
+(Observed once in about 5,000 DataLoader workers under Horovod, on two busy cores. CPython 3.12 reinitializes the lock
+in the child before it takes the lock.)
 
-So whoever forks holds the lock meanwhile. It is a private one; it is found by the two pointers that follow it, which
-CPython gives, and left alone where they are not found just once.
+Here the forking thread holds the lock during the fork. The lock is private to CPython. It is found by the two pointers
+that follow it, whose values the C API returns. If they occur in several places, nothing is changed.
 """
 
 import ctypes
@@ -23,24 +23,24 @@ from lightning_strategies_ext.shm.compiler import NotCompiledError
 log = logging.getLogger(__name__)
 
 _VERSIONS = ((3, 10), (3, 11))
-#: Of the interpreter's state, how many pointers are looked through; it begins with what is looked for, and is longer.
+#: Number of pointers at the start of the runtime state that are searched; the state is longer.
 _NUM_POINTERS = 128
 
 
 @cache
 def make_fork_safe() -> bool:
-    """Lets processes be forked from here on without that danger. A second call does nothing.
+    """Makes forks of this process safe from the deadlock. A second call is a no-op.
 
     Returns:
-        Whether that is so: by CPython itself, or by this.
+        Whether forks are safe, by CPython itself or by this function.
     """
     is_affected = sys.version_info[:2] in _VERSIONS and platform.python_implementation() == "CPython"
-    if not is_affected or not hasattr(os, "fork"):  # Windows forks nothing
+    if not is_affected or not hasattr(os, "fork"):  # Windows has no fork
         return True
     try:
         lock, functions = _lock_of_threads(), native_build.library().functions
     except (LookupError, NotCompiledError) as error:
-        log.info("A worker of a data loader may hang, since %s. Python 3.12 needs nothing for that.", error)
+        log.info("A DataLoader worker may hang at its start, because %s. Python 3.12 does not have this fault.", error)
         return False
     python = ctypes.pythonapi
     acquire, release = python.PyThread_acquire_lock_timed, python.PyThread_release_lock
@@ -49,10 +49,10 @@ def make_fork_safe() -> bool:
 
 
 def _lock_of_threads() -> int:
-    """The address of the lock in ``_PyRuntime.interpreters``, followed by the newest interpreter and the main one.
+    """Returns the address of the lock in ``_PyRuntime.interpreters``; the newest and the main interpreter follow it.
 
     Raises:
-        LookupError: If it is not there.
+        LookupError: If the lock is not found.
     """
     python = ctypes.pythonapi
     for function in (python.PyInterpreterState_Head, python.PyInterpreterState_Main):
@@ -65,5 +65,5 @@ def _lock_of_threads() -> int:
     found = [place for place in range(1, _NUM_POINTERS - 1) if (pointers[place], pointers[place + 1]) == pair]
     lock: int | None = pointers[found[0] - 1] if len(found) == 1 and pair[0] == pair[1] else None
     if lock is None:
-        raise LookupError("this interpreter has its lock on threads elsewhere")
+        raise LookupError("the lock on the list of threads was not found in this interpreter")
     return lock

@@ -1,8 +1,8 @@
-"""Whether GPUs have computed what they were asked for, and from numbers that were all there.
+"""GPU synchronization: waits for GPUs, aborted collectives, streams, and copies to the host.
 
-A call returns before the GPU has done what it asks for. So an exchange over NCCL to which another rank does not come
-holds nobody up at first; and where it is cut off in the end, all that follows is computed nevertheless, from whatever
-was there. Who keeps something of it, in a checkpoint or in a commit, asks here before.
+A call returns before the GPU has finished the work. A collective over NCCL that another rank does not join therefore
+blocks no thread at first. After its abort, the GPU computes the rest of the step from incomplete data. Code that keeps
+results, in a checkpoint or in a commit, calls :func:`synchronize_gpu` first.
 """
 
 import time
@@ -16,47 +16,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_cut_off: "weakref.ref[Any] | None" = None
+_aborted_group: "weakref.ref[Any] | None" = None
 
 
 def mark_aborted(group: Any) -> None:
-    """Called before the exchanges of a process group on GPUs are cut off; until this process has left that group."""
-    global _cut_off
-    _cut_off = weakref.ref(group)
+    """Records that the collectives of a process group on GPUs are about to be aborted."""
+    global _aborted_group
+    _aborted_group = weakref.ref(group)
 
 
 def is_aborted() -> bool:
-    """Whether those of the default process group are."""
+    """Returns whether the collectives of the default process group were aborted."""
     is_in_group = dist.is_available() and dist.is_initialized()
-    return is_in_group and _cut_off is not None and _cut_off() is dist.group.WORLD
+    return is_in_group and _aborted_group is not None and _aborted_group() is dist.group.WORLD
 
 
 def synchronize_gpu() -> None:
-    """Waits for the GPU of this process, if it uses one; other threads go on meanwhile.
+    """Waits for the GPU of this process, if it uses one; other threads run meanwhile.
 
-    ``torch.save`` would wait, too, with Python's lock (seen in torch 2.11): no thread could say or do anything then.
+    ``torch.save`` would also wait, but with the GIL (observed in torch 2.11), so that no other thread could run.
 
     Raises:
-        torch.distributed.DistBackendError: If an exchange was cut off: what was computed since is not to be kept.
+        torch.distributed.DistBackendError: If collectives were aborted: later results must not be kept.
     """
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         if is_aborted():
             raise dist.DistBackendError(
-                "An exchange between GPUs was cut off, and what was computed since may be wrong: it is not kept."
+                "Collectives between GPUs were aborted, so later results may be wrong and are not kept."
             )
 
 
 def sees_one_gpu(devices: Sequence[torch.device]) -> bool:
-    """Whether these devices are one GPU, the only GPU that this process sees, as with SLURM's ``--gpus-per-task=1``."""
+    """Returns whether the devices are the only GPU that this process sees, as with SLURM's ``--gpus-per-task=1``."""
     return len(devices) == 1 and devices[0].type == "cuda" and torch.cuda.device_count() == 1
 
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream in which this package works beside the current one; the same at each call for a device.
+    """Returns the stream in which this package works in addition to the current stream; one per device.
 
-    torch's allocator gives memory that was freed in a stream to that stream only, so that each further stream would
+    torch's allocator reuses memory that was freed in a stream for that stream only, so that each further stream would
     need as much memory again.
     """
     return torch.cuda.Stream(device)
@@ -65,7 +65,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 def note_use(tensor: Tensor) -> None:
     """Keeps the memory of a tensor that is about to be freed until the current stream has used it.
 
-    The memory belongs to the stream in which the tensor was made, which may be another one and get it back at once.
+    The memory belongs to the stream in which the tensor was created, which could otherwise reuse it at once.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -75,12 +75,12 @@ def copy_to_host(tensors: Sequence[Tensor], kept: Sequence[Tensor | None], *, ma
     """Copies tensors to the host, and waits once for all copies from a GPU.
 
     Args:
-        tensors: On any device.
-        kept: For each tensor, one of the host with its shape, dtype and layout to write to; None makes one.
-        may_pin: Whether copies from a GPU get pinned memory, from which and to which the GPU copies faster.
+        tensors: Tensors on any device.
+        kept: For each tensor, the host tensor of its shape, dtype, and layout to write to; None for a new one.
+        may_pin: Whether new copies from a GPU use pinned memory, which the GPU copies faster.
 
     Returns:
-        The tensors of the host.
+        The host tensors.
     """
     copies = []
     for tensor, own in zip(tensors, kept, strict=True):
@@ -103,12 +103,12 @@ def _host_memory_like(tensor: Tensor, may_pin: bool) -> Tensor:
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """What torch takes to pin memory for a tensor: the next power of two."""
+    """Returns the bytes that torch allocates to pin memory for a tensor: the next power of two."""
     return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def device_clock(device: torch.device) -> Callable[[], int]:
-    """What gives the time of ``time.time_ns()`` once a device has done all that it was asked for."""
+    """Returns a callable that waits for a device and then returns ``time.time_ns()``."""
 
     def clock() -> int:
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Where ranks run: hosts and processes, as other ranks know them."""
+"""Peers: the hosts and processes of ranks."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _UNMAPPED_USER = 65534
 
 
 class KeyValueStore(Protocol):
-    """What ranks need of a store of torch's to find each other."""
+    """The part of a torch store that ranks need to find each other."""
 
     def set(self, key: str, value: str) -> None:
         """Sets a value."""
@@ -35,15 +35,15 @@ class KeyValueStore(Protocol):
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank runs.
+    """The process of a rank.
 
     Attributes:
         rank: Global rank.
-        host: Identity of its host, see :func:`host_identity`.
-        pid: Process id there.
-        start_time: See :func:`start_time`.
-        host_name: What people call the host.
-        addresses: Of the host's network interfaces, but for the loopback.
+        host: Identity of its host, which :func:`host_identity` returns.
+        pid: Process id on that host.
+        start_time: Start time of the process, which :func:`start_time` returns.
+        host_name: Name of the host.
+        addresses: Addresses of the host's network interfaces, without loopback addresses.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Peer:
 
     @classmethod
     def this_process(cls, rank: int) -> "Peer":
-        """Describes the calling process."""
+        """Returns the peer for the calling process."""
         interfaces = psutil.net_if_addrs().values()
         addresses = {entry.address for entries in interfaces for entry in entries if entry.family in _INTERNET}
         others = tuple(sorted(address for address in addresses if not is_loopback(address)))
@@ -63,24 +63,24 @@ class Peer:
         return cls(rank, host_identity(), os.getpid(), started, socket.gethostname(), others)
 
     def is_running(self) -> bool:
-        """Whether the process is alive; only meaningful on its own host."""
+        """Whether the process runs; only meaningful on its own host."""
         return is_running(self.pid, self.start_time)
 
     def kill(self, exclude_pids: Collection[int] = ()) -> None:
-        """Kills the process, if it is alive, and what it has forked; only on its own host.
+        """Kills the process and its forked children if it runs; only on its own host.
 
         Args:
-            exclude_pids: Processes to spare: ranks, which this process may have started.
+            exclude_pids: Ids of processes that are not killed, such as ranks that the process has started.
         """
         if self.is_running():
             kill_with_forked_children(self.pid, exclude_pids)
 
 
 def start_time(pid: int) -> float:
-    """Returns the time at which a process of this host started, in a unit of the system.
+    """Returns the start time of a process of this host, in a unit of the operating system.
 
-    It distinguishes the process from a later one with the same pid. It is 0.0 if the system does not report it: where
-    /proc is missing or hides the process.
+    It distinguishes the process from a later process with the same pid. It is 0.0 if the system does not report it,
+    because /proc is missing or hides the process.
     """
     if _IS_LINUX:
         return _read_stat(pid)[1]
@@ -90,11 +90,11 @@ def start_time(pid: int) -> float:
 
 
 def is_running(pid: int, started: float = 0.0) -> bool:
-    """Returns whether a process of this host runs; a process that has ended and is not reaped yet does not run.
+    """Returns whether a process of this host runs; a zombie process does not run.
 
     Args:
-        pid: The process id.
-        started: What :func:`start_time` has returned for the process.
+        pid: Process id.
+        started: Start time of the process, which :func:`start_time` has returned.
     """
     if not _IS_LINUX:
         with suppress(psutil.NoSuchProcess):
@@ -109,7 +109,7 @@ def is_running(pid: int, started: float = 0.0) -> bool:
 
 
 def _read_stat(pid: int) -> tuple[str, float]:
-    """Reads the state and the start time of a process from /proc, which are ``""`` and 0.0 where that has no entry.
+    """Reads the state and the start time of a process from /proc; returns ``""`` and 0.0 without an entry.
 
     The start time that psutil returns changes when the clock is set.
     """
@@ -120,7 +120,7 @@ def _read_stat(pid: int) -> tuple[str, float]:
 
 
 def _exists(pid: int) -> bool:
-    """Returns whether a process runs that /proc does not show: /proc may be missing, or hide the process."""
+    """Returns whether a process runs that /proc does not show, because /proc is missing or hides the process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -141,13 +141,13 @@ def _exists(pid: int) -> bool:
 
 
 def kill_with_forked_children(pid: int, exclude_pids: Collection[int] = ()) -> None:
-    """Kills a process, and those that it has forked: a loader's workers notice that it is gone after five seconds only.
+    """Kills a process and its forked children, such as DataLoader workers, which would exit after five seconds.
 
-    Other programs that it has started, such as a logger's, may have something to do yet.
+    Other programs that the process has started, such as a logger's, continue: they may have unsaved data.
 
     Args:
-        pid: Of the process.
-        exclude_pids: Processes that are left alone in any case.
+        pid: Process id.
+        exclude_pids: Ids of processes that are not killed.
     """
     forked: list[psutil.Process] = []
     try:
@@ -166,11 +166,11 @@ def kill_with_forked_children(pid: int, exclude_pids: Collection[int] = ()) -> N
 
 
 def exchange_peers(store: KeyValueStore, rank: int, world_size: int) -> dict[int, Peer]:
-    """Where each rank runs, by rank; called by all of them together.
+    """Returns the peers by rank. Collective: all ranks call it.
 
     Args:
-        store: Shared by the ranks, and used for nothing else.
-        rank: Of this process.
+        store: Store that the ranks share, for this call alone.
+        rank: Global rank of this process.
         world_size: Number of ranks.
     """
     store.set(str(rank), json.dumps(asdict(Peer.this_process(rank))))
@@ -204,12 +204,12 @@ def _may_be_unmapped(user: int) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches itself at an address."""
+    """Returns whether an address is a loopback address."""
     return ip_address(address.partition("%")[0]).is_loopback
 
 
 def host_identity() -> str:
-    """Tells hosts apart, and containers on one host, which cannot reach each other's processes or sockets."""
+    """Returns the identity of this host, or of this container if it has PID or network namespaces of its own."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]

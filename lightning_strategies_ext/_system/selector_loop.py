@@ -1,4 +1,4 @@
-"""Waiting: what one thread waits for at once, each with what is to be done when it comes."""
+"""Selector loop: one thread waits for events on several files, each with a callback."""
 
 import math
 import os
@@ -10,34 +10,34 @@ from typing import Any
 
 
 class SelectorLoop:
-    """Of one thread; all but :meth:`wake` is called by it, or by who has made it, before and after."""
+    """The selector loop of one thread. Other threads call only :meth:`wake` while the thread runs."""
 
     def __init__(self) -> None:
-        self._awake, self._waker = os.pipe()
+        self._wake_reader, self._wake_writer = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._paused: dict[Any, tuple[float, Callable[[], bool]]] = {}
-        self.add(self._awake, lambda: bool(os.read(self._awake, 1)))
+        self.add(self._wake_reader, lambda: bool(os.read(self._wake_reader, 1)))
 
     def add(self, file: Any, on_ready: Callable[[], bool]) -> None:
-        """Waits for something to read from a file, or for its other end to go.
+        """Waits for data from a file, or for the close of its other end.
 
         Args:
-            file: It, or its descriptor.
-            on_ready: Deals with what has come. Whether the thread is to look at once.
+            file: File or file descriptor.
+            on_ready: Callback for an event. It returns whether :meth:`wait` has to return at once.
         """
         self._selector.register(file, selectors.EVENT_READ, on_ready)
 
     def remove(self, file: Any) -> None:
-        """Waits for a file no more."""
+        """Stops waiting for a file."""
         self._selector.unregister(file)
 
     def pause(self, file: Any, seconds: float) -> None:
-        """Ignores a file for a number of seconds; the file may be closed meanwhile."""
+        """Ignores a file for the given number of seconds, in which the file may be closed."""
         on_ready = self._selector.unregister(file).data
         self._paused[file] = time.monotonic() + seconds, on_ready
 
     def wait(self, seconds: float) -> None:
-        """Deals with what comes until something is to be looked at, :meth:`wake` is called, or the time is over."""
+        """Handles events for the given number of seconds, until a callback returns True, or until :meth:`wake`."""
         until, is_urgent, left = time.monotonic() + seconds, False, seconds
         while not is_urgent and left >= 0:
             for key, _ in self._selector.select(min(left, self._resume()) if self._paused else left):
@@ -46,7 +46,7 @@ class SelectorLoop:
             left = until - time.monotonic()
 
     def _resume(self) -> float:
-        """Ends pauses that are over, and returns the number of seconds until the next one is."""
+        """Ends pauses that are over; returns the seconds until the next pause is over."""
         now = time.monotonic()
         for file, (until, on_ready) in list(self._paused.items()):
             if file.fileno() < 0:
@@ -57,13 +57,13 @@ class SelectorLoop:
         return min((until - now for until, _ in self._paused.values()), default=math.inf)
 
     def wake(self) -> None:
-        """Lets :meth:`wait` return; from any thread or signal handler, also after the end."""
+        """Makes :meth:`wait` return. Any thread and any signal handler may call it, also after :meth:`close`."""
         with suppress(OSError):
-            os.write(self._waker, b".")
+            os.write(self._wake_writer, b".")
 
     def close(self) -> None:
-        """Ends it; nobody may wait any more."""
+        """Closes the loop. The thread must not wait in it."""
         self._selector.close()
-        os.close(self._awake)
-        waker, self._waker = self._waker, -1
-        os.close(waker)
+        os.close(self._wake_reader)
+        wake_writer, self._wake_writer = self._wake_writer, -1
+        os.close(wake_writer)

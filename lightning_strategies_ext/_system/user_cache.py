@@ -1,8 +1,8 @@
-"""Where what was built on this machine is kept, outside of any environment.
+"""User cache: files that were built on this machine, outside of any virtual environment.
 
-What is kept is loaded into the processes of whoever runs us. So nothing is taken from, or put into, a place that
-another user of the machine could have written to: each file and directory on the way must belong to this user or to
-root, and must not be writable by its group or by others, as OpenSSH asks of a user's keys.
+Processes of the user load these files. No file is read from, or written to, a path that another user of the machine
+could have written: each file and directory on the path must belong to this user or to root, and must not be writable by
+its group or by others, as OpenSSH requires of a user's keys.
 """
 
 import os
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-#: Names another place.
+#: Environment variable with another directory for the cache.
 CACHE_VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_CACHE"
 
 
@@ -22,10 +22,10 @@ class UnsafePathError(PermissionError):
 
 
 def directory(kind: str) -> Path:
-    """The directory of one kind of things, which need not exist.
+    """Returns the directory for one kind of files, which need not exist.
 
     Raises:
-        FileNotFoundError: If this user has no home directory, and no other place is named.
+        FileNotFoundError: If this user has no home directory, and no environment variable names another directory.
     """
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named).expanduser() / kind
@@ -34,18 +34,18 @@ def directory(kind: str) -> Path:
     with suppress(RuntimeError):
         if (home := Path.home()).is_dir():  # root could create a missing one
             return home / ".cache" / "lightning-strategies-ext" / kind
-    raise FileNotFoundError(f"this user has no home directory; {CACHE_VARIABLE} can name another place")
+    raise FileNotFoundError(f"this user has no home directory; set {CACHE_VARIABLE} to another directory")
 
 
 def create(path: Path) -> Path:
-    """Makes a directory, and those that it is in; for this user alone, whatever the umask, if they are not there yet.
+    """Creates a directory and its missing parents, for this user alone, whatever the umask.
 
     Returns:
-        The directory without symbolic links, see :func:`safe_path`.
+        The path without symbolic links.
 
     Raises:
-        UnsafePlaceError: If others can write to it, or to one that it is in.
-        OSError: If it cannot be made.
+        UnsafePathError: If other users can write to the directory or to one of its parents.
+        OSError: If it cannot be created.
     """
     for missing in reversed([each for each in (path, *path.parents) if not each.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
@@ -53,7 +53,7 @@ def create(path: Path) -> Path:
 
 
 def store_file(file: Path, as_file: Path) -> None:
-    """Copies a file into a directory that is safe. Who finds the copy finds it whole.
+    """Copies a file into a safe directory, atomically: no process reads a part of the copy.
 
     Raises:
         OSError: If it cannot be copied.
@@ -69,22 +69,22 @@ def store_file(file: Path, as_file: Path) -> None:
 
 
 def safe_path(path: Path) -> Path:
-    """Refuses a file or a directory that another user could have written or replaced.
+    """Checks that no other user can have written or replaced a file or a directory.
 
     Returns:
-        The path without symbolic links, which is the one that was checked: another user may be able to change a link.
+        The path without symbolic links. Use this path: another user may be able to change a link.
 
     Raises:
-        UnsafePlaceError: If it, or a directory that it is in, belongs to another user or can be written to by others.
-        OSError: If it cannot be looked at.
+        UnsafePathError: If the file, or a directory on its path, belongs to or is writable by another user.
+        OSError: If the path does not exist or cannot be read.
     """
     path = path.resolve(strict=True)
-    for place in (path, *path.parents):
-        status = os.stat(place)
+    for part in (path, *path.parents):
+        status = os.stat(part)
         if status.st_uid not in (os.geteuid(), 0):
-            raise UnsafePathError(f"{place} belongs to another user (id {status.st_uid})")
+            raise UnsafePathError(f"{part} belongs to another user (id {status.st_uid})")
         is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        # In a directory like /tmp others can make files of their own, and not touch those of this user.
-        if is_shared and not (place != path and status.st_mode & stat.S_ISVTX):
-            raise UnsafePathError(f"{place} can be written to by other users (chmod go-w makes it safe)")
+        # In a directory with the sticky bit, such as /tmp, other users cannot replace files of this user.
+        if is_shared and not (part != path and status.st_mode & stat.S_ISVTX):
+            raise UnsafePathError(f"{part} is writable by other users; run `chmod go-w {part}`")
     return path

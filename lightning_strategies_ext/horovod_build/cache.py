@@ -38,7 +38,7 @@ class WheelCache:
         """The wheel of a key, or None.
 
         Raises:
-            UnsafePlaceError: If another user could have written it.
+            UnsafePathError: If another user could have written it.
         """
         wheel = next(iter(sorted(self.entry(key).glob("*.whl"))), None)
         return None if wheel is None else user_cache.safe_path(wheel)
@@ -56,7 +56,7 @@ class WheelCache:
             waiting: Called if another build has the lock, before it is waited for.
 
         Raises:
-            UnsafePlaceError: If other users can write to the directory.
+            UnsafePathError: If other users can write to the directory.
         """
         self.directory = user_cache.create(self.directory)
         with open(self.directory / f".lock-{key.directory_name}", "w") as file:

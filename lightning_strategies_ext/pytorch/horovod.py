@@ -205,9 +205,15 @@ class HorovodStrategy(ParallelStrategy):
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
         """Lets an observer hear of each exchange; None ends it."""
         super().observe_exchanges(observer)
-        for exchange in (self._world.gradient_exchange, self._deltas):
+        for exchange in (self._gradient_exchange, self._deltas):
             if exchange is not None:
                 exchange.observer = observer
+
+    @property
+    def _gradient_exchange(self) -> GradientExchange | None:
+        exchange = self._world.gradient_exchange
+        assert exchange is None or isinstance(exchange, GradientExchange)
+        return exchange
 
     # --- environment, launch ---
 
@@ -345,15 +351,17 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
-        exchange = self._world.gradient_exchange
+        exchange = self._gradient_exchange
         with nullcontext() if exchange is None else exchange.held_back():
             yield
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares the exchange of gradients."""
-        if self._world.gradient_exchange is not None:
-            self._world.gradient_exchange.begin(closure_loss)
+        exchange = self._world.gradient_exchange
+        if exchange is not None:
+            assert isinstance(exchange, GradientExchange)
+            exchange.begin(closure_loss)
         if self._world.uneven_inputs is not None:
             self._world.uneven_inputs.before_backward()
 
@@ -445,8 +453,9 @@ class HorovodStrategy(ParallelStrategy):
         if self._options.op == "adasum":
             self._deltas = DeltaExchange(self.lightning_module, self._options)
         else:
-            world.gradient_exchange = GradientExchange(self.lightning_module, self._options)
-            world.gradient_exchange.broadcast_buffers = self._share_buffers if self._has_work_before_step else None
+            exchange = GradientExchange(self.lightning_module, self._options)
+            exchange.broadcast_buffers = self._share_buffers if self._has_work_before_step else None
+            world.gradient_exchange = exchange
         self._keep_in_step(trainer, self._uneven_inputs, torch.device("cpu"))
 
     @override

@@ -59,6 +59,9 @@ class Exchange(Protocol):
     def finish(self) -> None:
         """Waits until the gradients are those of all ranks."""
 
+    def close(self) -> None:
+        """Ends the exchange at the end of the stage."""
+
     def share_buffers(self) -> None:
         """Where all ranks have rank 0's buffers, and it contributes nothing, gives all a contributor's."""
 

@@ -12,7 +12,12 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 #: Rewritten so far; the others follow.
-CONVERTED = ("lightning_strategies_ext/failure", "docs/glossary.md")
+CONVERTED = (
+    "lightning_strategies_ext/_system",
+    "lightning_strategies_ext/failure",
+    "lightning_strategies_ext/stage_context.py",
+    "docs/glossary.md",
+)
 
 
 def terms() -> list[tuple[re.Pattern[str], str]]:

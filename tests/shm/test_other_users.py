@@ -180,7 +180,7 @@ print("exit code", main())
 """
     said = run_script("-c", make).stdout
     assert "exit code 1" in said, said
-    assert "can be written to by other users" in said
+    assert "is writable by other users" in said
     assert "--wheel-dir" in said
     assert "Traceback" not in said
 
