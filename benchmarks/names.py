@@ -55,10 +55,26 @@ NAMES: dict[str, tuple[str, ...]] = {
     "publish_remote": ("failure.remote_status:RemoteStatus.publish", "failure.hosts:Hosts.tell"),
     "RankStatus": ("failure.rank_status:RankStatus", "failure.signs:Sign"),
     "stage_and_step": ("failure.rank_status:RankStatus(stage_and_step)", "failure.signs:Sign(where)"),
-    "HeartbeatAges": ("failure.rank_status:HeartbeatAges", "failure.signs:Silence"),
-    "update_ages": ("failure.rank_status:HeartbeatAges.update", "failure.signs:Silence.note"),
-    "first_failure": ("failure.rank_status:first_failure", "failure.signs:first_failure"),
-    "hung_ranks": ("failure.rank_status:hung_ranks", "failure.signs:stuck_ranks"),
+    "HeartbeatAges": (
+        "failure.failure_detector:HeartbeatAges",
+        "failure.rank_status:HeartbeatAges",
+        "failure.signs:Silence",
+    ),
+    "update_ages": (
+        "failure.failure_detector:HeartbeatAges.update",
+        "failure.rank_status:HeartbeatAges.update",
+        "failure.signs:Silence.note",
+    ),
+    "first_failure": (
+        "failure.failure_detector:first_failure",
+        "failure.rank_status:first_failure",
+        "failure.signs:first_failure",
+    ),
+    "hung_ranks": (
+        "failure.failure_detector:hung_ranks",
+        "failure.rank_status:hung_ranks",
+        "failure.signs:stuck_ranks",
+    ),
     "SelectorLoop": ("_system.selector_loop:SelectorLoop", "failure.waiting:Waiting"),
     "Peer": ("_system.peers:Peer", "peers:Peer"),
 }

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import psutil
 
 from lightning_strategies_ext._system.connections import HOST_LOSS_TIMEOUT_S
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.failure.exit_tracker import ExitTracker
-from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.rank_status import (
     HUNG,
     LOST,
@@ -21,7 +20,11 @@ from lightning_strategies_ext.failure.rank_status import (
     RankStatus,
     format_ranks,
 )
-from lightning_strategies_ext.failure.remote_status import RemoteStatus
+
+if TYPE_CHECKING:
+    from lightning_strategies_ext.failure.exit_tracker import ExitTracker
+    from lightning_strategies_ext.failure.local_status import LocalStatus
+    from lightning_strategies_ext.failure.remote_status import RemoteStatus
 
 #: A rank without a heartbeat for this many seconds is unresponsive: stopped, or its GIL is held.
 HEARTBEAT_TIMEOUT_S = 2.5
@@ -49,9 +52,9 @@ class FailureDetector:
         rank: int,
         peers: Mapping[int, Peer],
         local_peers: Mapping[int, Peer],
-        local_status: LocalStatus,
-        hosts: RemoteStatus | None,
-        exit_tracker: ExitTracker,
+        local_status: "LocalStatus",
+        hosts: "RemoteStatus | None",
+        exit_tracker: "ExitTracker",
         get_exit_code: Callable[[int], int | None],
     ) -> None:
         self._rank = rank

@@ -205,15 +205,9 @@ class HorovodStrategy(ParallelStrategy):
     def observe_exchanges(self, observer: ExchangeObserver | None) -> None:
         """Lets an observer hear of each exchange; None ends it."""
         super().observe_exchanges(observer)
-        for exchange in (self._gradient_exchange, self._deltas):
-            if exchange is not None:
+        for exchange in (self._world.gradient_exchange, self._deltas):
+            if isinstance(exchange, (GradientExchange, DeltaExchange)):
                 exchange.observer = observer
-
-    @property
-    def _gradient_exchange(self) -> GradientExchange | None:
-        exchange = self._world.gradient_exchange
-        assert exchange is None or isinstance(exchange, GradientExchange)
-        return exchange
 
     # --- environment, launch ---
 
@@ -351,7 +345,8 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps the backward passes inside it from exchanging gradients; they add up locally instead."""
-        exchange = self._gradient_exchange
+        exchange = self._world.gradient_exchange
+        assert exchange is None or isinstance(exchange, GradientExchange)
         with nullcontext() if exchange is None else exchange.held_back():
             yield
 
