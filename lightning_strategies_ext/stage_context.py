@@ -78,7 +78,7 @@ class StageContext:
         self.evaluation: ExitStack | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
         self._store_agreement: StoreAgreement | None = None
-        self._stage_exit: StageExitHandler | None = None
+        self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None
         self._confirm_sigterm: Callable[[], None] | None = None
         self._release_sigterm: Callable[[], None] | None = None if previous is None else previous._release_sigterm
@@ -168,9 +168,9 @@ class StageContext:
             is_job: Whether the job ends with the ranks' processes.
         """
         assert self.failure_monitor is not None
-        if self._stage_exit is not None:
-            self._stage_exit.close()
-        self._stage_exit = StageExitHandler(self.failure_monitor, self.rank, progress, ends_with_process=is_job)
+        if self._stage_exit_handler is not None:
+            self._stage_exit_handler.close()
+        self._stage_exit_handler = StageExitHandler(self.failure_monitor, self.rank, progress, ends_with_process=is_job)
 
     # --- between steps ---
 
@@ -275,7 +275,9 @@ class StageContext:
             else self.failure_monitor.wait_for_failure(LOCAL_REASON_TIMEOUT_S if is_lost else 0.0)
         )
         reason = (
-            None if failure is not None or self._stage_exit is None else self._stage_exit.explain_collective_error()
+            None
+            if failure is not None or self._stage_exit_handler is None
+            else self._stage_exit_handler.explain_collective_error()
         )
         if reason is not None:
             error = UnevenInputsError(reason)
@@ -299,11 +301,11 @@ class StageContext:
         """
         if self.failure_monitor is not None and self.failure_monitor.was_aborted:
             self.abandon()
-        if self._stage_exit is not None:
+        if self._stage_exit_handler is not None:
             if self.local_collectives is None:
-                self._stage_exit.announce_exit()
+                self._stage_exit_handler.announce_exit()
             else:
-                self._stage_exit.close_after_failure()
+                self._stage_exit_handler.close_after_failure()
         if self.failure_monitor is not None and is_over:
             self.failure_monitor.finish_stage()
         self._end_exchange()
@@ -322,8 +324,8 @@ class StageContext:
 
     def stop_communicating(self) -> None:
         """Ends agreements with other ranks, some of which may have exited. Any thread may call it."""
-        if self._stage_exit is not None:
-            self._stage_exit.close()
+        if self._stage_exit_handler is not None:
+            self._stage_exit_handler.close()
         for part in (self._stop_agreement, self._store_agreement):
             if part is not None:
                 part.abandon()
@@ -331,13 +333,13 @@ class StageContext:
     def abandon(self) -> None:
         """Leaves the stage without announcing it, after a failure."""
         self.stop_communicating()
-        self._stop_agreement = self._stage_exit = self._store_agreement = None
+        self._stop_agreement = self._stage_exit_handler = self._store_agreement = None
         self._end_exchange()
 
     def _close(self) -> None:
         # A stage that ended with an exception may have left these open.
-        if self._stage_exit is not None:
-            self._stage_exit.close()
+        if self._stage_exit_handler is not None:
+            self._stage_exit_handler.close()
         self._end_agreement()
 
     def _end_agreement(self) -> None:

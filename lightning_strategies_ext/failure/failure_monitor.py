@@ -174,8 +174,8 @@ class FailureMonitor:
         host = host_identity()
         self._local_peers = {peer.rank: peer for peer in self._peers.values() if peer.host == host}
         self._local_pids = [peer.pid for peer in self._local_peers.values()]
-        board = dist.PrefixStore(f"lightning_strategies_ext/board/{self._number}/{host}", store)
-        self._local_status = LocalStatus(board, rank, self._local_peers, progress, lambda: "between two stages")
+        of_host = dist.PrefixStore(f"lightning_strategies_ext/status_table/{self._number}/{host}", store)
+        self._local_status = LocalStatus(of_host, rank, self._local_peers, progress, lambda: "between two stages")
         self._loop = SelectorLoop()
         is_alone = len(self._local_peers) == len(self._peers)
         self._remote_status = None if is_alone else RemoteStatus(store, self._peers, rank, self._number, self._loop)
@@ -199,8 +199,8 @@ class FailureMonitor:
         self._thread = MonitorThread(rank, self._loop, self._check, self._is_decision_needed)
         self._thread.start()
         self._at_end = register_exit_handler(self._on_exit)
-        meeting = dist.PrefixStore(f"lightning_strategies_ext/meeting/{self._number}", store)
-        wait_for_all_monitors(meeting, world_size, rank == min(self._peers), lambda: self.failure)
+        barrier = dist.PrefixStore(f"lightning_strategies_ext/startup_barrier/{self._number}", store)
+        wait_for_all_monitors(barrier, world_size, rank == min(self._peers), lambda: self.failure)
 
     @classmethod
     def get_or_create(cls, store: dist.Store, *args: Any) -> "FailureMonitor":

@@ -200,7 +200,7 @@ class StoreAgreement:
 
     def __init__(self, agreement: StopAgreement, store: Store, rank: int, world_size: int) -> None:
         self._agreement = agreement
-        self._store = PrefixStore("lightning_strategies_ext/termination", store)
+        self._store = PrefixStore("lightning_strategies_ext/stop_agreement", store)
         self._rank = rank
         self._world_size = world_size
         self._interval_s = max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)

@@ -1,14 +1,17 @@
-"""Rejects retired terms in comments, docstrings, and messages: ``python -m tests.guards.prose``, part of ``make lint``.
+"""Rejects retired terms: ``python -m tests.guards.prose``, part of ``make lint``.
 
-``docs/retired_terms.txt`` has the terms. Packages that are not rewritten yet are left out.
+``docs/retired_terms.txt`` has the terms: phrases, which must not occur in comments, docstrings, and messages, and
+identifiers, which must not occur in code. Packages that are not rewritten yet are left out.
 """
 
 import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 #: Rewritten so far; the others follow.
@@ -18,38 +21,69 @@ CONVERTED = (
     "lightning_strategies_ext/stage_context.py",
     "docs/glossary.md",
 )
+_TEXT_TOKENS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
 
-def terms() -> list[tuple[re.Pattern[str], str]]:
-    """Returns each retired term as a pattern, with the term to use."""
-    lines = (REPOSITORY / "docs" / "retired_terms.txt").read_text().splitlines()
-    rows = (line.split("\t") for line in lines if line and not line.startswith("#"))
-    return [(re.compile(pattern, re.IGNORECASE), use) for pattern, use in rows]
+class Term(NamedTuple):
+    """A retired term.
+
+    Attributes:
+        pattern: Pattern that finds it, in a text or as a whole identifier.
+        use: What to use instead.
+        is_identifier: Whether the term is retired as an identifier only.
+        exceptions: Patterns of paths in which the term is allowed.
+    """
+
+    pattern: re.Pattern[str]
+    use: str
+    is_identifier: bool
+    exceptions: tuple[str, ...]
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Returns the comments and string literals of a module, or the lines of another file, with line numbers."""
-    content = path.read_text()
-    if path.suffix != ".py":
-        yield from enumerate(content.splitlines(), 1)
+def read_terms(lines: Iterable[str]) -> list[Term]:
+    """Returns the terms of a file, see its first lines."""
+    terms = []
+    for line in lines:
+        if line and not line.startswith("#"):
+            pattern, use, *exceptions = line.split("\t")
+            is_identifier = pattern.startswith("=")
+            compiled = re.compile(pattern.removeprefix("="), 0 if is_identifier else re.IGNORECASE)
+            terms.append(Term(compiled, use, is_identifier, tuple(exceptions)))
+    return terms
+
+
+def find_terms(content: str, terms: Iterable[Term], *, is_python: bool) -> Iterator[tuple[int, str, Term]]:
+    """Returns each retired term in a module, or in another text, with its line number."""
+    for number, text, is_identifier in _parts(content, is_python):
+        for term in terms:
+            if term.is_identifier == is_identifier:
+                found = term.pattern.fullmatch(text) if is_identifier else term.pattern.search(text)
+                if found is not None:
+                    yield number, found[0], term
+
+
+def _parts(content: str, is_python: bool) -> Iterator[tuple[int, str, bool]]:
+    """Returns lines of comments and strings, and identifiers: line number, text, and whether it is an identifier."""
+    if not is_python:
+        yield from ((number, line, False) for number, line in enumerate(content.splitlines(), 1))
         return
-    strings = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
     for token in tokenize.generate_tokens(io.StringIO(content).readline):
-        if token.type in strings:
-            yield from enumerate(token.string.splitlines(), token.start[0])
+        if token.type in _TEXT_TOKENS:
+            yield from ((number, line, False) for number, line in enumerate(token.string.splitlines(), token.start[0]))
+        elif token.type == tokenize.NAME:
+            yield token.start[0], token.string, True
 
 
 def faults() -> Iterator[str]:
     """Returns each retired term in the packages that have been rewritten."""
-    retired = terms()
+    terms = read_terms((REPOSITORY / "docs" / "retired_terms.txt").read_text().splitlines())
     for place in CONVERTED:
         root = REPOSITORY / place
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             name = str(path.relative_to(REPOSITORY))
-            for number, text in texts(path):
-                for pattern, use in retired:
-                    if (found := pattern.search(text)) is not None:
-                        yield f"{name}:{number}: {found[0]!r} is a retired term; use: {use}"
+            applicable = [term for term in terms if not any(fnmatch(name, each) for each in term.exceptions)]
+            for number, found, term in find_terms(path.read_text(), applicable, is_python=path.suffix == ".py"):
+                yield f"{name}:{number}: {found!r} is a retired term; use: {term.use}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""The guard against retired terms finds them where they are retired, and nowhere else."""
+
+import pytest
+
+from tests.guards.prose import CONVERTED, REPOSITORY, faults, find_terms, read_terms
+
+TERMS = read_terms(
+    (
+        "# A comment.",
+        "\\bnobody\\b\tno rank",
+        "=[Vv]igil\tKillHungRanks",
+    )
+)
+MODULE = '''
+"""A module for
+nobody."""
+
+Nobody = 1  # Nobody reads this
+vigil = "the vigil"
+raise ValueError(f"nobody {1}")
+'''
+
+
+def test_phrases_are_found_in_texts_and_identifiers_in_code() -> None:
+    found = [(number, text) for number, text, _ in find_terms(MODULE, TERMS, is_python=True)]
+    assert found == [(3, "nobody"), (5, "Nobody"), (6, "vigil"), (7, "nobody")]
+
+
+def test_other_files_are_text() -> None:
+    found = [(number, text, term.use) for number, text, term in find_terms("a\nNobody\nvigil", TERMS, is_python=False)]
+    assert found == [(2, "Nobody", "no rank")]
+
+
+def test_a_term_may_be_allowed_in_some_paths() -> None:
+    (term,) = read_terms(["\\bwatch\\b\tfailure monitor\tdocs/*\tbenchmarks/watch.py"])
+    assert term.exceptions == ("docs/*", "benchmarks/watch.py")
+
+
+@pytest.mark.parametrize("place", CONVERTED)
+def test_each_place_that_is_searched_exists(place: str) -> None:
+    assert (REPOSITORY / place).exists()
+
+
+def test_the_packages_that_were_rewritten_have_no_retired_terms() -> None:
+    assert list(faults()) == []
