@@ -97,11 +97,13 @@ class StageExits:
     Attributes:
         stage: Number of stages that the ranks had begun.
         ranks: The first of the ranks, at most eight.
+        num_ranks: Number of all ranks, as far as it is known.
         num_started: Smallest number of collectives that one of the ranks had started.
     """
 
     stage: int
     ranks: tuple[int, ...]
+    num_ranks: int
     num_started: int
 
     @classmethod
@@ -258,13 +260,15 @@ _LOADED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int], num_ranks: int = 0) -> str:
     """Returns ranks as part of a sentence: "rank 1", "ranks 0-2", "ranks 0, 2, and 5", "ranks 0-7 and 504 more".
 
     Args:
         ranks: Global ranks, in any order; at least one. The text names at most :data:`MAX_RANKS_LISTED` of them.
+        num_ranks: Number of all ranks, if it is larger than that of ``ranks``.
     """
     ordered = sorted(set(ranks))
+    num_ranks = max(num_ranks, len(ordered))
     ranges: list[list[int]] = []
     for rank in ordered[:MAX_RANKS_LISTED]:
         if ranges and ranges[-1][-1] == rank - 1:
@@ -272,12 +276,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             ranges.append([rank])
     parts = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in ranges]
-    if len(ordered) > MAX_RANKS_LISTED:
-        parts.append(f"{len(ordered) - MAX_RANKS_LISTED} more")
+    if (num_more := num_ranks - len(ordered[:MAX_RANKS_LISTED])) > 0:
+        parts.append(f"{num_more} more")
     listed = " and ".join(parts)
     if len(parts) > 2:
         listed = f"{', '.join(parts[:-1])}, and {parts[-1]}"
-    return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
+    return f"rank {listed}" if num_ranks == 1 else f"ranks {listed}"
 
 
 def merge_stage_exits(
@@ -296,7 +300,7 @@ def merge_stage_exits(
     of_stage = [
         *(one for one in known if one is not None and one.stage == stage),
         *(
-            StageExits(stage, (rank,), one.num_started)
+            StageExits(stage, (rank,), 1, one.num_started)
             for rank, one in exited.items()
             if one is not None and one.stage == stage and not one.has_failed
         ),
@@ -304,7 +308,8 @@ def merge_stage_exits(
     if not of_stage:
         return None
     ranks = sorted({rank for one in of_stage for rank in one.ranks})
-    return StageExits(stage, tuple(ranks[:MAX_RANKS_LISTED]), min(one.num_started for one in of_stage))
+    num_ranks = max(len(ranks), *(one.num_ranks for one in of_stage))
+    return StageExits(stage, tuple(ranks[:MAX_RANKS_LISTED]), num_ranks, min(one.num_started for one in of_stage))
 
 
 def _pair(values: Any) -> tuple[int, int]:

@@ -110,9 +110,9 @@ class StageExitHandler:
             self.monitor.abort_own_collectives()
 
     def _set_reason(self, exits: StageExits) -> None:
-        has = "has" if len(exits.ranks) == 1 else "have"
+        has = "has" if exits.num_ranks == 1 else "have"
         self.reason = (
-            f"rank {self._rank} is waiting in a collective for {format_ranks(exits.ranks)}, which {has} already"
+            f"rank {self._rank} is waiting in a collective for {format_ranks(exits.ranks, exits.num_ranks)}, which {has} already"
             " finished this stage. The ranks processed different numbers of batches or took different code paths. Give"
             " all ranks the same number of batches (`DistributedSampler`, `limit_train_batches=...`)."
         )

@@ -198,6 +198,13 @@ def test_a_list_of_ranks_collapses_ranges_and_names_at_most_eight(ranks: Sequenc
     assert format_ranks(ranks) == text
 
 
+def test_a_message_counts_ranks_that_are_not_listed() -> None:
+    exits = merge_stage_exits([], {rank: StageExit(1, rank) for rank in range(1, 64)}, 1)
+    assert exits is not None
+    assert format_ranks(exits.ranks, exits.num_ranks) == "ranks 1-8 and 55 more"
+    assert format_ranks([3], 2) == "ranks 3 and 1 more"
+
+
 def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
     statuses = {rank: WAITS if rank else SLEEPS for rank in range(512)}
     statuses = {rank: replace(status, rank=rank) for rank, status in statuses.items()}
@@ -211,13 +218,12 @@ def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
 
 def test_merged_stage_exits_have_the_smallest_number_of_collectives_and_eight_ranks():
     exits = {0: StageExit(2, 7), 1: None, 2: StageExit(2, 5), 3: StageExit(1, 1), 4: StageExit(2, 0, True)}
-    assert merge_stage_exits([], exits, 2) == StageExits(2, (0, 2), 5)
-    assert merge_stage_exits([None, StageExits(2, (9,), 3), StageExits(1, (8,), 0)], exits, 2) == StageExits(
-        2, (0, 2, 9), 3
-    )
+    assert merge_stage_exits([], exits, 2) == StageExits(2, (0, 2), 2, 5)
+    known = [None, StageExits(2, (9,), 70, 3), StageExits(1, (8,), 1, 0)]
+    assert merge_stage_exits(known, exits, 2) == StageExits(2, (0, 2, 9), 70, 3)
     assert merge_stage_exits([], exits, 3) is None
     many = merge_stage_exits([], {rank: StageExit(1, rank) for rank in range(1000)}, 1)
-    assert many == StageExits(1, tuple(range(8)), 0)
+    assert many == StageExits(1, tuple(range(8)), 1000, 0)
 
 
 def test_a_status_survives_encoding():
@@ -226,7 +232,7 @@ def test_a_status_survives_encoding():
         stop_vote=StopVote((1, 0), True, (3, 4)),
         stop_decision=StopDecision((1, 0), (5, 0)),
         stage_exit=StageExit(2, 7),
-        stage_exits=StageExits(2, (0, 2), 5),
+        stage_exits=StageExits(2, (0, 2), 2, 5),
     )
     assert RankStatus.load(status.dump(1 << 14)) == status
     assert RankStatus.from_dict(
