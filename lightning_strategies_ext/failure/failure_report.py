@@ -227,16 +227,23 @@ def _print(text: str) -> None:
 def is_collective_error(exception: BaseException) -> bool:
     """Returns whether a collective or a barrier raised an exception."""
     if isinstance(exception, ValueError):  # Horovod raises it after the failure monitor's abort
-        return str(exception).startswith("Horovod has not been initialized")
+        return _message(exception).startswith("Horovod has not been initialized")
     if not isinstance(exception, RuntimeError):
         return False
     is_by_class = isinstance(exception, DistBackendError) or isinstance(exception.__cause__, DistBackendError)
-    return is_by_class or _COLLECTIVE_ERROR_PATTERN.search(str(exception)) is not None
+    return is_by_class or _COLLECTIVE_ERROR_PATTERN.search(_message(exception)) is not None
 
 
 def is_peer_loss(exception: BaseException) -> bool:
     """Returns whether a collective's exception says that another rank has exited, which may publish the reason."""
-    return _PEER_LOSS_PATTERN.search(str(exception)) is not None
+    return _PEER_LOSS_PATTERN.search(_message(exception)) is not None
+
+
+def _message(exception: BaseException) -> str:
+    """Returns the message of an exception without ``__str__``, which may be code of the user and may block."""
+    texts = [each for each in exception.args if isinstance(each, str)]
+    # Horovod raises exceptions that have another one as their message.
+    return " ".join([*texts, *(_message(each) for each in exception.args if isinstance(each, BaseException))])
 
 
 def advise(exception: BaseException, advice: str) -> None:

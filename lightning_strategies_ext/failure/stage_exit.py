@@ -110,10 +110,10 @@ class StageExitHandler:
             self.monitor.abort_own_collectives()
 
     def _set_reason(self, exits: StageExits) -> None:
-        has = "has" if exits.num_ranks == 1 else "have"
+        others, has = format_ranks(exits.ranks, exits.num_ranks), "has" if exits.num_ranks == 1 else "have"
         self.reason = (
-            f"rank {self._rank} is waiting in a collective for {format_ranks(exits.ranks, exits.num_ranks)}, which {has} already"
-            " finished this stage. The ranks processed different numbers of batches or took different code paths. Give"
+            f"rank {self._rank} is waiting in a collective for {others}, which {has} already finished this stage."
+            " The ranks processed different numbers of batches or took different code paths. Give"
             " all ranks the same number of batches (`DistributedSampler`, `limit_train_batches=...`)."
         )
         self.monitor.announce_stage_exit(self._progress.num_started(), has_failed=True)

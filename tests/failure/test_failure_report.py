@@ -98,7 +98,7 @@ import threading
 from tests.support.models import MLP, loader, make_trainer
 
 
-class Blocking(Exception):
+class Blocking(RuntimeError):
     def __str__(self):
         threading.Event().wait()
 
