@@ -1,1 +1,1 @@
-"""SIGTERM, failing ranks, ranks that have left."""
+"""Tests of failure detection, stop agreements, and stage exits."""

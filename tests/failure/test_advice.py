@@ -1,4 +1,4 @@
-"""What a user reads last of a failure that has a known remedy: the remedy, and then what failed."""
+"""The report of a failure with a known remedy begins with the remedy."""
 
 from pathlib import Path
 
@@ -89,7 +89,7 @@ def test_the_last_block_begins_with_what_to_do_about_unused_parameters(command: 
     assert "RuntimeError: Expected " in block
 
 
-def test_the_error_of_elastic_workers_begins_with_it(tmp_path: Path):
+def test_the_error_of_elastic_workers_begins_with_the_remedy(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     result = run_script(script, "Trainer", "ddp_spawn_elastic_ext", "HasSpare", cwd=tmp_path)

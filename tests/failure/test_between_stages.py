@@ -1,4 +1,4 @@
-"""A script that ends on one rank between two stages: the others, who wait in the next one, end too, and say why.
+"""A script that ends on one rank between two stages: ranks that wait in the next stage exit too, and report why.
 
 Or in the last hook of a stage, when the others have gone on; or after the last collective, when one is at its end.
 """
@@ -54,7 +54,7 @@ print("validated")
         ("exit", r"its script ended while rank \d waits|unknown reason|with exit code 0|rank {rank} .*has left"),
     ],
 )
-def test_the_others_end_too(tmp_path: Path, how: str, reason: str, rank: int):
+def test_the_other_ranks_exit_too(tmp_path: Path, how: str, reason: str, rank: int):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     begin = time.monotonic()
@@ -66,7 +66,7 @@ def test_the_others_end_too(tmp_path: Path, how: str, reason: str, rank: int):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_they_do_not_wait_for_the_end_of_the_process(tmp_path: Path, rank: int):
+def test_the_other_ranks_do_not_wait_for_the_exit_of_the_process(tmp_path: Path, rank: int):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     result = run_script(script, "teardown", str(rank), cwd=tmp_path)
@@ -92,7 +92,7 @@ if fabric.global_rank == 1:
 """
 
 
-def test_under_fabric_the_first_rank_waits_at_its_end_for_one_that_fails_later_and_says_why(tmp_path: Path):
+def test_under_fabric_rank_0_waits_at_its_exit_for_a_rank_that_fails_later_and_reports_why(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(LATE_SCRIPT)
     result = run_script(script, cwd=tmp_path)

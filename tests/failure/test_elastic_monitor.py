@@ -61,7 +61,7 @@ def wait_for_each_other() -> None:
 
 
 @pytest.mark.processes
-def test_ranks_that_all_wait_for_each_other_end():
+def test_ranks_that_all_wait_for_each_other_exit():
     outcomes = outcomes_of_ranks(wait_for_each_other, world_size=3)
     assert codes_of(outcomes) == [MONITOR_EXIT_CODE, -signal.SIGKILL, -signal.SIGKILL], "\n".join(map(str, outcomes))
     assert "ranks 0-2 on " in outcomes[0].output

@@ -1,4 +1,4 @@
-"""What a watch does at its end, beside what failures show of it from outside."""
+"""Start and exit of the failure monitor; test_failures.py has its effects."""
 
 import faulthandler
 import os
@@ -61,11 +61,11 @@ def begin_to_watch(meeting_s: float) -> bool | str:
     return found
 
 
-def test_no_rank_goes_on_before_all_watch():
+def test_no_rank_continues_before_all_monitors_run():
     assert run_ranks(begin_to_watch, 60.0) == [True, True]
 
 
-def test_a_rank_that_others_do_not_come_to_watch_with_fails():
+def test_a_rank_whose_peers_do_not_reach_the_startup_barrier_raises():
     first, _ = run_ranks(begin_to_watch, 0.1)
     assert "Only 1 of 2 ranks passed the startup barrier within 0.1 s" in first
 
@@ -88,7 +88,7 @@ def fail_where_the_other_sleeps_and_nobody_reads_what_it_says() -> None:
     time.sleep(1000)
 
 
-def test_a_rank_whose_output_nobody_reads_any_more_is_ended_by_its_watch():
+def test_a_rank_whose_output_is_read_no_more_is_terminated_by_its_monitor():
     _, second = outcomes_of_ranks(fail_where_the_other_sleeps_and_nobody_reads_what_it_says)
     assert second.exit_code == process_exit.MONITOR_EXIT_CODE
 
@@ -113,12 +113,12 @@ def come_to_the_end_of_the_last_stage_when_another_has_failed(is_raised: bool) -
 
 
 @pytest.mark.parametrize("is_raised", [False, True])
-def test_who_learns_at_the_end_that_another_has_failed_says_so_and_fails_unless_the_script_has_dealt_with_it(is_raised):
+def test_a_rank_that_detects_a_failure_at_its_exit_reports_it_and_fails_unless_the_script_caught_it(is_raised):
     first, _ = outcomes_of_ranks(come_to_the_end_of_the_last_stage_when_another_has_failed, is_raised)
     assert first.error is None, first
     assert first.value is not is_raised
     assert ("rank 1 on" in first.output and "ValueError: no" in first.output) is not is_raised, first.output
 
 
-def test_a_rank_that_is_alone_on_its_host_says_that_it_has_failed_before_it_ends():
+def test_a_rank_that_is_alone_on_its_host_publishes_its_failure_before_it_exits():
     assert run_ranks(fail_and_end_at_once) == [["ValueError: no"], []]

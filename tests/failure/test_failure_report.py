@@ -1,4 +1,4 @@
-"""Where the files of a failure are written."""
+"""The files of failure reports, and the texts of exceptions."""
 
 import io
 import os
@@ -54,7 +54,7 @@ def test_a_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path) -> None:
     path = failure_report.write_report(str(tmp_path), FAILURE, 0, "text")
     assert path is not None
     path.unlink()
@@ -63,7 +63,7 @@ def test_a_file_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
-def test_directories_of_failures_are_not_writable_by_others(tmp_path: Path) -> None:
+def test_directories_of_failures_are_not_writable_by_other_users(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
         path = failure_report.write_report(str(tmp_path), FAILURE, 0, "text")
@@ -74,7 +74,7 @@ def test_directories_of_failures_are_not_writable_by_others(tmp_path: Path) -> N
         assert not directory.stat().st_mode & 0o022
 
 
-def test_what_is_said_is_one_write_to_a_terminal_or_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_one_write_to_a_terminal_or_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
 
     class Descriptor(io.RawIOBase):

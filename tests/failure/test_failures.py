@@ -1,4 +1,4 @@
-"""The promises of ``ddp_ext`` when something goes wrong: a SIGTERM on any rank stops all, and a failure ends all.
+"""Failures of ``ddp_ext``: a SIGTERM on any rank stops all ranks, and a failure ends all ranks.
 
 Also what these promises must not cost: a training step exchanges gradients and nothing else.
 """
@@ -222,7 +222,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
     [(1, "training", ()), (0, "training", ()), (1, "validating", TORCHRUN)],
     ids=["on rank 1", "on rank 0", "in validation under torchrun"],
 )
-def test_a_sigterm_on_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
+def test_a_sigterm_on_one_rank_stops_all_ranks_at_the_same_step_and_nothing_is_lost(
     start, tmp_path, undisturbed, signalled, moment, launcher
 ):
     run = start(train_slowly, *launcher)
@@ -272,7 +272,7 @@ def interrupt_each_stage(*signalled: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("signalled", [(0,), (1,), (0, 1)])
-def test_a_sigterm_stops_every_stage_on_every_rank_and_the_next_stage_is_free_of_it(signalled):
+def test_a_sigterm_stops_every_stage_on_every_rank_and_does_not_affect_the_next_stage(signalled):
     first, second = run_ranks(interrupt_each_stage, *signalled)
     assert first == second
     assert len(first) == 5
@@ -301,7 +301,7 @@ def fit_and_test_when_signalled_at_the_end_of_fit(signalled: int) -> str:
 
 
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_a_sigterm_that_is_too_late_for_a_stage_stops_the_next_one(signalled):
+def test_a_sigterm_after_the_last_step_of_a_stage_stops_the_next_stage(signalled):
     assert run_ranks(fit_and_test_when_signalled_at_the_end_of_fit, signalled) == ["interrupted"] * 2
 
 
@@ -344,7 +344,7 @@ def test_a_step_of_stock_ddp_waits_for_a_broadcast_too():
 # --- an exception on one rank ---
 
 
-def test_an_exception_on_one_rank_ends_all_and_shows_its_trace(start):
+def test_an_exception_on_one_rank_ends_all_ranks_and_shows_its_traceback(start):
     run = start(train_until_rank_1_fails)
     exit_code, output = run.end(timeout_s=300)
     assert exit_code == 1, output
@@ -361,7 +361,7 @@ def test_an_exception_on_one_rank_ends_all_and_shows_its_trace(start):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_both_ranks_end_with_an_error_of_their_own_and_a_checkpoint_is_left(tmp_path, failing):
+def test_both_ranks_exit_with_an_error_and_leave_a_checkpoint(tmp_path, failing):
     outcomes = outcomes_of_ranks(train, tmp_path, 0.0, [Fail(failing)])
     assert [outcome.exit_code for outcome in outcomes] == [1, 1], f"{outcomes[0]}\n{outcomes[1]}"
     assert f"KeyError: 'bad sample on rank {failing}'" in outcomes[failing].error
@@ -369,7 +369,7 @@ def test_both_ranks_end_with_an_error_of_their_own_and_a_checkpoint_is_left(tmp_
     assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 5
 
 
-def test_a_rank_that_is_stuck_is_killed_when_another_fails(start):
+def test_a_hung_rank_is_killed_after_another_rank_fails(start):
     run = start(train_until_rank_1_fails_and_rank_0_is_stuck)
     exit_code, output = run.end(timeout_s=300)
     assert exit_code == process_exit.MONITOR_EXIT_CODE, output
@@ -392,7 +392,7 @@ class Reconcile(Callback):
         time.sleep(600)
 
 
-def test_reconciliate_processes_ends_the_other_ranks_when_a_user_calls_it():
+def test_reconciliate_processes_terminates_the_other_ranks_when_a_user_calls_it():
     first, second = outcomes_of_ranks(reconcile_while_the_other_is_stuck)
     assert (first.exit_code, second.exit_code) == (3, process_exit.MONITOR_EXIT_CODE)
     assert "rank 1 was terminated because rank 0 failed: a trace of mine" in second.output
@@ -414,7 +414,7 @@ def fit_again_after_a_caught_failure(with_same_trainer: bool) -> dict[str, torch
 
 
 @pytest.mark.parametrize("with_same_trainer", [True, False])
-def test_a_failure_of_all_ranks_that_the_script_catches_ends_nothing(with_same_trainer):
+def test_a_failure_of_all_ranks_that_the_script_catches_terminates_no_rank(with_same_trainer):
     assert_same_bits(*run_ranks(fit_again_after_a_caught_failure, with_same_trainer))
 
 
@@ -430,7 +430,7 @@ def fail_again_after_a_caught_failure(with_same_trainer: bool) -> None:
 
 
 @pytest.mark.parametrize("with_same_trainer", [True, False])
-def test_after_a_caught_failure_the_next_failure_is_noticed_too(with_same_trainer):
+def test_after_a_caught_failure_the_next_failure_is_detected(with_same_trainer):
     first, second = outcomes_of_ranks(fail_again_after_a_caught_failure, with_same_trainer)
     assert (first.exit_code, second.exit_code) == (process_exit.MONITOR_EXIT_CODE, 1), f"{first}\n{second}"
 
@@ -471,7 +471,7 @@ def fail_early(hook: str, *failing: int) -> None:
 @pytest.mark.parametrize(
     ("hook", "failing"), [("prepare_data", (0,)), ("setup", (1,)), ("setup", (0, 1)), ("configure_optimizers", (0,))]
 )
-def test_an_exception_before_the_first_step_ends_all_and_tears_down(hook, failing):
+def test_an_exception_before_the_first_step_ends_all_ranks_and_tears_down(hook, failing):
     outcomes = outcomes_of_ranks(fail_early, hook, *failing)
     assert [outcome.exit_code for outcome in outcomes] == [1, 1], f"{outcomes[0]}\n{outcomes[1]}"
     assert all("AssertionError" not in outcome.error for outcome in outcomes)
@@ -487,7 +487,7 @@ def fit_and_then_fail_on_rank_1(directory: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_rank_whose_script_fails_after_the_last_stage_is_not_forgotten(start, tmp_path):
+def test_a_failure_of_a_script_after_the_last_stage_is_reported(start, tmp_path):
     run = start(fit_and_then_fail_on_rank_1)
     deadline = time.monotonic() + 180
     while not (tmp_path / "fails").exists() or len(run.processes()) > 1:
@@ -500,7 +500,7 @@ def test_a_rank_whose_script_fails_after_the_last_stage_is_not_forgotten(start, 
     assert "KeyError: 'no such file'" in output
 
 
-def test_a_second_teardown_is_harmless_and_a_run_ends_without_a_word_on_process_groups(start):
+def test_a_second_teardown_is_a_no_op_and_a_script_ends_without_warnings_about_process_groups(start):
     exit_code, output = start(fit_test_and_tear_down_twice).end(timeout_s=300)
     assert exit_code == 0, output
     assert "process group" not in output.lower()

@@ -1,4 +1,4 @@
-"""A rank that does not come ends all after a while, with an error that says where it is; a slow one does not."""
+"""A hung rank ends all ranks after the hang timeout, with an error that has its stack; a slow rank does not."""
 
 import ctypes
 import io
@@ -102,7 +102,7 @@ def train(how: str, backend: str, hang_timeout: Any) -> int:
         ("stop_all", "shm", HANG_TIMEOUT_S),
     ],
 )
-def test_one_that_takes_long_is_waited_for(how, backend, hang_timeout):
+def test_a_slow_rank_is_not_hung(how, backend, hang_timeout):
     assert run_ranks(train, how, backend, hang_timeout) == [10, 10]
 
 
@@ -122,7 +122,7 @@ def train_slow_to_the_end() -> int:
 
 
 @pytest.mark.processes
-def test_one_that_has_waited_for_the_last_batch_of_another_is_not_taken_for_stuck_by_it():
+def test_a_rank_that_waited_for_the_last_batch_of_another_rank_is_not_hung():
     assert run_ranks(train_slow_to_the_end) == [10, 10]
 
 
@@ -151,12 +151,12 @@ def train_on(how: str) -> int:
 
 
 @pytest.mark.processes
-def test_one_whose_loader_takes_long_for_a_batch_is_waited_for():
+def test_a_rank_whose_dataloader_is_slow_is_not_hung():
     assert run_ranks(train_on, "computes") == [10, 10]
 
 
 @pytest.mark.processes
-def test_one_whose_loader_does_nothing_is_not():
+def test_a_rank_whose_dataloader_is_idle_is_hung():
     outcomes = outcomes_of_ranks(train_on, "sleeps")
     assert all(outcome.exit_code for outcome in outcomes), outcomes
     assert any("rank 1 is stuck" in outcome.output for outcome in outcomes), "\n".join(map(str, outcomes))
@@ -164,7 +164,7 @@ def test_one_whose_loader_does_nothing_is_not():
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_one_that_sleeps_ends_all_and_the_error_has_the_stacks_of_all(backend):
+def test_a_rank_that_sleeps_ends_all_ranks_and_the_error_has_the_stacks_of_all(backend):
     trainer = spawn_trainer(
         DDPSpawnStrategy(hang_timeout=HANG_TIMEOUT_S, process_group_backend=backend),
         max_epochs=1,
@@ -201,7 +201,7 @@ def train_in_own_groups() -> None:
 
 
 @pytest.mark.processes
-def test_two_that_wait_for_each_other_end_by_themselves_and_one_of_them_says_why():
+def test_two_ranks_that_wait_for_each_other_exit_by_themselves_and_one_reports_why():
     outcomes = outcomes_of_ranks(train_in_own_groups)
     output = "".join(outcome.output for outcome in outcomes)
     assert [outcome.exit_code for outcome in outcomes] == [1, 1], output
@@ -215,7 +215,7 @@ def test_two_that_wait_for_each_other_end_by_themselves_and_one_of_them_says_why
 @pytest.mark.parametrize(
     ("hang_timeout", "error"), [(0, ValueError), (-1.0, ValueError), ("5", TypeError), (True, TypeError)]
 )
-def test_what_is_no_time_to_wait_for_is_refused(kind, hang_timeout, error):
+def test_an_invalid_hang_timeout_is_rejected(kind, hang_timeout, error):
     with pytest.raises(error, match="`hang_timeout` must be"):
         kind(hang_timeout=hang_timeout)
 

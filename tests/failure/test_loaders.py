@@ -1,4 +1,4 @@
-"""Workers of loaders end with their ranks, however these end: by themselves they look each five seconds only."""
+"""DataLoader workers exit with their ranks. By themselves they would detect the exit after up to five seconds."""
 
 import multiprocessing
 import subprocess
@@ -28,7 +28,7 @@ def start_others(says: Connection) -> None:
 
 
 @pytest.mark.forked
-def test_a_rank_is_killed_with_what_it_has_forked_but_for_other_programs_and_other_ranks():
+def test_a_rank_is_killed_with_its_forked_children_but_not_with_other_programs_or_ranks():
     hears, says = fork.Pipe()
     rank = fork.Process(target=start_others, args=(says,))
     rank.start()
@@ -70,7 +70,7 @@ make_trainer("ddp_ext", max_epochs=1, num_sanity_val_steps=0).fit(Fails(), *load
 """
 
 
-def test_they_end_where_a_rank_raises_and_the_others_end_because_of_it(tmp_path: Path):
+def test_dataloader_workers_exit_after_an_exception_on_one_rank(tmp_path: Path):
     (tmp_path / "pids").mkdir()
     (tmp_path / "script.py").write_text(SCRIPT_WITH_LOADERS)
     process = start_script(tmp_path / "script.py", tmp_path / "pids", cwd=tmp_path)

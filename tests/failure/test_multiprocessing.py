@@ -1,4 +1,4 @@
-"""Ranks that the user starts by multiprocessing: such a process ends without ``atexit`` and ``sys.excepthook``.
+"""Ranks that the user starts with multiprocessing: such a process exits without ``atexit`` and ``sys.excepthook``.
 
 One that comes to its end in good order is not taken for one that was killed, and what nobody catches is said to the
 others.
@@ -87,7 +87,7 @@ def run(tmp_path: Path):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_ends_before_the_others_has_not_failed(run, first: int):
+def test_a_rank_that_exits_before_the_other_ranks_has_not_failed(run, first: int):
     output = run("multiprocessing", "meet_under_fabric", "end", str(first))
     assert "exit codes 0 0" in output
     said = re.findall(r"rank \d knows of .*", output)
@@ -104,7 +104,7 @@ def test_a_rank_that_ends_before_the_others_has_not_failed(run, first: int):
         ("torch", "meet_under_fabric", "raise", 1, "ValueError: no plot", 1),
     ],
 )
-def test_what_nobody_catches_ends_the_others_and_is_said(
+def test_an_uncaught_exception_ends_the_other_ranks_and_is_reported(
     run, starter: str, meet: str, how: str, first: int, headline: str, exit_code: int
 ):
     output = run(starter, meet, how, str(first))

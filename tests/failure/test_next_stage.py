@@ -1,4 +1,4 @@
-"""After an exception that the script catches on all ranks, the ranks train the next model together."""
+"""After an exception that the script catches on all ranks, the ranks train another model together."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Lines between hosts say at once that a process at the other end is gone, and only then."""
+"""Peer links detect at once that the process at the other end has exited, and report no other process."""
 
 import json
 import os
@@ -73,12 +73,12 @@ def wait_until_gone(lines: PeerLinks, ranks: set[int], seconds: float = 30.0) ->
 
 
 @pytest.mark.forked
-def test_one_that_is_killed_is_gone_although_a_fork_of_it_lives(hub):
+def test_a_killed_process_is_disconnected_although_its_forked_child_runs(hub):
     os.waitpid(fork_caller(hub, 2, "die"), 0)
     wait_until_gone(hub, {2})
 
 
-def test_what_is_said_is_heard_at_once_and_says_nothing_of_the_process(hub):
+def test_a_message_arrives_at_once_and_does_not_change_the_state_of_the_link(hub):
     callers = {2: Ends(), 4: Ends()}
     words = b"rank 3 has failed" * 1000
     for rank, caller in callers.items():
@@ -95,7 +95,7 @@ def test_what_is_said_is_heard_at_once_and_says_nothing_of_the_process(hub):
     wait_until_gone(hub, {2})
 
 
-def test_who_hears_nothing_is_told_no_more_until_it_does(hub):
+def test_a_peer_that_acknowledges_nothing_receives_no_more_than_its_window(hub):
     caller = Ends()
     caller.call_hub(hub, 2)
     while not hub.ranks:
@@ -113,7 +113,7 @@ def test_who_hears_nothing_is_told_no_more_until_it_does(hub):
     caller.close()
 
 
-def test_what_finds_no_room_is_said_later(hub):
+def test_bytes_without_space_in_the_buffer_are_sent_later(hub):
     caller = Ends()
     caller.call_hub(hub, 2)
     while not hub.ranks:
@@ -127,7 +127,7 @@ def test_what_finds_no_room_is_said_later(hub):
     caller.close()
 
 
-def test_words_that_are_cut_off_are_none(hub):
+def test_an_incomplete_message_is_ignored(hub):
     with socket.create_connection(("127.0.0.1", hub.port)) as caller:
         caller.sendall(module._hello(TOKEN, 2))
         while not hub.ranks:
@@ -138,13 +138,13 @@ def test_words_that_are_cut_off_are_none(hub):
 
 
 @pytest.mark.forked
-def test_one_that_says_goodbye_is_not(hub):
+def test_a_process_that_sends_a_goodbye_is_not_disconnected(hub):
     os.waitpid(fork_caller(hub, 4, "goodbye"), 0)
     os.waitpid(fork_caller(hub, 2, "die"), 0)
     wait_until_gone(hub, {2})
 
 
-def test_the_other_end_notices_too(hub):
+def test_both_ends_detect_a_disconnect(hub):
     caller = Ends()
     caller.call_hub(hub, 2)
     while not hub.ranks:
@@ -154,7 +154,7 @@ def test_the_other_end_notices_too(hub):
     caller.close()
 
 
-def test_whoever_does_not_know_the_token_is_no_rank_and_takes_no_ranks_place(hub, monkeypatch):
+def test_a_connection_without_the_token_is_rejected_and_does_not_replace_a_rank(hub, monkeypatch):
     monkeypatch.setattr(module, "_MAX_UNAUTHENTICATED", 5)
     of_others = f"{TOKEN} 2\n".encode(), module._hello(TOKEN, 3), module._hello(TOKEN, 2)[:-1], module._hello("", 2)
     for said in (b"wrong 2\n", b"\xff\xfe 2\n", *of_others, b""):
@@ -184,7 +184,7 @@ def connect(hub: PeerLinks) -> socket.socket:
     return connection
 
 
-def test_a_caller_that_has_connected_is_kept_when_strangers_connect_before_its_call_is_sent(hub):
+def test_a_rank_stays_connected_when_strangers_connect_before_its_first_message(hub):
     with ExitStack() as stack:
         caller = stack.enter_context(connect(hub))
         for _ in range(module._MAX_UNAUTHENTICATED + 10):
@@ -194,7 +194,7 @@ def test_a_caller_that_has_connected_is_kept_when_strangers_connect_before_its_c
         assert hub.ranks == {2}
 
 
-def test_a_caller_whose_call_was_not_read_for_seconds_is_kept_when_another_stranger_connects(hub, monkeypatch):
+def test_a_rank_whose_first_message_was_not_read_for_seconds_stays_connected(hub, monkeypatch):
     monkeypatch.setattr(module, "_MAX_UNAUTHENTICATED", 5)
     with ExitStack() as stack:
         caller = stack.enter_context(connect(hub))
@@ -207,7 +207,7 @@ def test_a_caller_whose_call_was_not_read_for_seconds_is_kept_when_another_stran
         assert hub.ranks == {2}
 
 
-def test_strangers_that_are_older_than_a_second_make_room_for_a_caller(hub):
+def test_unauthenticated_connections_older_than_a_second_are_closed_for_a_rank(hub):
     with ExitStack() as stack:
         for _ in range(module._MAX_UNAUTHENTICATED + 10):
             stack.enter_context(connect(hub))
@@ -221,7 +221,7 @@ def test_strangers_that_are_older_than_a_second_make_room_for_a_caller(hub):
         caller.close()
 
 
-def test_who_cannot_be_reached_is_not_gone():
+def test_an_unreachable_address_does_not_disconnect_a_rank():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -233,7 +233,7 @@ def test_who_cannot_be_reached_is_not_gone():
     lines.close()
 
 
-def test_one_address_of_several_is_enough_and_nobody_listens_at_more_than_it_has_to(hub):
+def test_one_of_several_addresses_is_enough_and_ranks_listen_at_the_stores_address_only(hub):
     caller = Ends()
     assert caller.connect(["127.0.0.2", "127.0.0.1"], hub.port, 0, TOKEN, 2) is None  # the hub is not at the first
     everywhere = Ends()
@@ -264,7 +264,7 @@ def centers(monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callabl
 
 
 @pytest.mark.parametrize("secret", ["", "a secret"])
-def test_ranks_with_the_same_secret_or_none_have_a_line(monkeypatch: pytest.MonkeyPatch, secret: str):
+def test_ranks_with_the_same_secret_or_none_are_linked(monkeypatch: pytest.MonkeyPatch, secret: str):
     ends = centers(monkeypatch, [secret, secret])
     assert ends[0].ranks == {1}
     for lines in ends:
@@ -290,14 +290,14 @@ def at_another_address(entry: str) -> str:
         (["a secret", "a secret"], at_another_address),
     ],
 )
-def test_a_rank_does_not_call_what_another_process_has_written_in_the_store(
+def test_a_rank_does_not_connect_to_an_address_that_another_process_wrote_to_the_store(
     monkeypatch: pytest.MonkeyPatch, secrets: list[str], change: Callable[[str], str]
 ):
     with pytest.raises(RuntimeError, match="LIGHTNING_STRATEGIES_EXT_SECRET"):
         centers(monkeypatch, secrets, change)
 
 
-def test_what_is_in_the_store_does_not_suffice_to_call(monkeypatch: pytest.MonkeyPatch):
+def test_the_values_in_the_store_do_not_suffice_to_connect(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(SECRET, "a secret")
     store, hub = dist.HashStore(), Ends()
     peers = {rank: Peer(rank, str(rank), 1, 0.0, "", ("127.0.0.1",)) for rank in range(2)}
@@ -312,7 +312,7 @@ def test_what_is_in_the_store_does_not_suffice_to_call(monkeypatch: pytest.Monke
     hub.close()
 
 
-def test_the_secret_may_be_in_a_file_that_others_cannot_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_secret_may_be_in_a_file_that_other_users_cannot_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     file = tmp_path / "secret"
     file.write_text("a secret\n")
     monkeypatch.setenv(SECRET_FILE, str(file))

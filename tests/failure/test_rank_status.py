@@ -1,4 +1,4 @@
-"""What ranks say of themselves, and which of them are taken for lost: no process is needed to try it."""
+"""Rank statuses, and the hung ranks according to them; these tests start no process."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def stuck(*signs: RankStatus, silence: dict[int, float] | None = None) -> tuple[
         ),  # of which one knows that it is ahead, and does not move: in a backward pass, say
     ],
 )
-def test_a_rank_that_sleeps_while_another_waits_is_stuck(waits):
+def test_a_rank_that_sleeps_while_another_rank_waits_is_hung(waits):
     assert stuck(waits, replace(SLEEPS, num_started=min(SLEEPS.num_started, waits.num_started))) == (1,)
     assert stuck(SLEEPS, WAITS, SLEEPS) == (0, 2)
 
@@ -72,26 +72,26 @@ def test_a_rank_that_sleeps_while_another_waits_is_stuck(waits):
         (replace(SLEEPS, state="finished"), replace(SLEEPS, state="finished"), "both have ended the stage"),
     ],
 )
-def test_no_rank_is_taken_for_stuck_where(first, second, why):
+def test_no_rank_is_hung_if(first, second, why):
     assert stuck(first, second) == (), why
     assert stuck(second, first) == (), why
 
 
-def test_one_that_moves_lets_others_that_do_not_come_wait():
+def test_an_active_rank_keeps_inactive_ranks_from_being_hung():
     assert stuck(WAITS, SLEEPS, MOVES) == ()
 
 
-def test_one_that_is_silent_is_stuck_whatever_it_has_said_last():
+def test_an_unresponsive_rank_is_hung_whatever_its_last_status():
     assert stuck(WAITS, MOVES, silence={1: 301}) == (1,)
     assert stuck(WAITS, MOVES, silence={1: 299}) == ()
     assert stuck(replace(WAITS, in_collective_s=400), MOVES, silence={0: 301}) == ()  # then nobody is there who waits
 
 
-def test_all_that_wait_for_each_other_are_stuck():
+def test_ranks_that_all_wait_for_each_other_are_hung():
     assert stuck(WAITS, replace(WAITS, collective="broadcast")) == (0, 1)
 
 
-def test_one_that_sleeps_in_a_stage_that_others_have_ended_is_stuck():
+def test_a_rank_that_sleeps_in_a_stage_that_other_ranks_have_finished_is_hung():
     left = replace(MOVES, state="finished", in_collective_s=301)
     assert stuck(left, SLEEPS) == (1,)
     assert stuck(replace(MOVES, state="exited"), SLEEPS, silence={0: 301}) == (1,)  # whose process has ended since
@@ -100,13 +100,13 @@ def test_one_that_sleeps_in_a_stage_that_others_have_ended_is_stuck():
     assert stuck(replace(MOVES, state="exited"), SLEEPS, silence={0: 299}) == ()
 
 
-def test_one_that_sleeps_between_stages_is_stuck_once_another_waits_in_the_next():
+def test_a_rank_that_sleeps_between_stages_is_hung_once_another_rank_waits_in_the_next_stage():
     left = replace(SLEEPS, state="finished", in_collective_s=301)
     assert stuck(replace(WAITS, stage=2), left) == (1,)
     assert stuck(replace(WAITS, stage=2), replace(left, idle_s=0)) == ()
 
 
-def test_a_rank_that_comes_back_to_the_same_place_for_another_collective_has_moved():
+def test_a_rank_at_the_same_line_in_another_collective_is_active():
     class Counts(CollectiveProgress):
         num = 0
 
@@ -135,7 +135,7 @@ def test_a_rank_that_comes_back_to_the_same_place_for_another_collective_has_mov
     own.close()
 
 
-def test_silence_is_counted_by_the_time_that_this_process_ran():
+def test_heartbeat_ages_count_only_time_in_which_this_process_ran():
     silence = HeartbeatAges()
     silence.update({0: RankStatus(0, heartbeat=1), 1: RankStatus(1, heartbeat=1)}, 0.25)
     silence.update({0: RankStatus(0, heartbeat=2), 1: RankStatus(1, heartbeat=1)}, 0.25)
@@ -143,7 +143,7 @@ def test_silence_is_counted_by_the_time_that_this_process_ran():
     assert silence.age_s == {0: 0.0, 1: 0.75}
 
 
-def test_the_first_failure_is_the_earliest_that_anybody_knows_of():
+def test_the_first_failure_is_the_earliest_that_any_rank_knows():
     early = Failure((2,), "host", 10.0, "train", "ValueError: no")
     late = replace(early, ranks=(0,), time=11.0)
     assert first_failure({0: RankStatus(0, failure=late), 1: RankStatus(1, failure=early), 2: RankStatus(2)}) == early
@@ -151,7 +151,7 @@ def test_the_first_failure_is_the_earliest_that_anybody_knows_of():
 
 
 @pytest.mark.parametrize("num_lines", [1, 100, 100_000])
-def test_what_is_said_fits_and_comes_back(num_lines):
+def test_an_encoded_status_fits_its_slot(num_lines):
     failure = Failure((1,), "host", 1.5, "train", "ValueError: \N{SNOWMAN}", ("a:1 in f",), "trace\n" * num_lines, 1)
     sign = RankStatus(3, 4, "failed", user_frames=("a:1 in f",), stack="line\n" * num_lines, failure=failure)
     content = sign.dump(32_000)
@@ -162,7 +162,7 @@ def test_what_is_said_fits_and_comes_back(num_lines):
         assert back == sign
 
 
-def test_no_story_of_ranks_that_move_now_and_then_ends_in_an_alarm():
+def test_no_random_sequence_of_active_ranks_is_a_hang():
     generator = random.Random(5)
     for _ in range(2000):
         kinds = [WAITS, MOVES, COMPUTES, replace(MOVES, state="finished")]
@@ -172,7 +172,7 @@ def test_no_story_of_ranks_that_move_now_and_then_ends_in_an_alarm():
 
 
 @pytest.mark.parametrize("by", [0, 1])
-def test_the_stacks_are_told_whoever_saw_first_that_a_rank_is_stuck(by):
+def test_the_report_has_the_stacks_whichever_rank_detected_the_hang_first(by):
     failure = Failure(
         (1,), "here", 0.0, "train", "rank 0 has waited 2 s", details="Rank 1 is at: sleep", reported_by=by, verb=HUNG[0]
     )

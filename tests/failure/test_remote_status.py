@@ -1,4 +1,4 @@
-"""What hosts tell each other: no rank trains here, and all ranks are in this process."""
+"""Statuses of other hosts; all ranks of these tests are in one process."""
 
 import logging
 import time
@@ -71,7 +71,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         one.close()
 
 
-def test_the_first_rank_hears_all_and_others_hear_that_one(ranks):
+def test_rank_0_receives_all_statuses_and_other_ranks_receive_rank_0s(ranks):
     ranks.statuses[4] = RankStatus(
         4, heartbeat=7, stack="at work\n" * WINDOW_NUM_BYTES
     )  # of which there is room for the end
@@ -83,12 +83,12 @@ def test_the_first_rank_hears_all_and_others_hear_that_one(ranks):
     assert ranks[1].statuses == ranks[3].statuses == {}
 
 
-def test_of_who_never_says_a_word_it_is_known_that_there_is_one(ranks):
+def test_a_linked_rank_without_a_status_is_known(ranks):
     ranks.look_until(lambda: ranks[0].statuses == {rank: RankStatus(rank) for rank in (2, 3, 4)}, {}, 2, 3, 4)
     assert ranks[2].statuses == {0: RankStatus(0)}
 
 
-def test_who_has_had_no_time_to_say_a_word_is_expected_to_for_a_while(ranks, monkeypatch):
+def test_rank_0_expects_the_first_status_of_a_rank_for_a_while(ranks, monkeypatch):
     assert [one.unknown_ranks() for one in ranks.by_rank.values()] == [{2, 3, 4}, set(), set(), set(), set()]
     with monkeypatch.context() as later:
         clock = Clock()
@@ -100,7 +100,7 @@ def test_who_has_had_no_time_to_say_a_word_is_expected_to_for_a_while(ranks, mon
 
 
 @pytest.mark.parametrize("knows", [0, 2])
-def test_a_failure_is_known_everywhere_at_once(ranks, monkeypatch, knows):
+def test_a_failure_reaches_every_host_at_once(ranks, monkeypatch, knows):
     clock, hears = Clock(), 2 - knows
     monkeypatch.setattr(remote_status, "time", clock)
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
@@ -108,7 +108,7 @@ def test_a_failure_is_known_everywhere_at_once(ranks, monkeypatch, knows):
     ranks.look_until(lambda: ranks[hears].statuses[knows].failure == FAILURE, {knows: FAILURE})
 
 
-def test_so_is_what_ranks_agree_on(ranks, monkeypatch):
+def test_votes_and_decisions_reach_every_host_at_once(ranks, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(remote_status, "time", clock)
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
@@ -122,7 +122,7 @@ def test_so_is_what_ranks_agree_on(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("knows", [0, 2])
-def test_who_learns_of_a_failure_as_it_is_to_say_how_it_is_does_not_say_that_nothing_has_failed(ranks, knows):
+def test_a_rank_that_learns_of_a_failure_while_it_publishes_does_not_publish_a_status_without_it(ranks, knows):
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     ranks[knows]._published_at = 0.0
     read_before = {rank: RankStatus(rank, heartbeat=9) for rank in ranks[knows]._local_ranks}
@@ -131,7 +131,7 @@ def test_who_learns_of_a_failure_as_it_is_to_say_how_it_is_does_not_say_that_not
     assert ranks[2 - knows].statuses[knows].failure == FAILURE
 
 
-def test_whoever_speaks_for_a_host_is_followed_by_the_next(ranks):
+def test_the_next_rank_of_a_host_replaces_its_leader(ranks):
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     ranks.statuses[2] = RankStatus(2, state="exited")
     ranks[2].close()
@@ -144,7 +144,7 @@ def test_whoever_speaks_for_a_host_is_followed_by_the_next(ranks):
     ranks.look_until(lambda: ranks[0].disconnected_ranks() == {3}, {}, 2, 3)
 
 
-def test_a_failure_is_told_by_who_knows_it_where_the_one_that_speaks_does_not_look(ranks, monkeypatch):
+def test_a_rank_sends_a_failure_that_the_unresponsive_leader_of_its_host_does_not_send(ranks, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(remote_status, "time", clock)
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
@@ -158,7 +158,7 @@ def test_a_failure_is_told_by_who_knows_it_where_the_one_that_speaks_does_not_lo
     ranks.look_until(lambda: ranks[0].statuses[4].failure == FAILURE, {}, 2)
 
 
-def test_a_host_that_says_nothing_is_there_as_long_as_its_kernel_answers(ranks, monkeypatch):
+def test_a_host_that_sends_nothing_is_not_lost_while_its_kernel_responds(ranks, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(remote_status, "time", clock)
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
@@ -170,7 +170,7 @@ def test_a_host_that_says_nothing_is_there_as_long_as_its_kernel_answers(ranks, 
     assert ranks[0].lost_ranks() == [2, 3, 4]
 
 
-def test_where_the_kernel_does_not_tell_one_that_says_nothing_is_lost(ranks, monkeypatch):
+def test_without_keepalives_a_host_that_sends_nothing_is_lost(ranks, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(remote_status, "time", clock)
     for one in ranks.by_rank.values():
@@ -194,7 +194,7 @@ def test_where_the_kernel_does_not_tell_one_that_says_nothing_is_lost(ranks, mon
     assert ranks[0].lost_ranks() == []
 
 
-def test_a_successor_that_finds_nobody_is_no_reason_to_warn(ranks, caplog):
+def test_a_new_leader_that_cannot_connect_logs_no_warning(ranks, caplog):
     ranks.look_until(lambda: ranks[0].statuses.keys() == {2, 3, 4})
     ranks[0].close()  # its process has ended
     ranks.statuses[2] = RankStatus(2, state="exited")
@@ -203,7 +203,7 @@ def test_a_successor_that_finds_nobody_is_no_reason_to_warn(ranks, caplog):
     assert caplog.records == []
 
 
-def test_who_cannot_be_reached_is_said_once(monkeypatch, caplog):
+def test_an_unreachable_coordinator_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(PeerLinks, "connect", lambda *arguments: OSError("no route"))
     with caplog.at_level(logging.WARNING):
         ranks = Ranks([0], [1])

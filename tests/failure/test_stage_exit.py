@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: one that waits for a rank that has ended its stage fails within seconds."""
+"""Ranks with different numbers of batches: a rank that waits for a rank that has finished its stage gets an error."""
 
 import os
 import re
@@ -39,7 +39,7 @@ EXPECTED = r"rank 1 is waiting in a collective for rank 0, which has already fin
 
 
 @pytest.mark.parametrize("backend", [None, "gloo"])
-def test_a_worker_that_has_more_batches_is_told_of(backend):
+def test_a_worker_with_more_batches_gets_an_error(backend):
     model = seeded(Uneven)
     trainer = spawn_trainer(
         DDPSpawnStrategy(process_group_backend=backend), max_epochs=1, use_distributed_sampler=False
@@ -70,13 +70,13 @@ def fit_unevenly(backend: Any, told: Path) -> str:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_process_that_has_more_batches_is_told_of_while_the_other_goes_on(backend, tmp_path):
+def test_a_process_with_more_batches_gets_an_error_while_the_other_process_runs(backend, tmp_path):
     first, second = outcomes_of_ranks(fit_unevenly, backend, tmp_path / "told")
     assert first.value == "ended" or first.exit_code == -9, first
     assert EXPECTED in str(second.value), second
 
 
-def test_ranks_that_end_at_different_times_are_left_alone():
+def test_ranks_that_finish_at_different_times_get_no_error():
     slow, plain = seeded(EndsSlowly), seeded()
     trainer = spawn_trainer(max_epochs=1)
     trainer.fit(slow, loader())
@@ -111,7 +111,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("short", [0, 1])
-def test_it_is_told_of_where_the_process_of_the_other_ends_too(tmp_path: Path, short: int, backend: str):
+def test_a_process_with_more_batches_gets_an_error_after_the_exit_of_the_other_process(
+    tmp_path: Path, short: int, backend: str
+):
     script = tmp_path / "script.py"
     script.write_text(UNEVEN_SCRIPT)
     result = run_script(script, str(short), backend)
@@ -140,7 +142,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_rank_that_is_killed_where_ranks_do_not_meet_is_no_success(tmp_path: Path):
+def test_a_rank_that_is_killed_outside_of_collectives_fails_the_job(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(KILLED_SCRIPT)
     result = run_script(script)
@@ -203,7 +205,7 @@ def raise_an_error(departure: StageExitHandler) -> None:
         ),  # who says goodbye is not waited for
     ],
 )
-def test_a_rank_waits_at_its_end_for_the_others_to_leave_fail_or_end(does, is_failure, num_hosts, lingering):
+def test_a_rank_waits_at_its_exit_until_the_other_ranks_finish_fail_or_exit(does, is_failure, num_hosts, lingering):
     """Also if it comes there before it has heard anything of another host."""
     lingered_for, seconds = run_ranks(linger_for, does, num_hosts, lingering)[lingering]
     assert lingered_for == ([1 - lingering] if is_failure else [])

@@ -1,4 +1,4 @@
-"""Whether a thread moves, seen from another, and what is written on the board of a host."""
+"""Activity of a thread, sampled from another thread, and the status table of a host."""
 
 import hashlib
 import os
@@ -123,7 +123,7 @@ def is_ready(thread: threading.Thread) -> Callable[[], bool]:
         (pdb_prompt, does_nothing, True, True, True),
     ],
 )
-def test_what_a_thread_does_is_seen_from_another(doing, activity_of, is_still, is_idle, is_debugged):
+def test_the_activity_of_a_thread_is_sampled_from_another_thread(doing, activity_of, is_still, is_idle, is_debugged):
     # Between two samples, the thread acts, as its own clock and status show: a busy machine may delay it.
     begun, ended = threading.Event(), threading.Event()
     thread = threading.Thread(target=doing, args=(begun, ended))
@@ -162,7 +162,7 @@ class Store(dict):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("is_named", [False, True])
-def test_what_one_writes_others_read_after_its_death_too(tmp_path, monkeypatch, is_named):
+def test_a_status_can_be_read_after_the_exit_of_its_process(tmp_path, monkeypatch, is_named):
     if is_named:  # as on macOS
         monkeypatch.delattr(os, "memfd_create")
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -186,7 +186,7 @@ def test_what_one_writes_others_read_after_its_death_too(tmp_path, monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_reader_never_sees_half_of_what_is_written():
+def test_a_reader_never_reads_a_partial_status():
     store = Store()
     reader, writer = (
         StatusTable.open_for_host(store, "path", 0, [0, 1]),
@@ -212,14 +212,14 @@ def test_a_reader_never_sees_half_of_what_is_written():
     assert any(seen)
 
 
-def test_a_board_of_another_users_is_none(tmp_path, monkeypatch):
+def test_a_status_table_of_another_user_is_rejected(tmp_path, monkeypatch):
     store = Store()
     StatusTable.open_for_host(store, "path", 0, [0, 1])
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     assert StatusTable.open_for_host(store, "path", 1, [0, 1]) is None
 
 
-def test_no_other_file_of_this_user_is_taken_for_a_board(tmp_path):
+def test_other_files_of_this_user_are_rejected_as_status_tables(tmp_path):
     precious = tmp_path / "precious"
     precious.write_bytes(b"x" * 2 * SLOT_NUM_BYTES)
     memory = os.memfd_create("lightning_strategies_ext_status")  # which could be cut off
@@ -231,7 +231,7 @@ def test_no_other_file_of_this_user_is_taken_for_a_board(tmp_path):
     os.close(memory)
 
 
-def test_a_board_cannot_be_truncated():
+def test_a_status_table_cannot_be_truncated():
     store = Store()
     board = StatusTable.open_for_host(store, "path", 0, [0, 1])
     assert board is not None
@@ -283,7 +283,7 @@ print(gc.isenabled())
 
 
 @pytest.mark.processes
-def test_garbage_may_be_collected_while_a_thread_is_looked_at(tmp_path):
+def test_garbage_may_be_collected_while_a_thread_is_sampled(tmp_path):
     script = tmp_path / "looked_at.py"
     script.write_text(LOOKED_AT)
     result = run_script(script)

@@ -1,4 +1,4 @@
-"""A rank that fails before the ranks have met: nobody is left that waits for it."""
+"""A rank that fails before the startup barrier: no rank waits for it indefinitely."""
 
 import os
 import re
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_that_catches_the_failure_goes_on_without_the_others(tmp_path):
+def test_a_script_that_catches_the_failure_continues_without_the_other_ranks(tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(PORT_IS_TAKEN.replace(LAST_LINE, "") + THEN_GOES_ON)
     pids.mkdir()
@@ -60,7 +60,7 @@ def test_a_script_that_catches_the_failure_goes_on_without_the_others(tmp_path):
     assert "before the ranks had met" not in output
 
 
-def test_where_the_port_of_the_rendezvous_is_taken_all_processes_end(tmp_path):
+def test_all_processes_exit_if_the_port_of_the_rendezvous_is_taken(tmp_path):
     script, pids = tmp_path / "script.py", tmp_path / "pids"
     script.write_text(PORT_IS_TAKEN)
     pids.mkdir()

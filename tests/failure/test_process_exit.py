@@ -1,4 +1,4 @@
-"""A process that was asked to end frees nothing at its end, and loses nothing that was written to files."""
+"""A process that was asked to exit frees no objects at its exit, and loses no data that was written to files."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ if sys.argv[2] == "quick":
 
 
 @pytest.mark.parametrize("how", ["usual", "quick"])
-def test_what_nobody_has_closed_is_written(tmp_path: Path, how: str) -> None:
+def test_files_that_are_still_open_are_flushed(tmp_path: Path, how: str) -> None:
     script, path = tmp_path / "script.py", tmp_path / "words"
     script.write_text(SCRIPT)
     done = run_script(script, path, how)
@@ -51,7 +51,7 @@ process_exit.exit_within(0.5)
 """
 
 
-def test_a_file_that_takes_nothing_does_not_keep_a_rank_from_its_end(tmp_path: Path) -> None:
+def test_a_file_that_accepts_no_data_does_not_delay_the_exit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FULL_PIPE)
     assert run_script(script).returncode == 1
