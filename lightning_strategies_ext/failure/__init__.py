@@ -1,1 +1,1 @@
-"""What happens when a rank is asked to stop (termination) or fails (reconciliation)."""
+"""Failure detection: rank statuses, failure monitors, stop agreements, stage exits, and failure reports."""

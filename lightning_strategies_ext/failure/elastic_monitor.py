@@ -8,7 +8,9 @@ waits for a lost rank must fail, and the ranks that are left form a new world:
 - A host without power or network closes no connection, and a collective waits for the timeout of its engine: 30 seconds
   over Horovod's gloo. So rank 0 has a peer link to each other rank (:mod:`.peer_links`), on which the kernel sends
   keepalives. Limitation: on systems other than Linux, the timeout of the engine applies.
-- A hung rank closes no connection either. The monitor of another rank of its host kills it.
+- A hung rank closes no connection either. The monitor of another rank of its host kills it. Limitations: a rank that is
+  alone on its host is not killed, and neither is a rank that hangs between two worlds. If all ranks of one of several
+  hosts hang, none is killed, because all may wait for another host.
 """
 
 import atexit
@@ -22,7 +24,7 @@ from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.exit_tracker import ExitTracker
-from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, diagnose_hang
+from lightning_strategies_ext.failure.failure_detector import HEARTBEAT_TIMEOUT_S, HeartbeatAges, diagnose_hang
 from lightning_strategies_ext.failure.failure_monitor import MonitorThread
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.peer_links import CoordinatorEndpoint, PeerLinks
@@ -31,14 +33,14 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress, Fai
 
 log = logging.getLogger(__name__)
 
-#: Seconds for which the same ranks must stay hung before they are killed: the exit of a rank may have released them.
+#: Seconds that the same ranks must remain hung before they are killed: the exit of another rank may release them.
 CONFIRMATION_S = 1.0
 
 
 class ElasticMonitor:
     """The failure monitor of a process in elastic training, for one world after another.
 
-    The training thread calls the methods. The monitor thread is stopped while they change what it monitors.
+    The training thread calls the methods. The monitor thread is stopped while they replace links, tracker, or policy.
     """
 
     def __init__(self) -> None:
@@ -90,10 +92,11 @@ class ElasticMonitor:
         self._start()
 
     def leave_world(self, *, agreed: bool) -> None:
-        """Monitors the ranks of the world no more, except for hangs. A second call is a no-op.
+        """Stops monitoring the ranks of the world, except for hangs. A second call is a no-op.
 
         Args:
-            agreed: Whether the other ranks leave too; otherwise they treat this rank as lost.
+            agreed: Whether the other ranks leave too. If False, the peer links are closed without a goodbye, and the
+                other ranks treat this rank as lost.
         """
         self._abort_collectives = None
         if self._links is not None or self._exit_tracker is not None:
@@ -137,7 +140,7 @@ class ElasticMonitor:
             return
         status = LocalStatus(dist.PrefixStore(f"hang/{host}", store), rank, local_peers, progress, step_source)
         self._stop()
-        is_single_host = len(local_peers) == len(peers)
+        self._rank, is_single_host = rank, len(local_peers) == len(peers)
         self._hang_policy = KillHungRanks(status, rank, local_peers, hang_timeout_s, is_single_host=is_single_host)
         self._start()
 
@@ -147,7 +150,7 @@ class ElasticMonitor:
             self._hang_policy.mark_finished()
 
     def stop_hang_detection(self) -> None:
-        """Detects hangs no more. A second call is a no-op."""
+        """Stops hang detection. A second call is a no-op."""
         if self._hang_policy is None or os.getpid() != self._pid:
             return
         self._stop()
@@ -177,11 +180,12 @@ class ElasticMonitor:
     # --- called by the monitor thread ---
 
     def _check(self, elapsed_s: float, _: bool) -> None:
-        if self._abort_collectives is not None and self._has_lost_rank():
-            abort, self._abort_collectives = self._abort_collectives, None
+        abort = self._abort_collectives  # once: the training thread may set it to None
+        if abort is not None and self._has_lost_rank():
+            self._abort_collectives = None
             abort()
             if self._links is not None:
-                self._links.abort()  # the linked ranks do the same
+                self._links.abort()  # the linked ranks detect it and abort their collectives too
         if self._hang_policy is not None:
             self._hang_policy.check(elapsed_s)
 
@@ -203,7 +207,8 @@ class KillHungRanks:
         rank: Global rank of this process.
         peers: Ranks of this host.
         hang_timeout_s: Hang timeout, in seconds.
-        is_single_host: Whether all ranks are on this host. Otherwise all ranks of this host may wait for another host.
+        is_single_host: Whether all ranks are on this host. If False, all ranks of this host may wait for another host;
+            then none is killed.
     """
 
     def __init__(
@@ -227,6 +232,7 @@ class KillHungRanks:
     def close(self) -> None:
         """Publishes that this rank has left the world, and closes the status table."""
         self.mark_finished()
+        self._local_status.sample_training_thread(0.0)  # the collective that the last sample saw is over
         self._local_status.publish(None)
         self._local_status.close()
 
@@ -244,13 +250,16 @@ class KillHungRanks:
         alive = {rank: status for rank, status in statuses.items() if self._peers[rank].is_running()}
         failure = diagnose_hang(alive, self._heartbeat_ages.age_s, self._hang_timeout_s, self._peers, self._rank)
         ranks = () if failure is None else failure.ranks
-        do_all_wait = self._is_single_host and len(ranks) == len(self._peers)
-        if not do_all_wait and any(self._is_in_collective(statuses[rank]) for rank in ranks):
-            ranks = ()  # they wait for a rank that has exited, which the kernel reports, or for a rank of another host
+        are_all_waiting = self._is_single_host and len(ranks) == len(self._peers)
+        if not are_all_waiting and any(self._is_in_collective(statuses[rank]) for rank in ranks):
+            ranks = ()  # they wait for a rank that has exited, as the kernel reports, or for a rank of another host
         self._suspected_for_s = self._suspected_for_s + elapsed_s if ranks == self._suspects else 0.0
         self._suspects = ranks
         is_confirmed = bool(ranks) and self._suspected_for_s >= CONFIRMATION_S
-        return failure if is_confirmed and self._rank == min(alive.keys() - set(ranks) or alive) else None
+        # A rank without heartbeats has stopped its hang detection, or cannot kill another rank.
+        monitoring = {rank for rank in alive if self._heartbeat_ages.age_s[rank] < HEARTBEAT_TIMEOUT_S}
+        killers = monitoring - set(ranks) or monitoring
+        return failure if is_confirmed and self._rank == min(killers) else None
 
     def _is_in_collective(self, status: RankStatus) -> bool:
         return status.in_collective_s > 0 and self._heartbeat_ages.age_s[status.rank] < self._hang_timeout_s
@@ -259,12 +268,13 @@ class KillHungRanks:
         failure_report.print_line(
             f"{failure_report.full_report(failure)}\nKilling {failure.ranks_text} so that the other ranks can continue."
         )
+        local_pids = [peer.pid for peer in self._peers.values()]
         for rank in failure.ranks:
             if rank != self._rank:
-                self._peers[rank].kill()
-        if self._rank in failure.ranks:  # all ranks wait for each other, and would again
+                self._peers[rank].kill(local_pids)
+        if self._rank in failure.ranks:  # all ranks wait for each other; the rest would hang again
             exit_now()
-        self._suspects = ()  # otherwise the report would be repeated before the kernel has killed them
+        self._suspects = ()  # otherwise the report would be repeated until the processes have exited
 
 
 _of_process: ElasticMonitor | None = None

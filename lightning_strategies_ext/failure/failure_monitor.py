@@ -1,10 +1,14 @@
-"""Failure monitor: when one rank fails, all ranks detect it within two seconds and exit.
+"""Failure monitor: when one rank fails, all ranks exit.
+
+An exception and the exit of a process are detected within two seconds, the loss of a host after about eight seconds,
+and a hang after the hang timeout.
 
 Each rank has one monitor, from when the ranks connect until the process exits. Its thread samples the training thread
 four times per second, publishes the rank's status in the status table of the host (:mod:`.local_status`,
 :mod:`.status_table`), and reads the statuses of the other ranks there; statuses of other hosts arrive over peer links
-(:mod:`.remote_status`). A pidfd wakes the thread when a process of this host exits. The thread never blocks: it uses no
-store, because rank 0's process may take the store with it. Votes, decisions, and stage exits are part of the statuses.
+(:mod:`.remote_status`). A pidfd wakes the thread when a process of this host exits. The thread uses no
+store: a store disappears with the process that serves it, which may be rank 0's. Votes, decisions, and stage exits are
+part of the statuses.
 
 After a failure, the monitor of each rank aborts pending collectives, so that the training thread receives an error and
 the script can exit by itself. A rank that has not exited after :data:`GRACE_S`, because it sleeps or computes, is
@@ -53,13 +57,13 @@ from lightning_strategies_ext.failure.thread_activity import ThreadActivity
 
 log = logging.getLogger(__name__)
 
-#: Seconds in which other ranks may report the same failure, before the monitor aborts their collectives.
+#: Seconds that the monitor waits for other ranks to raise the same exception before it aborts this rank's collectives.
 ANNOUNCE_S = 1.0
-#: Seconds in which a rank may exit by itself after its collectives were aborted.
+#: Seconds that a rank has to exit by itself after its collectives were aborted.
 GRACE_S = 5.0
-#: The same, in seconds, for a hung rank.
+#: Seconds that a hung rank has to exit by itself.
 HANG_GRACE_S = 1.0
-#: Seconds that the exit of the interpreter may take: Horovod waits there for ranks that have exited.
+#: Maximum duration of the interpreter's exit, in seconds. Horovod waits there for ranks that have already exited.
 EXIT_TIMEOUT_S = 4.0
 #: Seconds after which a rank kills a peer that the peer's own monitor should have terminated.
 KILL_MARGIN_S = 1.5
@@ -69,7 +73,7 @@ SUSPENDED_AFTER_S = 3.0
 AGREEMENT_POLL_S = 0.05
 #: Seconds that a rank waits at the start for the failure monitors of the other ranks.
 STARTUP_TIMEOUT_S = 60.0
-#: Requests per second that all ranks together send to the store meanwhile.
+#: Requests per second that all ranks together send to the store during the startup barrier.
 REQUESTS_PER_S = 2000
 _POLL_S = 0.05
 _STARTUP_POLL_S = 0.002
@@ -84,7 +88,7 @@ class MonitorThread(threading.Thread):
         loop: Selector loop of this thread. An event may cause a check at once.
         check: Callable that receives the seconds since the last check, without time in which this process was
             suspended, and whether it was suspended. An exception is logged, and the thread continues.
-        is_urgent: Callable that returns whether the ranks wait for the next check.
+        is_urgent: Callable that returns whether ranks wait for a stop decision, so that the thread checks more often.
     """
 
     def __init__(
@@ -104,10 +108,12 @@ class MonitorThread(threading.Thread):
     @override
     def run(self) -> None:
         """Checks until :meth:`stop`, and once after it."""
-        before = time.monotonic()
-        while not self._stopped.is_set():
+        before, is_last = time.monotonic(), False
+        while not is_last:
+            is_last = self._stopped.is_set()
             try:
-                self._loop.wait(AGREEMENT_POLL_S if self._is_urgent() else HEARTBEAT_INTERVAL_S)
+                if not is_last:
+                    self._loop.wait(AGREEMENT_POLL_S if self._is_urgent() else HEARTBEAT_INTERVAL_S)
                 now = time.monotonic()
                 before, elapsed_s = now, now - before
                 self._check(min(elapsed_s, 2 * HEARTBEAT_INTERVAL_S), elapsed_s > SUSPENDED_AFTER_S)
@@ -313,14 +319,15 @@ class FailureMonitor:
             failure_report.report_at_exit(exception, self._record_failure(exception), self._rank, self.report_dir)
 
     def _announce_script_failure(self, failure: Failure) -> bool:
-        """Publishes that this rank's script ends; other ranks may be in the next stage. Returns whether it reports."""
-        is_speaker = self._is_reporter(failure)
+        """Publishes that this rank's script ends, and returns whether this rank prints the report."""
+        is_reporter = self._is_reporter(failure)
         with self._lock:
+            # Ranks that are already in the next stage would ignore a failure in an earlier one.
             self._local_status.stage = max(
                 [self._local_status.stage + 1, *(status.stage for status in self._detector.statuses().values())]
             )
             self._publish("failed")
-        return is_speaker
+        return is_reporter
 
     def _record_failure(self, exception: BaseException) -> Failure:
         return self._fail(
@@ -389,7 +396,7 @@ class FailureMonitor:
 
     def _fail(self, described: Callable[[], Failure]) -> Failure:
         self.was_raised = True
-        # Outside of the lock, which the monitor thread needs: the description has texts of the user's exception.
+        # Without the lock, which the monitor thread needs: the description runs the user's `__str__`, which may block.
         own = None if self.failure is not None else self._of_this_job(described())
         with self._lock:  # so that the monitor thread does not attribute the failure to another rank
             failure = self.failure = self.failure or own
@@ -423,7 +430,7 @@ class FailureMonitor:
             if not self.failure.is_self_reported:
                 with self._lock:
                     self._kill_unresponsive(self.failure)
-            # Without an exception, this rank finished its last stage before it detected the failure.
+            # If the script received no exception, this rank had finished its last stage before it detected the failure.
             if not self.was_raised and self._rank == min(self._peers):
                 failure_report.print_report(self.failure)
             if not self.was_raised or self.failure.is_host_loss:
@@ -445,7 +452,7 @@ class FailureMonitor:
             self._publish(self._local_status.state)
             statuses = self._detector.update(elapsed_s)
             if self.failure is None:
-                # A failure of an earlier stage, which all ranks caught, does not count.
+                # A failure in an earlier stage that all ranks caught is ignored.
                 now = {rank: status for rank, status in statuses.items() if status.stage >= self._local_status.stage}
                 failure = first_failure(now) or self._detector.detect(statuses, self._hang_timeout_s)
                 self.failure = failure and self._of_this_job(failure)
@@ -497,7 +504,7 @@ class FailureMonitor:
         if self._detected_at is None:
             self._detected_at = now
             self.on_failure()
-        # All ranks may raise the same exception, and the script may catch it and continue.
+        # It waits before the abort: all ranks may raise the same exception, and the script may catch it and continue.
         if self._aborted_at is None:
             if not failure.is_self_reported or now - self._detected_at > ANNOUNCE_S:
                 self._aborted_at = now
@@ -612,7 +619,7 @@ def wait_for_all_monitors(
     Args:
         store: Store that the ranks share, for this barrier alone.
         num_ranks: Number of ranks.
-        is_first: Whether this is rank 0, which continues last, because its process may serve the store.
+        is_first: Whether this is rank 0, which leaves the barrier last, because its process may serve the store.
         get_failure: Callable that returns the first failure that this rank's monitor knows of, or None.
 
     Raises:

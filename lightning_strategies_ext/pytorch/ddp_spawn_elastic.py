@@ -290,6 +290,12 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self._fit.leave(SIGTERMException())  # nobody asks for a worker's exit code; the main process has this one's
 
     @override
+    def teardown(self) -> None:
+        """Moves the model off the device and frees what the strategy holds. A second call is a no-op."""
+        elastic_monitor().leave_world(agreed=True)  # workers exit after the stage
+        super().teardown()
+
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_membership": None, "_store": None}
 

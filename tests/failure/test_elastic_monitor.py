@@ -90,6 +90,27 @@ def test_a_stopped_rank_is_killed_by_a_rank_that_has_left_the_world():
     assert outcomes[0].output.count("Killing rank 1 so that the other ranks can continue.") == 1
 
 
+def wait_with_a_rank_that_detects_nothing() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    peers, monitor = detect_hangs(Waits() if rank == 1 else CollectiveProgress())
+    time.sleep(1.0)  # all ranks have published a status
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0:
+        monitor.stop_hang_detection()
+    deadline = time.monotonic() + LIMIT_S
+    while peers[2].is_running() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    monitor.stop_hang_detection()
+
+
+@pytest.mark.processes
+def test_a_hung_rank_is_killed_although_the_lowest_rank_detects_hangs_no_more():
+    outcomes = outcomes_of_ranks(wait_with_a_rank_that_detects_nothing, world_size=3)
+    assert codes_of(outcomes) == [0, 0, -signal.SIGKILL], "\n".join(map(str, outcomes))
+    assert "Killing rank 2 so that the other ranks can continue." in outcomes[1].output
+
+
 STORE = """
 import sys, time
 from datetime import timedelta
