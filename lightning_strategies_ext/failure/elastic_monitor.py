@@ -24,7 +24,12 @@ from lightning_strategies_ext._system.peers import Peer, host_identity
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.exit_tracker import ExitTracker
-from lightning_strategies_ext.failure.failure_detector import HEARTBEAT_TIMEOUT_S, HeartbeatAges, diagnose_hang
+from lightning_strategies_ext.failure.failure_detector import (
+    HEARTBEAT_TIMEOUT_S,
+    HeartbeatAges,
+    Observation,
+    diagnose_hang,
+)
 from lightning_strategies_ext.failure.failure_monitor import MonitorThread
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.peer_links import CoordinatorEndpoint, PeerLinks
@@ -248,7 +253,8 @@ class KillHungRanks:
     def _confirmed_hang(self, statuses: Mapping[int, RankStatus], elapsed_s: float) -> Failure | None:
         """Returns the failure of ranks that this rank has to kill, or None."""
         alive = {rank: status for rank, status in statuses.items() if self._peers[rank].is_running()}
-        failure = diagnose_hang(alive, self._heartbeat_ages.age_s, self._hang_timeout_s, self._peers, self._rank)
+        observed = Observation(self._rank, self._peers, alive, self._heartbeat_ages.age_s)
+        failure = diagnose_hang(observed, self._hang_timeout_s)
         ranks = () if failure is None else failure.ranks
         are_all_waiting = self._is_single_host and len(ranks) == len(self._peers)
         if not are_all_waiting and any(self._is_in_collective(statuses[rank]) for rank in ranks):

@@ -3,10 +3,9 @@
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -21,11 +20,6 @@ from lightning_strategies_ext.failure.rank_status import (
     format_ranks,
 )
 
-if TYPE_CHECKING:
-    from lightning_strategies_ext.failure.exit_tracker import ExitTracker
-    from lightning_strategies_ext.failure.local_status import LocalStatus
-    from lightning_strategies_ext.failure.remote_status import RemoteStatus
-
 #: A rank without a heartbeat for this many seconds is unresponsive: stopped, or its GIL is held.
 HEARTBEAT_TIMEOUT_S = 2.5
 #: Seconds that rank 0 adds to the hang timeout for ranks of other hosts, whose own hosts detect a hang first.
@@ -33,131 +27,72 @@ REMOTE_MARGIN_S = 2.0
 _IS_TRACED = "is traced"
 
 
-class FailureDetector:
-    """Detects failures of other ranks. It never blocks and has no lock: the caller serializes the calls.
+@dataclass(frozen=True)
+class Observation:
+    """What one rank has observed of the others, at one moment.
+
+    Attributes:
+        rank: Global rank of the observer.
+        peers: The ranks, by rank.
+        statuses: Newest status of each rank, by rank; without ranks whose status is unknown.
+        heartbeat_ages: Age of each rank's last heartbeat, in seconds.
+        exited_ranks: Ranks whose processes have exited, on other hosts without a goodbye.
+        lost_ranks: Ranks of a lost host; empty if no host is lost.
+    """
+
+    rank: int
+    peers: Mapping[int, Peer]
+    statuses: Mapping[int, RankStatus]
+    heartbeat_ages: Mapping[int, float]
+    exited_ranks: Collection[int] = ()
+    lost_ranks: Sequence[int] = ()
+
+    def is_local(self, rank: int) -> bool:
+        """Whether a rank is on the observer's host."""
+        return self.peers[rank].host == self.peers[self.rank].host
+
+
+def detect_failure(
+    observed: Observation, stage: int, hang_timeout_s: float | None, get_exit_code: Callable[[int], int | None]
+) -> Failure | None:
+    """Returns the first failure: one that a rank has published, or one that failed ranks cannot report; or None.
 
     Args:
-        rank: Global rank of this process.
-        peers: All ranks.
-        local_peers: Ranks of this host.
-        local_status: Statuses of the ranks of this host.
-        hosts: Statuses of other hosts; None if all ranks are on this host.
-        exit_tracker: Tracker of the other processes of this host.
+        observed: Observation of the caller.
+        stage: Number of stages that the caller has begun. Failures in earlier stages, which all ranks caught, are ignored.
+        hang_timeout_s: Hang timeout in seconds; None for no limit.
         get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
             if the exit code is unknown.
     """
+    of_stage = {rank: status for rank, status in observed.statuses.items() if status.stage >= stage}
+    failure = first_failure(of_stage) or diagnose_exit(observed, get_exit_code) or diagnose_host_loss(observed)
+    return failure or (None if hang_timeout_s is None else _detect_hang(observed, hang_timeout_s))
 
-    def __init__(
-        self,
-        rank: int,
-        peers: Mapping[int, Peer],
-        local_peers: Mapping[int, Peer],
-        local_status: "LocalStatus",
-        hosts: "RemoteStatus | None",
-        exit_tracker: "ExitTracker",
-        get_exit_code: Callable[[int], int | None],
-    ) -> None:
-        self._rank = rank
-        self._peers = peers
-        self._local_peers = local_peers
-        self._local_status = local_status
-        self._remote_status = hosts
-        self._exit_tracker = exit_tracker
-        self._get_exit_code = get_exit_code
-        self._heartbeat_ages = HeartbeatAges()
 
-    def statuses(self) -> dict[int, RankStatus]:
-        """Returns the newest status of each rank, by rank; without ranks whose status is unknown."""
-        return {
-            **(self._remote_status.statuses if self._remote_status is not None else {}),
-            **self._local_status.read(),
-        }
-
-    def update(self, elapsed_s: float) -> dict[int, RankStatus]:
-        """Returns the statuses and updates the heartbeat ages, ``elapsed_s`` seconds after the last update."""
-        statuses = self.statuses()
-        self._heartbeat_ages.update(statuses, elapsed_s)
-        return statuses
-
-    def unresponsive_local_peers(self, ranks: Iterable[int]) -> list[Peer]:
-        """Returns those of some ranks that are on this host and unresponsive, so that they cannot exit themselves."""
-        here = [self._local_peers[rank] for rank in ranks if rank in self._local_peers and rank != self._rank]
-        return [peer for peer in here if self._heartbeat_ages.age_s.get(peer.rank, 0) >= HEARTBEAT_TIMEOUT_S]
-
-    def ranks_in_stage(self, stage: int) -> tuple[set[int], set[int]]:
-        """Returns the other ranks that have not exited a stage.
-
-        Args:
-            stage: Stage that this rank has exited.
-
-        Returns:
-            The ranks that may still exit the stage, and the ranks that failed in it or whose processes have exited.
-        """
-        # Before the statuses are read: a rank may publish its stage exit and then exit its process.
-        died = {rank for rank, peer in self._local_peers.items() if not peer.is_running()}
-        statuses = self.statuses()
-        known = {*statuses, *self._local_peers}
-        if self._remote_status is not None:
-            died |= self._remote_status.disconnected_ranks()
-            known |= self._remote_status.unknown_ranks()  # a stage may be shorter than the interval of statuses
-        staying: set[int] = set()
-        failed: set[int] = set()
-        for rank in known - {self._rank}:
-            status = statuses.get(rank, RankStatus(rank))
-            departed = status.stage_exit
-            if departed is not None and departed.stage >= stage:
-                failed |= {rank} if departed.has_failed and departed.stage == stage else set()
-            elif status.state in ("failed", "exited") or rank in died:
-                failed.add(rank)
-            elif status.stage <= stage:
-                staying.add(rank)
-        return staying - (set() if self._remote_status is None else self._remote_status.closed_ranks()), failed
-
-    def detect(self, statuses: Mapping[int, RankStatus], hang_timeout_s: float | None) -> Failure | None:
-        """Returns a failure that other ranks cannot report themselves, or None.
-
-        Args:
-            statuses: Statuses that :meth:`update` returned.
-            hang_timeout_s: Hang timeout in seconds; None for no limit.
-        """
-        died = self._exit_tracker.exited_ranks() | (
-            set() if self._remote_status is None else self._remote_status.disconnected_ranks()
+def _detect_hang(observed: Observation, hang_timeout_s: float) -> Failure | None:
+    """Rank 0 knows all statuses and detects every hang; other ranks detect unresponsive ranks that they know of."""
+    if len(observed.statuses) < len(observed.peers):
+        local = {rank: status for rank, status in observed.statuses.items() if observed.is_local(rank)}
+        return _detect_unresponsive(replace(observed, statuses=local), hang_timeout_s) or _detect_unresponsive(
+            observed, max(hang_timeout_s, HOST_LOSS_TIMEOUT_S) + REMOTE_MARGIN_S
         )
-        peers = [self._peers[rank] for rank in sorted(died)]
-        failure = diagnose_exit(statuses, peers, self._get_exit_code, self._rank)
-        if failure is None and self._remote_status is not None:
-            failure = diagnose_host_loss(self._remote_status.lost_ranks(), statuses, self._peers, self._rank)
-        return failure or (None if hang_timeout_s is None else self._detect_hang(statuses, hang_timeout_s))
+    failure = diagnose_hang(observed, hang_timeout_s)
+    if failure is None or any(map(observed.is_local, failure.ranks)):
+        return failure
+    # Their own host has more information and reports first if it can; the loss of the host is detected first too.
+    elsewhere_s = hang_timeout_s + REMOTE_MARGIN_S
+    failure = diagnose_hang(observed, elsewhere_s)
+    ages_s = [observed.heartbeat_ages[rank] for rank in failure.ranks] if failure is not None else []
+    may_be_lost = any(elsewhere_s <= age_s < HOST_LOSS_TIMEOUT_S + REMOTE_MARGIN_S for age_s in ages_s)
+    return None if may_be_lost else failure
 
-    def _detect_hang(self, statuses: Mapping[int, RankStatus], hang_timeout_s: float) -> Failure | None:
-        """Rank 0 knows all statuses and detects every hang; other ranks detect unresponsive ranks that they know of."""
-        if len(statuses) < len(self._peers):
-            here = {rank: status for rank, status in statuses.items() if rank in self._local_peers}
-            return self._detect_unresponsive(here, hang_timeout_s) or self._detect_unresponsive(
-                statuses, max(hang_timeout_s, HOST_LOSS_TIMEOUT_S) + REMOTE_MARGIN_S
-            )
-        failure = self._diagnose_hang(statuses, hang_timeout_s)
-        if failure is None or any(rank in self._local_peers for rank in failure.ranks):
-            return failure
-        # Their own host has more information and reports first if it can; the loss of the host is detected first too.
-        elsewhere_s = hang_timeout_s + REMOTE_MARGIN_S
-        failure = self._diagnose_hang(statuses, elsewhere_s)
-        silent_s = [self._heartbeat_ages.age_s[rank] for rank in failure.ranks] if failure is not None else []
-        return (
-            None
-            if any(elsewhere_s <= seconds < HOST_LOSS_TIMEOUT_S + REMOTE_MARGIN_S for seconds in silent_s)
-            else failure
-        )
 
-    def _diagnose_hang(self, statuses: Mapping[int, RankStatus], hang_timeout_s: float) -> Failure | None:
-        return diagnose_hang(statuses, self._heartbeat_ages.age_s, hang_timeout_s, self._peers, self._rank)
-
-    def _detect_unresponsive(self, statuses: Mapping[int, RankStatus], hang_timeout_s: float) -> Failure | None:
-        failure = self._diagnose_hang(statuses, hang_timeout_s)
-        are_silent = failure is not None and all(
-            self._heartbeat_ages.age_s[rank] >= hang_timeout_s for rank in failure.ranks
-        )
-        return failure if are_silent else None
+def _detect_unresponsive(observed: Observation, hang_timeout_s: float) -> Failure | None:
+    failure = diagnose_hang(observed, hang_timeout_s)
+    are_unresponsive = failure is not None and all(
+        observed.heartbeat_ages[rank] >= hang_timeout_s for rank in failure.ranks
+    )
+    return failure if are_unresponsive else None
 
 
 @dataclass
@@ -185,29 +120,22 @@ def first_failure(statuses: Mapping[int, RankStatus]) -> Failure | None:
     return min(known, key=lambda failure: (failure.time, failure.ranks), default=None)
 
 
-def diagnose_exit(
-    statuses: Mapping[int, RankStatus],
-    exited: Sequence[Peer],
-    get_exit_code: Callable[[int], int | None],
-    reported_by: int,
-) -> Failure | None:
+def diagnose_exit(observed: Observation, get_exit_code: Callable[[int], int | None]) -> Failure | None:
     """Returns the failure of a rank whose process exited in a stage, or before a stage that other ranks have begun.
 
     Args:
-        statuses: Statuses of all ranks, by rank.
-        exited: Ranks whose processes have exited.
+        observed: Observation of the caller.
         get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
             if the exit code is unknown.
-        reported_by: Global rank of the caller.
     """
-    stage = max(status.stage for status in statuses.values())
-    for peer in exited:
-        status = statuses.get(peer.rank, RankStatus(peer.rank))
+    stage = max(status.stage for status in observed.statuses.values())
+    for rank in sorted(observed.exited_ranks):
+        status, peer = observed.statuses.get(rank, RankStatus(rank)), observed.peers[rank]
         if status.stage < stage and status.failure is not None:
             return status.failure
         if status.state == "running" or status.stage < stage:
             headline = f"its process (pid {peer.pid}) {describe_exit(get_exit_code(peer.pid))}"
-            return _observed_failure((peer.rank,), status, headline, reported_by, status.stack, peer.host_name)
+            return _observed_failure((rank,), status, headline, observed.rank, status.stack, peer.host_name)
     return None
 
 
@@ -222,23 +150,15 @@ def describe_exit(exit_code: int | None) -> str:
     return f"was killed by signal {-exit_code}"
 
 
-def diagnose_host_loss(
-    ranks: Sequence[int], statuses: Mapping[int, RankStatus], peers: Mapping[int, Peer], reported_by: int
-) -> Failure | None:
-    """Returns the failure of a lost host with all its ranks, or None.
-
-    Args:
-        ranks: Ranks of the lost host; empty if no host is lost.
-        statuses: Known statuses, by rank.
-        peers: All ranks.
-        reported_by: Global rank of the caller.
-    """
+def diagnose_host_loss(observed: Observation) -> Failure | None:
+    """Returns the failure of a lost host with all its ranks, or None."""
+    ranks, statuses = observed.lost_ranks, observed.statuses
     if all(statuses.get(rank, RankStatus(rank)).state == "exited" for rank in ranks):
         return None
-    verb = LOST[len(ranks) > 1]
+    verb, host = LOST[len(ranks) > 1], observed.peers[ranks[0]].host_name
     headline = "the host does not respond: the host or its network is down"
     first = statuses.get(ranks[0], RankStatus(ranks[0]))
-    return _observed_failure(tuple(ranks), first, headline, reported_by, host=peers[ranks[0]].host_name, verb=verb)
+    return _observed_failure(tuple(ranks), first, headline, observed.rank, host=host, verb=verb)
 
 
 def diagnose_script_end(rank: int, waiting: Sequence[int]) -> Failure:
@@ -262,26 +182,12 @@ def ranks_done_with_stage(statuses: Mapping[int, RankStatus], stage: int) -> set
     }
 
 
-def diagnose_hang(
-    statuses: Mapping[int, RankStatus],
-    heartbeat_ages: Mapping[int, float],
-    hang_timeout_s: float,
-    peers: Mapping[int, Peer],
-    reported_by: int,
-) -> Failure | None:
-    """Returns the failure of hung ranks, see :func:`.hung_ranks`, or None.
-
-    Args:
-        statuses: Statuses of all ranks, by rank.
-        heartbeat_ages: Age of each rank's last heartbeat, in seconds.
-        hang_timeout_s: Hang timeout, in seconds.
-        peers: The same ranks.
-        reported_by: Global rank of the caller.
-    """
-    ranks = hung_ranks(statuses, heartbeat_ages, hang_timeout_s)
+def diagnose_hang(observed: Observation, hang_timeout_s: float) -> Failure | None:
+    """Returns the failure of hung ranks (:func:`hung_ranks`) among those with a known status, or None."""
+    statuses, peers, ages_s = observed.statuses, observed.peers, observed.heartbeat_ages
+    ranks = hung_ranks(statuses, ages_s, hang_timeout_s)
     states = {
-        rank: _process_state(peers[rank], peers[reported_by].host, heartbeat_ages[rank] >= hang_timeout_s)
-        for rank in ranks
+        rank: _process_state(peers[rank], observed.is_local(rank), ages_s[rank] >= hang_timeout_s) for rank in ranks
     }
     if not ranks or _IS_TRACED in states.values():
         return None
@@ -298,11 +204,11 @@ def diagnose_hang(
         headline = f"they waited {hang_timeout_s:g} s for each other in different collectives (`hang_timeout`)"
     verb = HUNG[len(ranks) > 1]
     where = format_stacks(statuses, ranks, states)
-    return _observed_failure(ranks, statuses[ranks[0]], headline, reported_by, where, peers[ranks[0]].host_name, verb)
+    return _observed_failure(ranks, statuses[ranks[0]], headline, observed.rank, where, peers[ranks[0]].host_name, verb)
 
 
-def _process_state(peer: Peer, own_host: str, is_unresponsive: bool) -> str:
-    if peer.host != own_host:
+def _process_state(peer: Peer, is_local: bool, is_unresponsive: bool) -> str:
+    if not is_local:
         return (
             "sends no heartbeats: the process is stopped, or a library in it holds the GIL" if is_unresponsive else ""
         )

@@ -35,9 +35,11 @@ from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.failure.exit_tracker import ExitTracker
 from lightning_strategies_ext.failure.failure_detector import (
-    FailureDetector,
+    HEARTBEAT_TIMEOUT_S,
+    HeartbeatAges,
+    Observation,
+    detect_failure,
     diagnose_script_end,
-    first_failure,
     ranks_done_with_stage,
 )
 from lightning_strategies_ext.failure.local_status import HEARTBEAT_INTERVAL_S, LocalStatus
@@ -193,15 +195,8 @@ class FailureMonitor:
         self._pid = os.getpid()
         others = {rank: peer for rank, peer in self._local_peers.items() if peer.pid != os.getpid()}
         self._exit_tracker = ExitTracker(others, self._loop)
-        self._detector = FailureDetector(
-            rank,
-            self._peers,
-            self._local_peers,
-            self._local_status,
-            self._remote_status,
-            self._exit_tracker,
-            get_exit_code,
-        )
+        self._get_exit_code = get_exit_code
+        self._heartbeat_ages = HeartbeatAges()
         self._thread = MonitorThread(rank, self._loop, self._check, self._is_decision_needed)
         self._thread.start()
         self._at_end = register_exit_handler(self._on_exit)
@@ -282,7 +277,7 @@ class FailureMonitor:
     def stage_exits(self) -> StageExits | None:
         """Returns the ranks that have exited the stage of this rank, or None if no rank has."""
         with self._lock:
-            return _merged_stage_exits(self._detector.statuses(), self._local_status.stage)
+            return _merged_stage_exits(self._statuses(), self._local_status.stage)
 
     def ranks_in_stage(self) -> tuple[set[int], set[int]]:
         """Returns the peers that have not exited the stage that this rank has exited.
@@ -292,8 +287,25 @@ class FailureMonitor:
         """
         if self._closed.is_set() or self._local_status.stage_exit is None:
             return set(), set()
+        stage, failed, staying = self._local_status.stage_exit.stage, set[int](), set[int]()
         with self._lock:
-            return self._detector.ranks_in_stage(self._local_status.stage_exit.stage)
+            # Before the statuses are read: a rank may publish its stage exit and then exit its process.
+            exited = {rank for rank, peer in self._local_peers.items() if not peer.is_running()}
+            statuses = self._statuses()
+            known, closed = {*statuses, *self._local_peers}, set[int]()
+            if self._remote_status is not None:
+                exited |= self._remote_status.disconnected_ranks()
+                known |= self._remote_status.unknown_ranks()  # a stage may be shorter than the interval of statuses
+                closed = self._remote_status.closed_ranks()
+        for rank in known - {self._rank}:
+            status = statuses.get(rank, RankStatus(rank))
+            if status.stage_exit is not None and status.stage_exit.stage >= stage:
+                failed |= {rank} if status.stage_exit.has_failed and status.stage_exit.stage == stage else set()
+            elif status.state in ("failed", "exited") or rank in exited:
+                failed.add(rank)
+            elif status.stage <= stage:
+                staying.add(rank)
+        return staying - closed, failed
 
     def is_first_surviving_reporter(self, failure: Failure) -> bool:
         """Whether this rank is the lowest of the ranks that can report the failure."""
@@ -324,7 +336,7 @@ class FailureMonitor:
         with self._lock:
             # Ranks that are already in the next stage would ignore a failure in an earlier one.
             self._local_status.stage = max(
-                [self._local_status.stage + 1, *(status.stage for status in self._detector.statuses().values())]
+                [self._local_status.stage + 1, *(status.stage for status in self._statuses().values())]
             )
             self._publish("failed")
         return is_reporter
@@ -337,7 +349,7 @@ class FailureMonitor:
     def announce_script_end(self) -> None:
         """Publishes that this rank's script has ended, if other ranks wait in a stage that it will not reach."""
         with self._lock:
-            statuses = self._detector.statuses().items()
+            statuses = self._statuses().items()
             waiting = [
                 rank
                 for rank, status in statuses
@@ -387,7 +399,7 @@ class FailureMonitor:
         self._fail(lambda: failure_report.failure_from_traceback(trace, self._rank, where()))
         if not self._wait_for_others(ANNOUNCE_S):
             self._abort_collectives_with(self._running_local_peers())
-            self._kill(self._detector.unresponsive_local_peers([peer.rank for peer in self._running_local_peers()]))
+            self._kill(self._unresponsive(self._running_local_peers()))
             self._wait_for_others(GRACE_S + KILL_MARGIN_S)
         self._kill(self._running_local_peers())
 
@@ -450,11 +462,12 @@ class FailureMonitor:
         with self._lock:
             self._local_status.sample_training_thread(elapsed_s)
             self._publish(self._local_status.state)
-            statuses = self._detector.update(elapsed_s)
+            statuses = self._statuses()
+            self._heartbeat_ages.update(statuses, elapsed_s)
             if self.failure is None:
-                # A failure in an earlier stage that all ranks caught is ignored.
-                now = {rank: status for rank, status in statuses.items() if status.stage >= self._local_status.stage}
-                failure = first_failure(now) or self._detector.detect(statuses, self._hang_timeout_s)
+                failure = detect_failure(
+                    self._observation(statuses), self._local_status.stage, self._hang_timeout_s, self._get_exit_code
+                )
                 self.failure = failure and self._of_this_job(failure)
                 if (
                     self.failure is not None
@@ -475,6 +488,12 @@ class FailureMonitor:
             must_end |= failure is not None and failure.is_hang and self._rank in failure.ranks
         if failure is not None and must_end:
             self._exit_this_rank(failure)
+
+    def _observation(self, statuses: Mapping[int, RankStatus]) -> Observation:
+        exited, lost, remote = self._exit_tracker.exited_ranks(), list[int](), self._remote_status
+        if remote is not None:
+            exited, lost = exited | remote.disconnected_ranks(), remote.lost_ranks()
+        return Observation(self._rank, self._peers, statuses, self._heartbeat_ages.age_s, exited, lost)
 
     def _update_agreements(self, statuses: Mapping[int, RankStatus], elapsed_s: float) -> None:
         """Receives votes, decisions, and stage exits from the statuses, and publishes those that are new."""
@@ -524,7 +543,7 @@ class FailureMonitor:
         """Whether this rank prints the report: the lowest rank that can."""
         unable = _unable_to_report(failure)
         with self._lock:
-            statuses, stage = self._detector.statuses(), self._local_status.stage
+            statuses, stage = self._statuses(), self._local_status.stage
         unable |= {rank for rank, status in statuses.items() if status.state in ("finished", "exited")}
         unable |= {rank for rank, status in statuses.items() if status.state == "running" and status.stage > stage}
         # A launcher may terminate ranks that have exited the stage as soon as this rank exits.
@@ -533,6 +552,10 @@ class FailureMonitor:
         return all(self._rank <= rank for rank in (self._peers.keys() - unable or failure.ranks))
 
     # --- status, processes ---
+
+    def _statuses(self) -> dict[int, RankStatus]:
+        """Returns the newest status of each rank, by rank; without ranks whose status is unknown."""
+        return {**({} if self._remote_status is None else self._remote_status.statuses), **self._local_status.read()}
 
     def _publish(self, state: RankState) -> None:
         with self._lock:
@@ -543,8 +566,13 @@ class FailureMonitor:
 
     def _kill_unresponsive(self, failure: Failure) -> None:
         """Kills the failed ranks of this host whose own monitors cannot terminate them, such as suspended ones."""
-        for peer in self._detector.unresponsive_local_peers(failure.ranks):
+        failed = [peer for rank, peer in self._local_peers.items() if rank in failure.ranks and rank != self._rank]
+        for peer in self._unresponsive(failed):
             peer.kill(self._local_pids)
+
+    def _unresponsive(self, peers: Sequence[Peer]) -> list[Peer]:
+        """Returns the peers without heartbeats, which cannot exit by themselves."""
+        return [peer for peer in peers if self._heartbeat_ages.age_s.get(peer.rank, 0) >= HEARTBEAT_TIMEOUT_S]
 
     def _kill(self, peers: Sequence[Peer]) -> None:
         # Before the kill: a launcher that detects a killed rank terminates this rank too.
@@ -566,7 +594,7 @@ class FailureMonitor:
 
     def _running_local_peers(self) -> list[Peer]:
         with self._lock:
-            done = ranks_done_with_stage(self._detector.statuses(), self._local_status.stage)
+            done = ranks_done_with_stage(self._statuses(), self._local_status.stage)
         return [
             peer
             for rank, peer in self._local_peers.items()

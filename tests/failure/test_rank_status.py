@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.failure import failure_detector, failure_report
-from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, first_failure, hung_ranks
+from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, Observation, first_failure, hung_ranks
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.rank_status import (
     HUNG,
@@ -210,7 +210,7 @@ def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
     statuses = {rank: replace(status, rank=rank) for rank, status in statuses.items()}
     peers = {rank: Peer(rank, "here", os.getpid(), 0.0) for rank in statuses}
     ages = dict.fromkeys(statuses, 0.0)
-    failure = failure_detector.diagnose_hang(statuses, ages, HANG_TIMEOUT_S, peers, reported_by=1)
+    failure = failure_detector.diagnose_hang(Observation(1, peers, statuses, ages), HANG_TIMEOUT_S)
     assert failure is not None
     assert failure.ranks == (0,)
     assert failure.headline.startswith("ranks 1-8 and 503 more waited 300 s for it in ")
