@@ -59,7 +59,8 @@ def detect_failure(
 
     Args:
         observed: Observation of the caller.
-        stage: Number of stages that the caller has begun. A failure in an earlier stage is ignored: all ranks caught it.
+        stage: Number of stages that the caller has begun. Failures in earlier stages, which all ranks caught, do not
+            count.
         hang_timeout_s: Hang timeout in seconds; None for no limit.
         get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
             if the exit code is unknown.

@@ -6,9 +6,9 @@ and a hang after the hang timeout.
 Each rank has one monitor, from when the ranks connect until the process exits. Its thread samples the training thread
 four times per second, publishes the rank's status in the status table of the host (:mod:`.local_status`,
 :mod:`.status_table`), and reads the statuses of the other ranks there; statuses of other hosts arrive over peer links
-(:mod:`.remote_status`). A pidfd wakes the thread when a process of this host exits. The thread uses no
-store: a store disappears with the process that serves it, which may be rank 0's. Votes, decisions, and stage exits are
-part of the statuses.
+(:mod:`.remote_status`). A pidfd wakes the thread when a process of this host exits. The thread uses no store: a store
+disappears with the process that serves it, which may be rank 0's. Votes, decisions, and stage exits are part of the
+statuses.
 
 After a failure, the monitor of each rank aborts pending collectives, so that the training thread receives an error and
 the script can exit by itself. A rank that has not exited after :data:`GRACE_S`, because it sleeps or computes, is
@@ -112,10 +112,9 @@ class MonitorThread(threading.Thread):
         """Checks until :meth:`stop`, and once after it."""
         before, is_last = time.monotonic(), False
         while not is_last:
-            is_last = self._stopped.is_set()
             try:
-                if not is_last:
-                    self._loop.wait(AGREEMENT_POLL_S if self._is_urgent() else HEARTBEAT_INTERVAL_S)
+                self._loop.wait(AGREEMENT_POLL_S if self._is_urgent() else HEARTBEAT_INTERVAL_S)
+                is_last = self._stopped.is_set()  # before the check, so that a check follows
                 now = time.monotonic()
                 before, elapsed_s = now, now - before
                 self._check(min(elapsed_s, 2 * HEARTBEAT_INTERVAL_S), elapsed_s > SUSPENDED_AFTER_S)
