@@ -284,7 +284,7 @@ def detect_everything(port: int) -> tuple[int, list[int]]:
         found.append(num_monitor_threads())
     monitor.stop_hang_detection()
     store.add("left", 1)
-    while store.add("left", 0) < world_size:  # rank 0 serves the store
+    while rank == 0 and store.add("left", 0) < world_size:  # rank 0 serves the store, and exits last
         time.sleep(0.01)
     return before, [*found, num_monitor_threads()]
 
