@@ -37,19 +37,11 @@ def test_what_comes_back_is_what_one_device_gives(strategy, alone):
     assert alone["held-out accuracy"] > 0.85
 
 
-@pytest.mark.parametrize(
-    ("strategy", "columns", "steps", "predictions"),
-    [
-        ("dp_ext", ["one device", "dp_ext"], ["132", "132"], ["360", "360"]),
-        ("ddp_fork_ext", ["one device", "ddp_fork", "ddp_fork_ext"], ["132", "lost", "132"], ["360", "0", "360"]),
-    ],
-)
-def test_the_table_has_a_column_for_each_and_says_what_is_lost_with_stock(strategy, columns, steps, predictions):
-    tour_py = REPOSITORY / "examples/tour.py"
-    result = run_script(tour_py, "--strategy", strategy, env=EXAMPLE_ENVIRONMENT)
+def test_the_table_has_a_column_for_each_and_says_what_is_lost_with_stock():
+    result = run_script(REPOSITORY / "examples/tour.py", "--strategy", "ddp_fork_ext", env=EXAMPLE_ENVIRONMENT)
     assert result.returncode == 0, result.stdout
     table = [line.replace("┃", "│").split("│") for line in result.stdout.splitlines()]
     rows = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in table if len(cells) > 2}
-    assert rows["after fit, test and predict"] == columns
-    assert rows["Adam's steps"] == steps
-    assert rows["predictions that came back"] == predictions
+    assert rows["after fit, test and predict"] == ["one device", "ddp_fork", "ddp_fork_ext"]
+    assert rows["Adam's steps"] == ["132", "lost", "132"]
+    assert rows["predictions that came back"] == ["360", "0", "360"]
