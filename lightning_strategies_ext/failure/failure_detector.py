@@ -29,7 +29,7 @@ _IS_TRACED = "is traced"
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank has observed of the others, at one moment.
+    """What one rank has observed of all ranks, at one moment.
 
     Attributes:
         rank: Global rank of the observer.
