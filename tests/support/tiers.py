@@ -11,6 +11,7 @@ promise, and fail a test that starts a process without the marker, or that took 
 
 import re
 import sys
+import time
 from collections.abc import Generator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 _EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "pty.spawn", "subprocess.Popen"})
 #: The test that runs in this process, if it must not start one.
 _test_without_processes: pytest.Item | None = None
-_elapsed_s = pytest.StashKey[float]()
+_started_s = pytest.StashKey[float]()
 #: Tests that pytest has collected, before it selects some by their markers.
 collected_tests = pytest.StashKey[list[pytest.Item]]()
 _TABLE = Path(__file__).parents[1] / "README.md"
@@ -80,6 +81,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Marks the time in which a test without the marker ``processes`` runs, with the setup of its fixtures."""
     global _test_without_processes
     _test_without_processes = None if item.get_closest_marker("processes") else item
+    # This hook runs first: before pytest-timeout starts its timer, so that the time is never less than the timer's.
+    item.stash[_started_s] = time.perf_counter()
     try:
         return (yield)
     finally:
@@ -96,7 +99,7 @@ def pytest_runtest_makereport(
     in a callback of a weak reference, so a test can hang until its limit there, and then pass.
     """
     report = yield
-    item.stash[_elapsed_s] = elapsed_s = item.stash.get(_elapsed_s, 0.0) + call.duration
+    elapsed_s = time.perf_counter() - item.stash[_started_s]
     limit_s = _time_limit_s(item)
     if report.passed and 0 < limit_s <= elapsed_s:
         report.outcome = "failed"
