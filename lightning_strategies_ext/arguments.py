@@ -11,7 +11,7 @@ import torch.multiprocessing
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 
-from lightning_strategies_ext.launch.processes.conditions import is_interactive
+from lightning_strategies_ext.launch.processes.process_settings import is_interactive
 from lightning_strategies_ext.registry import UnavailableHereError
 
 #: How the further processes of a host are started.

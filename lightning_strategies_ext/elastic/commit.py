@@ -24,7 +24,7 @@ from lightning_strategies_ext._system.gpu_sync import copy_to_host, pinned_bytes
 from lightning_strategies_ext._system.memory import free_memory
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.totals import Totals
-from lightning_strategies_ext.launch.stage.module_tree import tensors_of
+from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.nested import is_collection, parts_of, rebuilt
 from lightning_strategies_ext.uneven.step_state import StepState
 

@@ -43,7 +43,7 @@ from lightning_strategies_ext._lightning import trainer_data, trainer_signals, t
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.elastic.commit import Commit, copy_model
-from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipLostError
+from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipServiceError
 from lightning_strategies_ext.elastic.options import check_callbacks
 from lightning_strategies_ext.elastic.policy import ScaleLearningRate, WorldSizePolicy, policy_of
 from lightning_strategies_ext.elastic.sampler import share_out
@@ -151,7 +151,7 @@ class ElasticFit:
         self._number = number
         self._first_world_size = len(membership.members)
         self._commit = commit
-        self._notices = membership.notices()
+        self._listener = membership.listen()
         self._asked_to_leave_at: float | None = None
         self._leaves_with: BaseException = SIGTERMException(_LEFT)
         self._is_first_step = False
@@ -174,7 +174,7 @@ class ElasticFit:
         self._undo()
         if self._allow_trials is not None:
             self._allow_trials()
-        self._notices.close()
+        self._listener.close()
 
     def leave(self, with_error: BaseException | None = None) -> None:
         """Lets this rank leave, and the others go on; for a signal handler.
@@ -204,7 +204,7 @@ class ElasticFit:
             except _WorldChange:
                 self._strategy.leave_world(agreed=True)
             except Exception as error:
-                if not self._membership.is_loss(error):
+                if not self._membership.is_peer_loss(error):
                     raise
                 log.info("Rank %d of %d: %s", self._strategy.global_rank, len(self._membership.members), error)
                 self._strategy.leave_world(agreed=False)
@@ -319,7 +319,7 @@ class ElasticFit:
         try:
             self._commit.restore(trainer, self._strategy.global_rank, are_the_same=are_the_same)
         except Exception as error:
-            if not self._is_fresh or self._membership.is_loss(error):
+            if not self._is_fresh or self._membership.is_peer_loss(error):
                 raise
             problem = error
         difference = self._commit.find_difference(trainer) if self._is_fresh else None
@@ -360,7 +360,7 @@ class ElasticFit:
         self._commit.note(trainer.global_step)
         if trainer_signals.is_accumulating(trainer):
             return  # gradients of a part of a window are in no commit
-        must_change = self._is_leaving or self._notices.have_come
+        must_change = self._is_leaving or self._listener.has_changed
         if must_change:
             world.request_stop()
         must_change = world.has_decision_before_train_step()
@@ -408,20 +408,21 @@ class ElasticFit:
     def _find_next_world(self) -> None:
         done = self._trainer.global_step
         while True:
-            self._notices.have_come = False  # a notice that comes from here on is of hosts that may not be counted yet
+            # A notice that comes from here on is of hosts that may not be counted yet.
+            self._listener.has_changed = False
             try:
                 rank = self._membership.next_rank(self._while_waiting_for_rank)
                 if rank is None:
                     self._strategy.fall_silent()
-                    log.warning("This rank ends: %s.", self._membership.no_place)
+                    log.warning("This rank ends: %s.", self._membership.no_rank_reason)
                     raise SystemExit(0)
                 committed = self._commit.batches, self._commit.step
-                number = self._number if self._membership.is_entered else 0
+                number = self._number if self._membership.has_joined else 0
                 member = Member(Peer.this_process(rank), number, *committed, done)
-                have_come = self._membership.rendezvous(member, self._while_waiting_for_others)
-            except MembershipLostError as error:
+                is_complete = self._membership.rendezvous(member, self._while_waiting_for_others)
+            except MembershipServiceError as error:
                 raise WorldTooSmallError(f"{error}. {self._where_saved()}") from error
-            if have_come:
+            if is_complete:
                 break
             log.warning("Rank %d: a new rank did not come; asking for another world.", rank)
         self._strategy.take_rank()
@@ -432,7 +433,7 @@ class ElasticFit:
             self._saved = self._save()
             log.warning(
                 "There is no place for this rank in a new world: %s %s",
-                self._membership.waiting_for,
+                self._membership.waiting_reason,
                 self._where_saved(),
             )
         if self._asked_to_leave_at is None or time.monotonic() - self._asked_to_leave_at < ANSWER_S:
@@ -442,10 +443,10 @@ class ElasticFit:
     def _while_waiting_for_others(self, waited_s: float) -> None:
         if not self._is_leaving:
             return
-        if self._membership.on_sigterm is None:
+        if self._membership.sigterm_consequence is None:
             self._end()
         raise WorldTooSmallError(
-            f"This rank got a SIGTERM before it was in a new world: {self._membership.on_sigterm}."
+            f"This rank got a SIGTERM before it was in a new world: {self._membership.sigterm_consequence}."
             f" {self._where_saved()}"
         )
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lightning_strategies_ext._system.peers import Peer
 
 
-class MembershipLostError(RuntimeError):
+class MembershipServiceError(RuntimeError):
     """Whoever numbers the ranks does not answer any more."""
 
 
@@ -60,14 +60,14 @@ def peers_of(members: Sequence[Member]) -> dict[int, Peer]:
     return {rank: member.peer for rank, member in enumerate(members)}
 
 
-class Notices(Protocol):
+class MembershipListener(Protocol):
     """Hears that hosts have come or gone.
 
     Attributes:
-        have_come: Whether one has come since it was last set to False.
+        has_changed: Whether one has come since it was last set to False.
     """
 
-    have_come: bool
+    has_changed: bool
 
     def close(self) -> None:
         """Hears no more."""
@@ -78,50 +78,50 @@ class Membership(Protocol):
 
     Attributes:
         members: The ranks of the world that this one is in, in their order.
-        is_entered: Whether this rank takes part in what they do. One that joins does not before its ``fit`` has come as
+        has_joined: Whether this rank takes part in what they do. One that joins does not before its ``fit`` has come as
             far as that of the others.
-        waiting_for: What ranks wait for that have no place in a new world yet; for people.
-        no_place: Why there may be none any more.
-        on_sigterm: What a SIGTERM means that comes then; None if it is as any other.
+        waiting_reason: What ranks wait for that have no place in a new world yet; for people.
+        no_rank_reason: Why there may be none any more.
+        sigterm_consequence: What a SIGTERM means that comes then; None if it is as any other.
     """
 
     members: list[Member]
-    is_entered: bool
+    has_joined: bool
 
     @property
-    def waiting_for(self) -> str: ...  # noqa: D102
+    def waiting_reason(self) -> str: ...  # noqa: D102
 
     @property
-    def no_place(self) -> str: ...  # noqa: D102
+    def no_rank_reason(self) -> str: ...  # noqa: D102
 
     @property
-    def on_sigterm(self) -> str | None: ...  # noqa: D102
+    def sigterm_consequence(self) -> str | None: ...  # noqa: D102
 
-    def next_rank(self, while_waiting: Callable[[float], None]) -> int | None:
+    def next_rank(self, on_wait: Callable[[float], None]) -> int | None:
         """Says that this rank has left the world and is ready for the next; waits for its number in it.
 
         Args:
-            while_waiting: Called several times per second with the seconds waited so far; may raise to give up.
+            on_wait: Called several times per second with the seconds waited so far; may raise to give up.
 
         Returns:
             The rank; None if there is no use for this one any more.
 
         Raises:
-            MembershipLostError: If nobody answers.
+            MembershipServiceError: If nobody answers.
         """
 
-    def rendezvous(self, member: Member, while_waiting: Callable[[float], None]) -> bool:
+    def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
         """Waits until all ranks of the next world are there.
 
         Args:
             member: This rank.
-            while_waiting: See :meth:`next_rank`.
+            on_wait: See :meth:`next_rank`.
 
         Returns:
             Whether all have come. Then :attr:`members` are they.
 
         Raises:
-            MembershipLostError: If nobody answers.
+            MembershipServiceError: If nobody answers.
         """
 
     def leave(self, *, agreed: bool) -> None:
@@ -131,8 +131,8 @@ class Membership(Protocol):
             agreed: Whether all ranks leave together; otherwise some may wait for this one, and are let go.
         """
 
-    def is_loss(self, error: BaseException) -> bool:
+    def is_peer_loss(self, error: BaseException) -> bool:
         """Whether an exception says that another rank is gone."""
 
-    def notices(self) -> Notices:
+    def listen(self) -> MembershipListener:
         """Begins to hear of hosts that come or go."""

@@ -9,10 +9,10 @@ from lightning_strategies_ext.elastic.membership import Member
 _LEFT = 128 + 15
 
 
-class NoNotices:
+class RestartListener:
     """Nobody comes or goes: the agents end all ranks first."""
 
-    have_come = False
+    has_changed = False
 
     def close(self) -> None:
         """Does nothing."""
@@ -26,18 +26,18 @@ class RestartedMembership:
 
     Attributes:
         members: See there.
-        is_entered: See there.
+        has_joined: See there.
     """
 
-    waiting_for = "torchrun starts all ranks anew"
-    no_place = "torchrun starts all ranks anew"
-    on_sigterm = None
+    waiting_reason = "torchrun starts all ranks anew"
+    no_rank_reason = "torchrun starts all ranks anew"
+    sigterm_consequence = None
 
     def __init__(self, members: list[Member]) -> None:
         self.members = members
-        self.is_entered = True
+        self.has_joined = True
 
-    def next_rank(self, while_waiting: Callable[[float], None]) -> int | None:
+    def next_rank(self, on_wait: Callable[[float], None]) -> int | None:
         """Ends this rank, when all have agreed to leave: the next world has other processes.
 
         Raises:
@@ -45,17 +45,17 @@ class RestartedMembership:
         """
         raise SIGTERMException(_LEFT)
 
-    def rendezvous(self, member: Member, while_waiting: Callable[[float], None]) -> bool:
+    def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
         """Never comes to it."""
         raise NotImplementedError
 
     def leave(self, *, agreed: bool) -> None:
         """Does nothing: the process group ends with the process."""
 
-    def is_loss(self, error: BaseException) -> bool:
+    def is_peer_loss(self, error: BaseException) -> bool:
         """False: this rank ends with the one that is lost."""
         return False
 
-    def notices(self) -> NoNotices:
+    def listen(self) -> RestartListener:
         """There will be none."""
-        return NoNotices()
+        return RestartListener()

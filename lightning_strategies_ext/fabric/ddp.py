@@ -31,8 +31,8 @@ from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
-from lightning_strategies_ext.launch.launchers import FabricScriptLauncher, FabricWorkerLauncher
-from lightning_strategies_ext.launch.scripts import devices_of_ranks
+from lightning_strategies_ext.launch.script_launcher import devices_of_ranks
+from lightning_strategies_ext.launch.worker_launcher import FabricScriptLauncher, FabricWorkerLauncher
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives
@@ -200,10 +200,10 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         return model
 
     @override
-    def explained(self, exception: BaseException) -> BaseException:
+    def explain_exception(self, exception: BaseException) -> BaseException:
         """The exception that the user should see; one of DDP's about unused parameters begins with what to do."""
         explain_unused_parameters(exception, self, "a step")
-        return super().explained(exception)
+        return super().explain_exception(exception)
 
     def _get_root_device(self) -> torch.device:
         return self.root_device

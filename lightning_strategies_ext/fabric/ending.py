@@ -21,7 +21,7 @@ from lightning_strategies_ext.collectives import Collectives
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
-from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of
+from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code
 from lightning_strategies_ext.stage_context import StageContext
 
 
@@ -53,11 +53,11 @@ class EndsTogether:
         return super().__new__(cls)
 
     @property
-    def has_met(self) -> bool:
+    def has_joined(self) -> bool:
         """Whether this process has met the other ranks, as far as there are any."""
         return self._world.failure_monitor is not None
 
-    def note_failure(self, exception: BaseException) -> None:
+    def announce_failure(self, exception: BaseException) -> None:
         """Says to the other ranks that this one has failed, and ends those of this host that do not end by themselves.
 
         Ctrl-C is no failure: it reaches all.
@@ -67,7 +67,7 @@ class EndsTogether:
         if world.failure_monitor is not None and not isinstance(exception, KeyboardInterrupt):
             world.failure_monitor.fail_and_kill_local_peers(texts_of_exception(exception)[1])
 
-    def explained(self, exception: BaseException) -> BaseException:
+    def explain_exception(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""
         return self._world.explain_exception(exception)
 
@@ -99,7 +99,7 @@ class EndsTogether:
                 one calls it, in which Python handles no signals.
         """
         world = self._world
-        if self.world_size > 1 and not self.has_met:
+        if self.world_size > 1 and not self.has_joined:
             raise RuntimeError("`stopping_together` is called before the ranks have met. Call `fabric.launch()` first.")
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("`stopping_together` must be called in the main thread: others handle no signals.")
@@ -137,12 +137,12 @@ class EndsTogether:
         self._world = StageContext(self._engine, rank, world_size, store, previous=self._world)
         if store is None:
             return
-        self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, exit_code_of)
+        self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
         assert self._world.failure_monitor is not None
         self._world.failure_monitor.set_step_source(lambda: "the loop under Fabric")
         install_excepthook(self._fail_with)
 
     def _fail_with(self, exception: BaseException) -> BaseException:
-        explained = self.explained(exception)
-        self.note_failure(explained)
+        explained = self.explain_exception(exception)
+        self.announce_failure(explained)
         return explained

@@ -33,7 +33,7 @@ from lightning_strategies_ext.horovod.exchange import (
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.launcher import FabricHorovodLauncher
 from lightning_strategies_ext.horovod.metrics import MetricSync
-from lightning_strategies_ext.launch.scripts import environment_of_child
+from lightning_strategies_ext.launch.script_launcher import environment_of_child
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed.wrapping import check_has_trainable_parameters
 

@@ -18,7 +18,7 @@ from torch.distributed import Store
 
 from lightning_strategies_ext._system.connections import record_connections, shut_down_connections
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.elastic.membership import Member, MembershipLostError, peers_of
+from lightning_strategies_ext.elastic.membership import Member, MembershipServiceError, peers_of
 from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.horovod.launch import Launch
 from lightning_strategies_ext.horovod.runtime import shut_down
@@ -62,17 +62,17 @@ class DriverMembership:
     Attributes:
         launch: The slot that this rank has now.
         members: The ranks of the world that this one is in.
-        is_entered: Whether this rank takes part in what they do.
+        has_joined: Whether this rank takes part in what they do.
 
     Raises:
         RuntimeError: If some of the ranks with which this process was started do not come.
     """
 
-    waiting_for = (
+    waiting_reason = (
         "`horovodrun` waits for more hosts, up to its `--elastic-timeout`, if fewer than `--min-np` ranks are left."
     )
-    no_place = "its host has been taken away, or is blacklisted since a rank on it has died"
-    on_sigterm = "so horovodrun ends the job if there are too few ranks"
+    no_rank_reason = "its host has been taken away, or is blacklisted since a rank on it has died"
+    sigterm_consequence = "so horovodrun ends the job if there are too few ranks"
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
@@ -82,9 +82,9 @@ class DriverMembership:
                 f"Rank {launch.rank}: not all {launch.size} ranks have come in {JOIN_TIMEOUT_S:.0f} s. Let the"
                 " script do less before `fit`, or look at the output of the others for why they ended."
             )
-        self.is_entered = all(member.is_new for member in self.members)
+        self.has_joined = all(member.is_new for member in self.members)
 
-    def next_rank(self, while_waiting: Callable[[float], None]) -> int | None:
+    def next_rank(self, on_wait: Callable[[float], None]) -> int | None:
         """Asks the driver for a slot; None if this rank's host is no longer among those of the discovery script."""
         key = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
         answer: list[bytes | Exception] = []
@@ -100,11 +100,11 @@ class DriverMembership:
         thread.start()
         while thread.is_alive():
             thread.join(_POLL_INTERVAL_S)
-            while_waiting(time.monotonic() - started)
+            on_wait(time.monotonic() - started)
         if isinstance(answer[0], Exception):
             raise answer[0]
         if not answer[0]:
-            raise MembershipLostError("The elastic driver has no answer for this rank")
+            raise MembershipServiceError("The elastic driver has no answer for this rank")
         numbers = answer[0].decode().split(",")
         if int(numbers[0]) < 0:
             return None
@@ -115,7 +115,7 @@ class DriverMembership:
         self.launch = launch
         return launch.rank
 
-    def rendezvous(self, member: Member, while_waiting: Callable[[float], None]) -> bool:
+    def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
         """Waits until all ranks are there, for :data:`JOIN_TIMEOUT_S`; then initialises Horovod."""
         members: list[Member] = []
         launch, is_said = self.launch, False
@@ -133,7 +133,7 @@ class DriverMembership:
             waited = time.monotonic() - started
             if waited > JOIN_TIMEOUT_S:
                 return False
-            while_waiting(waited)
+            on_wait(waited)
             time.sleep(max(_POLL_INTERVAL_S, launch.size / REQUESTS_PER_S))
         _initialise()
         self.members = members
@@ -154,7 +154,7 @@ class DriverMembership:
             _disconnect()
         shut_down()
 
-    def is_loss(self, error: BaseException) -> bool:
+    def is_peer_loss(self, error: BaseException) -> bool:
         """Whether an exception comes from Horovod's telling that another rank is gone."""
         from horovod.common.exceptions import HorovodInternalError
 
@@ -165,9 +165,9 @@ class DriverMembership:
             at = at.__cause__ or at.__context__
         return False
 
-    def notices(self) -> "HostNotices":
+    def listen(self) -> "HostChangeListener":
         """Begins to hear of hosts that come or go."""
-        return HostNotices()
+        return HostChangeListener()
 
 
 def membership(launch: Launch) -> DriverMembership:
@@ -212,24 +212,24 @@ def _disconnect() -> None:
     shut_down_connections(lambda connection: (connection.laddr, connection.raddr) in _connections)
 
 
-class HostNotices:
+class HostChangeListener:
     """Hears from the driver, which tells rank 0 only, that hosts have come or gone.
 
     Attributes:
-        have_come: Whether one has come since it was last set to False.
+        has_changed: Whether one has come since it was last set to False.
     """
 
     def __init__(self) -> None:
         from horovod.common.elastic import notification_manager
 
-        self.have_come = False
+        self.has_changed = False
         self._manager = notification_manager
         self._manager.init()
         self._manager.register_listener(self)
 
     def on_hosts_updated(self, timestamp: int, update: int) -> None:
         """Called by Horovod, on a thread of its own."""
-        self.have_come = True
+        self.has_changed = True
 
     def close(self) -> None:
         """Hears no more."""
@@ -240,7 +240,7 @@ def _request(method: str, path: str, body: bytes | None = None, timeout_s: float
     """What the driver's store answers; nothing where it has nothing.
 
     Raises:
-        MembershipLostError: If nobody is there.
+        MembershipServiceError: If nobody is there.
         TimeoutError: If no answer comes in time.
     """
     address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
@@ -252,7 +252,7 @@ def _request(method: str, path: str, body: bytes | None = None, timeout_s: float
     except TimeoutError:
         raise
     except (OSError, HTTPException) as error:
-        raise MembershipLostError(f"The elastic driver at {address}:{port} does not answer: {error}") from error
+        raise MembershipServiceError(f"The elastic driver at {address}:{port} does not answer: {error}") from error
     finally:
         connection.close()
     return content if response.status == 200 else b""

@@ -1,12 +1,14 @@
-"""What the main process and a worker say to each other.
+"""The messages between the main process and a worker.
 
-The main process sends a :class:`Start`, once, and then for each job an :class:`Order`, with the job in the next message
-unless the worker was forked with it. The worker answers with :class:`Done` or :class:`Failure`. With :class:`Pull` the
-main process then asks for one result after the other, until the worker answers :class:`End`. :class:`Ping`,
-:class:`Save` and :class:`End` come between jobs. A worker that is gone is seen by its closed channel.
+The main process sends :class:`WorkerSetup` once, and :class:`RunTask` for each task, followed by the task itself unless
+the worker inherited it in a fork. The worker replies with :class:`TaskDone` or :class:`TaskFailed`. The main process
+then sends :class:`PullResult` for one result after the other, until the worker replies with :class:`Shutdown`.
+:class:`Ping`, :class:`SaveState`, and :class:`Shutdown` come between tasks. A closed channel means that the worker has
+exited.
 
-While a job runs whose ranks may change (:mod:`.processes.changing_pool`), a worker sends :class:`Ready` when it has
-left a world, and :class:`Arrived` when it has a :class:`Place` in the next. All hear of each other by :class:`Members`.
+While an elastic task runs (:mod:`.processes.elastic_pool`), a worker sends :class:`ReadyToJoin` when it has left a
+world, and :class:`JoinedWorld` when it has received its :class:`RankAssignment` in the next. Then all workers of the
+world receive :class:`WorldMembers`.
 """
 
 import pickle
@@ -19,12 +21,12 @@ from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure.failure_monitor import known_failure
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.rank_status import Failure as FirstFailure
-from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
-from lightning_strategies_ext.launch.transport.messages import Pickled, dump
+from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState
+from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerRankInfo:
     """Where a worker sits among those of all hosts; on one host, its rank says all.
 
     Attributes:
@@ -42,41 +44,41 @@ class Seat:
     world_size: int
     local_rank: int
     local_world_size: int
-    host_rank: int
-    num_hosts: int
-    address: str
-    port: int
+    node_rank: int
+    num_nodes: int
+    main_address: str
+    main_port: int
 
 
 @dataclass
-class Start:
+class WorkerSetup:
     """The first message to a worker: what makes it like the main process.
 
     Attributes:
         rank: Among the pool's workers.
         preparation: As ``multiprocessing.spawn.get_preparation_data`` gives it; None in a forked worker.
-        seat: Of a worker that may be on another host than others.
+        rank_info: Of a worker that may be on another host than others.
     """
 
     rank: int
     preparation: dict[str, Any] | None
-    seat: Seat | None = None
+    rank_info: WorkerRankInfo | None = None
 
 
 @dataclass
-class Order:
+class RunTask:
     """Tells a worker to run a job.
 
     Attributes:
-        continues: Whether the job goes on where an earlier one ended.
+        is_continuation: Whether the job goes on where an earlier one ended.
         is_inherited: Whether the job is the one that the worker was forked with; otherwise the next message holds it.
-        joins: Whether the others are in the middle of the job.
+        is_joining: Whether the others are in the middle of the job.
     """
 
-    conditions: Conditions
-    continues: bool
+    settings: ProcessSettings
+    is_continuation: bool
     is_inherited: bool = False
-    joins: bool = False
+    is_joining: bool = False
 
 
 class Ping:
@@ -84,19 +86,19 @@ class Ping:
 
 
 @dataclass
-class Ready:
-    """Says that a worker has left the world that it was in, if it was in one, and waits for a :class:`Place`.
+class ReadyToJoin:
+    """Says that a worker has left the world that it was in, if it was in one, and waits for a :class:`RankAssignment`.
 
     Attributes:
         why: What has befallen it, if not all have agreed to leave.
     """
 
-    why: str | None = None
+    reason: str | None = None
 
 
 @dataclass
-class Place:
-    """Gives a worker its place in the next world; it answers :class:`Arrived`.
+class RankAssignment:
+    """Gives a worker its place in the next world; it answers :class:`JoinedWorld`.
 
     Attributes:
         rank: None if there is no use for the worker any more.
@@ -108,12 +110,12 @@ class Place:
 
     rank: int | None
     size: int = 0
-    number: int = 0
+    world_number: int = 0
     store: tuple[str, int] | str = ""
 
 
 @dataclass
-class Arrived:
+class JoinedWorld:
     """Says that a worker has its place.
 
     Attributes:
@@ -124,36 +126,36 @@ class Arrived:
 
 
 @dataclass
-class Members:
+class WorldMembers:
     """Tells a worker who is in its world, in the order of ranks; None if one of them has died, and there is none."""
 
     members: list[Any] | None
 
 
-class Notice:
+class JoinPending:
     """Tells a worker that another waits to join its world. It is read when the world has been left."""
 
 
-class Pull:
+class PullResult:
     """Asks a worker for the next of its job's results."""
 
 
 @dataclass
-class Save:
+class SaveState:
     """Asks a worker to write the state of its stage to a file, since it could not be pulled.
 
-    The worker answers with a :class:`Done`, or a :class:`Failure`.
+    The worker answers with a :class:`TaskDone`, or a :class:`TaskFailed`.
     """
 
     path: str
 
 
-class End:
-    """Tells a worker to end. Also the answer to a :class:`Pull` when there are no more results."""
+class Shutdown:
+    """Tells a worker to end. Also the answer to a :class:`PullResult` when there are no more results."""
 
 
 @dataclass
-class Done:
+class TaskDone:
     """A worker's answer to a job: it has run."""
 
     rng: RngState
@@ -180,7 +182,7 @@ def _rebuilt(make: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
 
 
 @dataclass
-class Failure:
+class TaskFailed:
     """A worker's answer to a job: it has failed.
 
     Attributes:
@@ -189,29 +191,29 @@ class Failure:
         trace: Its trace, as text.
         time: When, on the clock that all processes of a host share.
         has_results: Whether there are results to pull.
-        is_consequence: Whether another rank's failure is why.
+        is_secondary: Whether another rank's failure is why.
         first: What failed first, as far as the worker's watch knows.
     """
 
     pickled: Pickled | None
     summary: str
-    trace: str
+    traceback: str
     time: float
     has_results: bool
-    is_consequence: bool
-    first: FirstFailure | None = None
+    is_secondary: bool
+    first_failure: FirstFailure | None = None
 
     @classmethod
-    def of(cls, exception: BaseException, has_results: bool = False) -> "Failure":
+    def of(cls, exception: BaseException, has_results: bool = False) -> "TaskFailed":
         """Describes an exception that was caught."""
         headline, trace = texts_of_exception(exception)
         pickled = None
         with suppress(Exception):
-            pickled = dump(_Raised(exception), returning=True)
+            pickled = dump(_Raised(exception), is_return=True)
         lines = headline.partition(f"{type(exception).__qualname__}: ")[2].strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
-        is_consequence = isinstance(exception, RankFailedError)
-        return cls(pickled, summary, trace, time.monotonic(), has_results, is_consequence, known_failure())
+        is_secondary = isinstance(exception, RankFailedError)
+        return cls(pickled, summary, trace, time.monotonic(), has_results, is_secondary, known_failure())
 
     @property
     def exception(self) -> BaseException | None:

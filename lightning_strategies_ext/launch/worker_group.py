@@ -16,24 +16,24 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure import failure_report
-from lightning_strategies_ext.launch.processes.changing_pool import run_changing
-from lightning_strategies_ext.launch.processes.conditions import RngState, is_interactive
-from lightning_strategies_ext.launch.processes.pool import Outcome, WorkerPool, wait_until_closed
-from lightning_strategies_ext.launch.processes.starter import Starter
-from lightning_strategies_ext.launch.processes.worker import is_importing_main
-from lightning_strategies_ext.launch.stage.job import CallJob, StageJob
-from lightning_strategies_ext.launch.strategy import WorkersStrategy
-from lightning_strategies_ext.launch.transport.messages import Pickled
-from lightning_strategies_ext.launch.transport.segments import KeptSegments
+from lightning_strategies_ext.launch.processes.elastic_pool import run_elastic
+from lightning_strategies_ext.launch.processes.pool import TaskOutcome, WorkerPool, wait_until_closed
+from lightning_strategies_ext.launch.processes.process_settings import RngState, is_interactive
+from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
+from lightning_strategies_ext.launch.processes.worker_main import is_importing_main
+from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
+from lightning_strategies_ext.launch.tasks.stage_task import FunctionTask, StageTask
+from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
+from lightning_strategies_ext.launch.transport.pickling import Pickled
 from lightning_strategies_ext.launch.transport.unreadable import is_unreadable_job
 
 log = logging.getLogger(__name__)
 
 _choosing = threading.Lock()
-_all: "weakref.WeakSet[Workers]" = weakref.WeakSet()
+_all: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
 
 
-class Workers:
+class WorkerGroup:
     """What launchers of both front ends start workers with. They end with this object at the latest.
 
     Args:
@@ -41,17 +41,17 @@ class Workers:
         starter: What starts the workers.
     """
 
-    def __init__(self, strategy: WorkersStrategy, starter: Starter) -> None:
+    def __init__(self, strategy: StrategyWithWorkers, starter: WorkerStarter) -> None:
         self._strategy = strategy
         self._starter = starter
         self._pool: WorkerPool | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
-        self._rendezvous: dict[str, str] = {}
+        self._rendezvous_variables: dict[str, str] = {}
         self._rng: list[RngState] = []
         self._has_run = False
         self._is_in_use = False
         self._must_end = False  # since the job may have changed them
-        self._kept = KeptSegments()
+        self._cache = MemoryFileCache()
         _all.add(self)
 
     @property
@@ -96,7 +96,7 @@ class Workers:
         finally:
             self._is_in_use = False
 
-    def run(self, job: StageJob | CallJob) -> Outcome:
+    def run(self, task: StageTask | FunctionTask) -> TaskOutcome:
         """Runs a job in each worker; its results can be pulled from :attr:`pool` then. Call it :meth:`in_use`.
 
         Raises:
@@ -104,51 +104,55 @@ class Workers:
         """
         pickled: Pickled | None = None
         try:
-            pickled = job.pickled(self._starter.dump)
+            pickled = task.pickled(self._starter.dump)
         except TypeError:
             if not self._starter.forks:
                 raise
-            job.note_inherited()
-        is_sent_to_forked = pickled is not None and self._starter.forks and job.allowance is None
-        outcome = self._run(job, pickled)
+            task.record_inherited()
+        is_sent_to_forked = pickled is not None and self._starter.forks and task.restart_policy is None
+        outcome = self._run(task, pickled)
         if is_sent_to_forked and is_unreadable_job(outcome.error):
             self.close()
-            job.note_inherited()
-            outcome = self._run(job, None)
-        self._has_run, self._must_end = True, job.allowance is not None
+            task.record_inherited()
+            outcome = self._run(task, None)
+        self._has_run, self._must_end = True, task.restart_policy is not None
         return outcome
 
-    def _run(self, job: StageJob | CallJob, pickled: Pickled | None) -> Outcome:
+    def _run(self, task: StageTask | FunctionTask, pickled: Pickled | None) -> TaskOutcome:
         with _choosing:
-            pool = self._usable_pool(job if pickled is None else None)
-        packed = None if pickled is None else self._starter.pack(pickled, self._kept)
+            pool = self._usable_pool(task if pickled is None else None)
+        packed = None if pickled is None else self._starter.pack(pickled, self._cache)
         del pickled  # it may be large
         try:
             now = RngState.now()
             goes_on = bool(self._rng) and self._rng[0].is_same(now)
             num_threads = self._num_threads()
             # For libraries that read it when they are loaded, and for processes that a worker starts.
-            variables = {"OMP_NUM_THREADS": str(num_threads), **self._starter.environment(), **self._rendezvous}
-            conditions = [
-                self._starter.conditions(
+            variables = {
+                "OMP_NUM_THREADS": str(num_threads),
+                **self._starter.environment(),
+                **self._rendezvous_variables,
+            }
+            settings = [
+                self._starter.settings_class(
                     os.getcwd(),
-                    _with_store({**variables, **worker.variables}),
+                    _with_store({**variables, **worker.environment}),
                     self._rng[worker.rank] if goes_on else now,
                     num_threads,
                 )
                 for worker in pool.workers
             ]
-            if job.allowance is None:
-                outcome = pool.run(packed, conditions, continues=self._has_run)
+            if task.restart_policy is None:
+                outcome = pool.run(packed, settings, is_continuation=self._has_run)
             else:
                 assert packed is not None
-                outcome = run_changing(pool, packed, conditions, self._has_run, job.allowance)
+                outcome = run_elastic(pool, packed, settings, self._has_run, task.restart_policy)
         finally:
             if packed is not None:
                 packed.close()
         return outcome
 
-    def end_unless_kept(self) -> None:
+    def close_unless_kept(self) -> None:
         """Ends them after a job if the strategy wants that."""
         if self._must_end or not getattr(self._strategy, "keep_workers", True):
             self.close()
@@ -159,7 +163,7 @@ class Workers:
         args: Any,
         kwargs: Any,
         return_result: bool = True,
-        joins_group: bool = True,
+        joins_process_group: bool = True,
     ) -> Any:
         """Runs any function in each worker and returns the first worker's value.
 
@@ -168,7 +172,7 @@ class Workers:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
             return_result: Whether the value is wanted.
-            joins_group: Whether workers join the process group first.
+            joins_process_group: Whether workers join the process group first.
 
         Raises:
             WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
@@ -176,17 +180,17 @@ class Workers:
         """
         self.check_can_start()
         with self.in_use():
-            outcome = self.run(CallJob(self._strategy, function, args, kwargs, return_result, joins_group))
+            outcome = self.run(FunctionTask(self._strategy, function, args, kwargs, return_result, joins_process_group))
             if outcome.error is not None:
                 self.close()
-                raise_shown_in_short(outcome.error, os.getcwd())
+                raise_with_report(outcome.error, os.getcwd())
             value = None
             for value in self.pool.pull(0):  # noqa: B007
                 pass
-        self.end_unless_kept()
+        self.close_unless_kept()
         return value
 
-    def keep_rng(self, outcome: Outcome) -> None:
+    def restore_rng(self, outcome: TaskOutcome) -> None:
         """Sets this process's random generators to rank 0's, and lets each rank go on with its own next time."""
         outcome.rng[0].apply()
         self._rng = [] if self._must_end else outcome.rng
@@ -198,27 +202,27 @@ class Workers:
 
     def close(self) -> None:
         """Ends them; the next job starts new ones."""
-        self._kept.close()
+        self._cache.close()
         if self._pool is not None:
             self._pool.close()
             self._let_go()
 
-    def _usable_pool(self, inherited: StageJob | CallJob | None) -> WorkerPool:
+    def _usable_pool(self, inherited_task: StageTask | FunctionTask | None) -> WorkerPool:
         # A forked worker knows what was defined when it was forked, and in a notebook more is defined all the time.
-        must_be_new = inherited is not None or (self._starter.forks and is_interactive())
+        must_be_new = inherited_task is not None or (self._starter.forks and is_interactive())
         if self._pool is not None and (must_be_new or not self._pool.is_usable()):
             self.close()
         if self._pool is None:
             # A forked worker has the globals of then: another Trainer's may have changed since.
-            taken = self._taken_from_idle(must_be_new or self._starter.forks)
+            taken = self._take_over_idle_pool(must_be_new or self._starter.forks)
             if taken is None:
-                self._rendezvous = _rendezvous(self._strategy)
-                passed_through = (trainer_stages.TunerExitException, SIGTERMException, KeyboardInterrupt)
+                self._rendezvous_variables = _rendezvous_environment(self._strategy)
+                reraised_types = (trainer_stages.TunerExitException, SIGTERMException, KeyboardInterrupt)
                 wait_until_closed()  # what they had may be needed
                 starter = copy(self._starter)  # each pool has its own, and may be another strategy's later
-                taken = WorkerPool(self._strategy.num_processes, starter, passed_through, inherited)
+                taken = WorkerPool(self._strategy.num_processes, starter, reraised_types, inherited_task)
             self._pool = taken
-            self._finalizer = weakref.finalize(self, self._pool.close_as_garbage)
+            self._finalizer = weakref.finalize(self, self._pool.close_in_background)
             self._finalizer.atexit = False  # all pools are closed then
         return self._pool
 
@@ -236,7 +240,7 @@ class Workers:
             return 1
         return num_threads or self._starter.num_cpus(self._strategy.num_processes)
 
-    def _taken_from_idle(self, must_be_new: bool) -> WorkerPool | None:
+    def _take_over_idle_pool(self, must_be_new: bool) -> WorkerPool | None:
         """Takes over the workers of another strategy of this process that is idle, and ends those that do not fit.
 
         So a search over many Trainers has the workers of one, and no more of them idle at any time. Forked ones fit no
@@ -249,22 +253,22 @@ class Workers:
                 pool is not None
                 and taken is None
                 and not must_be_new
-                and other._kind == self._kind
+                and other._reuse_key == self._reuse_key
                 and pool.is_usable()
             ):
                 other._let_go()
-                taken, self._rendezvous = pool, other._rendezvous
-                self._kept, other._kept = other._kept, KeptSegments()  # the next Trainer may have the same data
+                taken, self._rendezvous_variables = pool, other._rendezvous_variables
+                self._cache, other._cache = other._cache, MemoryFileCache()  # the next Trainer may have the same data
             else:
                 other.close()
         return taken
 
     @property
-    def _kind(self) -> tuple[Any, ...]:
+    def _reuse_key(self) -> tuple[Any, ...]:
         """What has to be alike in strategies for one's workers to be of use to the other: their process group is."""
         names = ("_process_group_backend", "_timeout", "_process_group_options", "num_nodes", "parallel_devices")
         group = [getattr(self._strategy, name, None) for name in names]
-        return self._starter.kind, self._strategy.num_processes, type(self._strategy.cluster_environment), *group
+        return self._starter.reuse_key, self._strategy.num_processes, type(self._strategy.cluster_environment), *group
 
     def _let_go(self) -> None:
         self._pool = None
@@ -273,10 +277,10 @@ class Workers:
             self._finalizer = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_pool": None, "_finalizer": None, "_rng": [], "_kept": KeptSegments()}
+        return {**vars(self), "_pool": None, "_finalizer": None, "_rng": [], "_kept": MemoryFileCache()}
 
 
-def _rendezvous(strategy: WorkersStrategy) -> dict[str, str]:
+def _rendezvous_environment(strategy: StrategyWithWorkers) -> dict[str, str]:
     """Environment variables by which the workers find each other, the same for all of them.
 
     Workers that this process starts on one host share a store with a new name: workers stay, and the store of another
@@ -299,7 +303,7 @@ def _with_store(variables: dict[str, str]) -> dict[str, str]:
     return {**variables, rank_variables.STORE: value}
 
 
-def raise_shown_in_short(error: BaseException, directory: str) -> NoReturn:
+def raise_with_report(error: BaseException, directory: str) -> NoReturn:
     """Raises what a job has failed with. If nobody catches it, what failed first is shown in place of its long trace.
 
     Args:

@@ -45,14 +45,14 @@ from lightning_strategies_ext.arguments import (
     check_start_method_here,
 )
 from lightning_strategies_ext.collectives.same_model import check_is_same
-from lightning_strategies_ext.launch.launchers import ScriptLauncher, WorkerLauncher
-from lightning_strategies_ext.launch.processes.process import ProcessStarter
-from lightning_strategies_ext.launch.processes.starter import Starter
-from lightning_strategies_ext.launch.protocol import Seat
-from lightning_strategies_ext.launch.ray import train as ray_train
-from lightning_strategies_ext.launch.scripts import devices_of_ranks
-from lightning_strategies_ext.launch.seat_environment import SeatEnvironment
-from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
+from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
+from lightning_strategies_ext.launch.protocol import WorkerRankInfo
+from lightning_strategies_ext.launch.ray import ray_train
+from lightning_strategies_ext.launch.ray_environment import RayEnvironment
+from lightning_strategies_ext.launch.script_launcher import devices_of_ranks
+from lightning_strategies_ext.launch.tasks.stage_task import WorkerContext
+from lightning_strategies_ext.launch.worker_launcher import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed
@@ -86,7 +86,7 @@ from lightning_strategies_ext.uneven.control import UnevenInputs, check_way
 
 _OURS = __name__.partition(".")[0]
 #: Of a Trainer on one device in a process that is one of several ranks for others.
-_ALONE = Seat(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
+_ALONE = WorkerRankInfo(0, 1, 0, 1, 0, 1, "127.0.0.1", 0)
 
 
 class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, LightningDDPStrategy):
@@ -214,7 +214,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     @override
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
-        seat = ray_train.seat_here()
+        seat = ray_train.current_rank_info()
         if seat is not None:
             self._join_ray_train(seat)
         else:
@@ -238,9 +238,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if len(self.parallel_devices) != len(devices):
             self.set_world_ranks()
 
-    def _join_ray_train(self, seat: Seat) -> None:
+    def _join_ray_train(self, seat: WorkerRankInfo) -> None:
         """Takes the rank, the device and the process group that Ray Train has given to this process."""
-        ray_train.check_fits(
+        ray_train.check_compatible(
             seat,
             type(self).__name__,
             starts_ranks=self._start_method != "popen",
@@ -250,16 +250,16 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             timeout=self._timeout,
         )
         self._process_group_backend = dist.get_backend()
-        self._sit(seat, ray_train.device_here())
+        self._sit(seat, ray_train.current_device())
         self.set_world_ranks()
 
-    def _sit(self, seat: Seat, device: torch.device) -> None:
+    def _sit(self, seat: WorkerRankInfo, device: torch.device) -> None:
         """Lets ranks and device be those that Ray has given to this process."""
         self.parallel_devices = [device] * seat.local_world_size
-        self.num_nodes = seat.num_hosts
-        self.cluster_environment = SeatEnvironment(seat)
+        self.num_nodes = seat.num_nodes
+        self.cluster_environment = RayEnvironment(seat)
 
-    def _make_starter(self) -> Starter:
+    def _make_starter(self) -> WorkerStarter:
         """What starts workers, if there are any."""
         assert self._start_method != "popen"
         check_start_method_here(self._start_method)
@@ -291,7 +291,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if isinstance(strategy_parts.layer_sync(self), TorchSyncBatchNorm):
             check_can_be_synchronized(module, self.root_device)
 
-    def around_stage(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
+    def wrap_stage(self, trainer: "pl.Trainer") -> AbstractContextManager[None]:
         """What the main process does around a stage in workers: nothing, here."""
         return nullcontext()
 
@@ -314,7 +314,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     def setup_distributed(self) -> None:
         """Joins the process group as the rank that the cluster environment gives to this process."""
         assert self.cluster_environment is not None
-        if self._worker is None or not self._worker.continues:
+        if self._worker is None or not self._worker.is_continuation:
             reset_seed()
         self.set_world_ranks()
         if self.world_size == 1:
@@ -416,7 +416,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if self._worker is None or self.num_nodes > 1:
             return False
         assert self.model is not None
-        return self.reduce_boolean_decision(self._worker.has_module_as_sent(self.model), all=True)
+        return self.reduce_boolean_decision(self._worker.is_module_unchanged(self.model), all=True)
 
     # --- step ---
 
@@ -516,10 +516,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     # --- exception, teardown ---
 
     @override
-    def explained(self, exception: BaseException) -> BaseException:
+    def explain_exception(self, exception: BaseException) -> BaseException:
         """The exception that the user should see; one of DDP's about unused parameters begins with what to do."""
         explain_unused_parameters(exception, self, "`training_step`")
-        return super().explained(exception)
+        return super().explain_exception(exception)
 
     @override
     def teardown(self) -> None:

@@ -22,11 +22,15 @@ from typing_extensions import override
 
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, DEFAULT_TIMEOUT
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
-from lightning_strategies_ext.launch.processes.starter import Starter
-from lightning_strategies_ext.launch.ray.cluster import check_address, check_has_ray
-from lightning_strategies_ext.launch.ray.conditions import check_environment_variables
-from lightning_strategies_ext.launch.ray.demand import Demand, Placement, check_demand
-from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
+from lightning_strategies_ext.launch.ray.cluster import check_address, check_ray_installed
+from lightning_strategies_ext.launch.ray.remote_settings import check_environment_variables
+from lightning_strategies_ext.launch.ray.resource_demand import (
+    PlacementStrategy,
+    ResourceDemand,
+    check_resource_arguments,
+)
+from lightning_strategies_ext.launch.tasks.stage_task import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
 from lightning_strategies_ext.uneven.control import UnevenInputs
@@ -104,7 +108,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float | None = None,
         resources_per_worker: Mapping[str, float] | None = None,
-        placement: Placement = "PACK",
+        placement: PlacementStrategy = "PACK",
         address: str | None = None,
         runtime_env: dict[str, Any] | None = None,
         environment_variables: Sequence[str] | None = None,
@@ -141,7 +145,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
             value = kwargs.pop(name, default)
             if value != default:
                 raise ValueError(f"`{name}={value!r}` cannot be had with `ddp_ray_ext`: {why}. Leave it out.")
-        check_demand(num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement)
+        check_resource_arguments(num_workers, num_cpus_per_worker, num_gpus_per_worker, resources_per_worker, placement)
         if num_gpus_per_worker is not None and num_gpus_per_worker > 1:
             raise ValueError(
                 f"`num_gpus_per_worker={num_gpus_per_worker!r}`: a worker computes on one GPU. Use as many"
@@ -151,7 +155,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         if runtime_env is not None and not isinstance(runtime_env, dict):
             raise TypeError(f"`runtime_env` must be a dict, as `ray.init` takes it, or None, got {runtime_env!r}.")
         check_environment_variables(environment_variables)
-        check_has_ray()
+        check_ray_installed()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -174,7 +178,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         self._num_cpus = num_cpus_per_worker
         self._num_gpus = num_gpus_per_worker
         self._resources = dict(resources_per_worker or {})
-        self._placement: Placement = placement
+        self._placement: PlacementStrategy = placement
         self._address = address
         self._runtime_env = runtime_env
         self._environment_variables = environment_variables
@@ -199,7 +203,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         super()._configure_launcher()
 
     @override
-    def _make_starter(self) -> Starter:
+    def _make_starter(self) -> WorkerStarter:
         from lightning_strategies_ext.launch.ray.starter import RayStarter
 
         modules = (pl.__name__, __name__)
@@ -213,7 +217,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
         """How long to wait for room in the cluster, in seconds."""
         return (self._timeout or default_pg_timeout).total_seconds()
 
-    def _demand(self) -> Demand:
+    def _demand(self) -> ResourceDemand:
         is_on_gpus = self.parallel_devices is not None and self.parallel_devices[0].type == "cuda"
         num_gpus = float(is_on_gpus) if self._num_gpus is None else self._num_gpus
         if num_gpus and not is_on_gpus:
@@ -226,11 +230,11 @@ class DDPRayStrategy(DDPSpawnStrategy):
                 "`num_gpus_per_worker=0`, and the Trainer computes on GPUs: leave it out, or use"
                 " `Trainer(accelerator='cpu')`."
             )
-        return Demand(self._num_cpus, num_gpus, self._resources, self._placement)
+        return ResourceDemand(self._num_cpus, num_gpus, self._resources, self._placement)
 
     @contextmanager
     @override
-    def around_stage(self, trainer: "pl.Trainer") -> Generator[None, None, None]:
+    def wrap_stage(self, trainer: "pl.Trainer") -> Generator[None, None, None]:
         """Leaves an empty file in each directory that the stage writes to, for the first worker to see."""
         with ExitStack() as files:
             self._signs = []
@@ -252,7 +256,7 @@ class DDPRayStrategy(DDPSpawnStrategy):
                 the main process.
         """
         super().enter_worker(context)
-        seat = context.seat
+        seat = context.rank_info
         assert seat is not None
         if seat.rank == 0 or self._may_change:
             _check_are_seen(self._signs, seat.rank)

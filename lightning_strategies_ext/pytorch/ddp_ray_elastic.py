@@ -13,15 +13,15 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.elastic.membership import Member
-from lightning_strategies_ext.launch.protocol import Seat
-from lightning_strategies_ext.launch.ray.cluster import is_of_client
-from lightning_strategies_ext.launch.stage.job import WorkerContext
+from lightning_strategies_ext.launch.protocol import WorkerRankInfo
+from lightning_strategies_ext.launch.ray.cluster import is_client_address
+from lightning_strategies_ext.launch.tasks.stage_task import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy
 from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.launch.ray.line import LineChannel  # whose modules Windows does not have
+    from lightning_strategies_ext.launch.ray.worker_link import LinkChannel  # whose modules Windows does not have
 
 
 class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
@@ -54,12 +54,12 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if is_of_client(self._address):
+        if is_client_address(self._address):
             raise ValueError(
                 f"`address={self._address!r}` with `elastic=True`: workers meet in the main process, which they cannot"
                 " reach through Ray Client. Run the script in the cluster, or leave `elastic` out."
             )
-        self.allowance = replace(self.allowance, wait_s=self._wait_s)
+        self.restart_policy = replace(self.restart_policy, wait_timeout_s=self._wait_s)
 
     # --- in a worker ---
 
@@ -68,7 +68,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         """Called first in a worker, see :class:`.DDPRayStrategy`; it hears of the loss of others from here on."""
         super().enter_worker(context)
         if context.channel is not None:
-            cast("LineChannel", context.channel).on_loss = self._cut_off
+            cast("LinkChannel", context.channel).on_peer_loss = self._cut_off
 
     @override
     def _be_one_of_many(self) -> None:
@@ -77,9 +77,9 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
     @override
     def _be_rank(self, rank: int, world_size: int) -> None:
         assert self._worker is not None
-        assert self._worker.seat is not None
+        assert self._worker.rank_info is not None
         members = self.membership.members
-        self._sit(_seat_among(members, rank, self._worker.seat), self.root_device)
+        self._sit(_seat_among(members, rank, self._worker.rank_info), self.root_device)
         launching.say_rank(rank)
 
     @override
@@ -89,11 +89,11 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
     def _cut_off(self, world: int) -> None:
         """Wakes this rank, which may wait for one that is gone without a word; in a thread of its own."""
         membership = self._membership
-        if membership is not None and membership.is_in(world):
+        if membership is not None and membership.is_member_of(world):
             self._disconnect()
 
 
-def _seat_among(members: Sequence[Member], rank: int, before: Seat) -> Seat:
+def _seat_among(members: Sequence[Member], rank: int, before: WorkerRankInfo) -> WorkerRankInfo:
     """The seat of a rank of a world: ranks of one host are its local ranks, numbered through."""
     hosts = list(dict.fromkeys(member.peer.host for member in members))
     here = [other for other, member in enumerate(members) if member.peer.host == host_identity()]
@@ -103,6 +103,6 @@ def _seat_among(members: Sequence[Member], rank: int, before: Seat) -> Seat:
         world_size=len(members),
         local_rank=here.index(rank),
         local_world_size=len(here),
-        host_rank=hosts.index(host_identity()),
-        num_hosts=len(hosts),
+        node_rank=hosts.index(host_identity()),
+        num_nodes=len(hosts),
     )

@@ -2,7 +2,7 @@
 
 The others keep their processes, go back to the newest commit and go on; a new worker is started in the place of the
 dead one and joins them at a step. What happens then is :mod:`lightning_strategies_ext.elastic`'s; who is in which world
-says the main process (:mod:`.launch.processes.changing_pool`), which has the key-value store, too.
+says the main process (:mod:`.launch.processes.elastic_pool`), which has the key-value store, too.
 """
 
 import gc
@@ -33,9 +33,9 @@ from lightning_strategies_ext.elastic.options import (
 from lightning_strategies_ext.exceptions import JoinError
 from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error
-from lightning_strategies_ext.launch.membership import WorkerMembership
-from lightning_strategies_ext.launch.processes.changing_pool import Allowance
-from lightning_strategies_ext.launch.protocol import Place
+from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
+from lightning_strategies_ext.launch.protocol import RankAssignment
+from lightning_strategies_ext.launch.worker_membership import WorkerMembership
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.stage_context import StageContext
@@ -92,7 +92,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             raise TypeError(f"`elastic={elastic!r}`: {type(self).__name__} is elastic. Use `DDPSpawnStrategy`.")
         self._commit_every_n_steps = check_commit_interval(commit_every_n_steps)
         self._scale_learning_rate = check_flag("scale_learning_rate", scale_learning_rate)
-        self.allowance = Allowance(
+        self.restart_policy = RestartPolicy(
             check_whole_number("min_workers", 1 if min_workers is None else min_workers, 1),
             check_whole_number("max_restarts", 3 if max_restarts is None else max_restarts, 0),
             check_seconds("restart_window", restart_window),
@@ -137,10 +137,10 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
                 f"`num_nodes={self.num_nodes}`: `strategy='{self.strategy_name}'` starts workers on one host. Use"
                 " `strategy='horovod_elastic_ext'` for several."
             )
-        if self.allowance.min_workers > self.num_processes:
+        if self.restart_policy.min_workers > self.num_processes:
             raise ValueError(
-                f"`min_workers={self.allowance.min_workers}`, and there are {self.num_processes} workers at most: they"
-                " would wait for ever. Ask for more workers, or give a smaller `min_workers`."
+                f"`min_workers={self.restart_policy.min_workers}`, and there are {self.num_processes} workers at most:"
+                " they would wait for ever. Ask for more workers, or give a smaller `min_workers`."
             )
         super().check_before_launch(trainer)
 
@@ -154,11 +154,11 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         if context is None or context.channel is None or trainer is None or not is_fitting(trainer):
             super().setup_distributed()
             return
-        if not context.continues:
+        if not context.is_continuation:
             reset_seed()
         process_group.stop()  # of an earlier stage
-        self._membership = WorkerMembership(context.channel, context.joins, self._join, self._part, _is_loss)
-        if context.joins:
+        self._membership = WorkerMembership(context.channel, context.is_joining, self._join, self._part, _is_peer_loss)
+        if context.is_joining:
             self._be_one_of_many()
         else:
             rank = self._membership.next_rank(_just_wait)
@@ -166,7 +166,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
                 raise RuntimeError("A worker has died before training began.")
             self.take_rank()
         self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
-        if context.joins:
+        if context.is_joining:
             self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override
@@ -184,7 +184,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
         self.cluster_environment.set_world_size(world_size)
         launching.say_rank(rank)
 
-    def _join(self, place: Place, members: Sequence[Member]) -> None:
+    def _join(self, place: RankAssignment, members: Sequence[Member]) -> None:
         assert place.rank is not None
         # The model of the last world, in DDP, with its group: they must not be left to a worker of a data loader, which
         # is forked with them and crashes when it finds this garbage. And they hold as much memory as the next will.
@@ -195,7 +195,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
                 self._store = host_store.connect(place.store, limit)
             else:
                 self._store = dist.TCPStore(*place.store, is_master=False, timeout=limit, wait_for_workers=False)
-        self._world_store = dist.PrefixStore(f"world/{place.number}", self._store)
+        self._world_store = dist.PrefixStore(f"world/{place.world_number}", self._store)
         backend = self._named_backend or process_group.default_backend(
             self.root_device, place.size, _num_hosts_of(members)
         )
@@ -305,7 +305,7 @@ def _num_hosts_of(members: Sequence[Member]) -> int:
     return len({member.peer.host for member in members})
 
 
-def _is_loss(error: BaseException) -> bool:
+def _is_peer_loss(error: BaseException) -> bool:
     """Whether an exception comes from a collective, or from a store that another rank should have written to."""
     at: BaseException | None = error
     while at is not None:

@@ -25,7 +25,7 @@ from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.pytorch.parallel import where_in
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.launch.strategy import WorkersStrategy
+    from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
     from lightning_strategies_ext.pytorch.parallel import ParallelStrategy as _Base
     from lightning_strategies_ext.pytorch.unfreezing import Unfreezing
 else:
@@ -59,8 +59,8 @@ class Elastic(_Base):
         """Begins what the ranks of a world do together."""
 
     def _begin_fit(self, trainer: "pl.Trainer") -> None:
-        comes_to_others = not self.membership.is_entered
-        commit = Commit(1 if comes_to_others else cast("WorkersStrategy", self).num_processes)
+        comes_to_others = not self.membership.has_joined
+        commit = Commit(1 if comes_to_others else cast("StrategyWithWorkers", self).num_processes)
         self._make_fit(trainer, next_fit_number(), commit, has_begun=comes_to_others)
 
     def _make_fit(self, trainer: "pl.Trainer", number: int, commit: Commit, *, has_begun: bool) -> None:
@@ -74,7 +74,7 @@ class Elastic(_Base):
 
     def take_part(self) -> None:
         """Lets this rank's collectives be those of all, from here on."""
-        self.membership.is_entered = True
+        self.membership.has_joined = True
         self._world.local_collectives = None
 
     @contextmanager

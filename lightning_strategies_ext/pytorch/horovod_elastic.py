@@ -98,12 +98,12 @@ class HorovodElasticStrategy(Elastic, HorovodStrategy):
 
     @override
     def _join(self) -> None:
-        is_entered = self.membership.is_entered
+        has_joined = self.membership.has_joined
         self.take_rank()
         assert isinstance(self.cluster_environment, environment.HorovodEnvironment)
         runtime.start(self.cluster_environment.launch, self.root_device)
         self._world = StageContext(self._engine, self.global_rank, self.world_size, previous=self._world)
-        if not is_entered:
+        if not has_joined:
             self._world.local_collectives = LocalCollectives(self.global_rank, self.world_size)
 
     @override

@@ -50,7 +50,7 @@ from lightning_strategies_ext.failure.failure_monitor import announce_uncaught
 from lightning_strategies_ext.failure.failure_report import is_collective_error, texts_of_exception
 from lightning_strategies_ext.failure.process_exit import install_excepthook
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
-from lightning_strategies_ext.launch.scripts import environment_of_child, exit_code_of, tear_down
+from lightning_strategies_ext.launch.script_launcher import environment_of_child, get_exit_code, tear_down
 from lightning_strategies_ext.monitoring.observer import ExchangeObserver
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.stage_context import REMOTE_REASON_TIMEOUT_S, StageContext
@@ -323,7 +323,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         """
         self._world.request_interrupt()
 
-    def note_failure(self, exception: BaseException) -> None:
+    def announce_failure(self, exception: BaseException) -> None:
         """Says to the other ranks that this one has failed; called before any ``on_exception`` hook.
 
         From here to the next stage the collectives of this rank return its own values: no other rank takes part, and a
@@ -333,7 +333,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         if not isinstance(exception, (SIGTERMException, trainer_stages.TunerExitException)):
             self._fail(exception)
 
-    def explained(self, exception: BaseException) -> BaseException:
+    def explain_exception(self, exception: BaseException) -> BaseException:
         """The exception that the user should see: the given one, or one that it came from by way of a collective."""
         return self._world.explain_exception(exception)
 
@@ -383,7 +383,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
         return True
 
     @property
-    def has_met(self) -> bool:
+    def has_joined(self) -> bool:
         """Whether this process has met the other ranks, as far as there are any."""
         return self._world.failure_monitor is not None
 
@@ -443,7 +443,7 @@ class ParallelStrategy(Registered, SavesWholeCheckpoints, LightningParallelStrat
 
     def _end_together(self, wake: Callable[[Sequence[Peer]], None], progress: CollectiveProgress) -> None:
         """Lets all ranks end when one fails or does not come; called by all ranks together, on entering a stage."""
-        self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, exit_code_of)
+        self._world.start_failure_monitor(wake, progress, self._hang_timeout_s, get_exit_code)
         install_excepthook(announce_uncaught)
 
     def _agree_on_sigterm(self, trainer: "pl.Trainer", *, is_requested: bool) -> None:

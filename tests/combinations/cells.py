@@ -115,7 +115,7 @@ def run_one(strategy: str, cell: Cell, directory: str, fault: str | None) -> Any
             return train_under_fabric(setup, make, _devices(strategy))
         return train(setup, make, _devices(strategy), Path(directory), None if fault == "no exchange" else fault)
     except Exception as exception:
-        return Failure.of(exception, any(getattr(each, "has_met", each != "auto") for each in made))
+        return Failure.of(exception, any(getattr(each, "has_joined", each != "auto") for each in made))
     finally:
         torch.compiler.reset()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_strategies_ext.launch.stage.dataset_order import KeyedOutputs, in_dataset_order
+from lightning_strategies_ext.launch.tasks.dataset_order import KeyedOutputs, in_dataset_order
 
 Predict = Callable[[list[int]], Any]
 

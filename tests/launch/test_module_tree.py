@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_strategies_ext.launch.stage.module_tree import ModuleTree, put_parts
+from lightning_strategies_ext.launch.tasks.module_tree import ModuleTree, put_parts
 
 
 class Holds(nn.Module):

@@ -15,12 +15,12 @@ import torch
 from lightning_strategies_ext import DDPRayStrategy
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.elastic.membership import Member
-from lightning_strategies_ext.launch.processes.conditions import RngState
-from lightning_strategies_ext.launch.protocol import Arrived, Members, Notice, Place, Ready
-from lightning_strategies_ext.launch.ray import cluster, line, words
-from lightning_strategies_ext.launch.ray.conditions import ConditionsElsewhere
-from lightning_strategies_ext.launch.ray.demand import Demand
-from lightning_strategies_ext.launch.ray.line import Line, Switchboard
+from lightning_strategies_ext.launch.processes.process_settings import RngState
+from lightning_strategies_ext.launch.protocol import JoinedWorld, JoinPending, RankAssignment, ReadyToJoin, WorldMembers
+from lightning_strategies_ext.launch.ray import cluster, control_messages, worker_link
+from lightning_strategies_ext.launch.ray.remote_settings import RemoteProcessSettings
+from lightning_strategies_ext.launch.ray.resource_demand import ResourceDemand
+from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_script, start_script
 from tests.support.ray_clusters import needs_ray
@@ -29,11 +29,11 @@ from tests.support.ray_clusters import needs_ray
 @pytest.mark.parametrize(
     ("demand", "num_workers", "hosts"),
     [
-        (Demand(), 2, [{"CPU": 2.0}]),
-        (Demand(0.5), 4, [{"CPU": 2.0}]),
-        (Demand(0.1), 10, [{"CPU": 1.0}]),
-        (Demand(3, placement="SPREAD"), 2, [{"CPU": 4.0}, {"CPU": 4.0}]),
-        (Demand(1, 0.5, {"fast": 1}), 2, [{"CPU": 4.0, "GPU": 1.0, "fast": 2.0, "memory": 1e9}]),
+        (ResourceDemand(), 2, [{"CPU": 2.0}]),
+        (ResourceDemand(0.5), 4, [{"CPU": 2.0}]),
+        (ResourceDemand(0.1), 10, [{"CPU": 1.0}]),
+        (ResourceDemand(3, placement_strategy="SPREAD"), 2, [{"CPU": 4.0}, {"CPU": 4.0}]),
+        (ResourceDemand(1, 0.5, {"fast": 1}), 2, [{"CPU": 4.0, "GPU": 1.0, "fast": 2.0, "memory": 1e9}]),
     ],
 )
 def test_what_fits_is_let_through(demand, num_workers, hosts):
@@ -43,10 +43,25 @@ def test_what_fits_is_let_through(demand, num_workers, hosts):
 @pytest.mark.parametrize(
     ("demand", "num_workers", "hosts", "message"),
     [
-        (Demand(), 3, [{"CPU": 2.0}], "`num_workers=3` .*`num_cpus_per_worker=1` each need 3 CPUs, and it has 2[.]"),
-        (Demand(1, 1), 2, [{"CPU": 8.0}], "`num_gpus_per_worker=1` each need 2 GPUs, and it has 0[.]"),
-        (Demand(1, 0, {"fast": 2}), 1, [{"CPU": 8.0, "fast": 1.0}], "'fast': 2.* need 2 of 'fast', and it has 1[.]"),
-        (Demand(3), 2, [{"CPU": 4.0}, {"CPU": 2.0}], r"each need 3 CPUs do not fit .* 2 hosts have room for 1 \+ 0 of"),
+        (
+            ResourceDemand(),
+            3,
+            [{"CPU": 2.0}],
+            "`num_workers=3` .*`num_cpus_per_worker=1` each need 3 CPUs, and it has 2[.]",
+        ),
+        (ResourceDemand(1, 1), 2, [{"CPU": 8.0}], "`num_gpus_per_worker=1` each need 2 GPUs, and it has 0[.]"),
+        (
+            ResourceDemand(1, 0, {"fast": 2}),
+            1,
+            [{"CPU": 8.0, "fast": 1.0}],
+            "'fast': 2.* need 2 of 'fast', and it has 1[.]",
+        ),
+        (
+            ResourceDemand(3),
+            2,
+            [{"CPU": 4.0}, {"CPU": 2.0}],
+            r"each need 3 CPUs do not fit .* 2 hosts have room for 1 \+ 0 of",
+        ),
     ],
 )
 def test_what_does_not_is_refused_with_the_numbers(demand, num_workers, hosts, message):
@@ -57,18 +72,18 @@ def test_what_does_not_is_refused_with_the_numbers(demand, num_workers, hosts, m
 def test_what_is_said_in_the_middle_of_a_job_arrives_as_it_was_and_nothing_else_is_heard():
     members = [Member(Peer(rank, "host", 7, 0.5, "name", ("10.0.0.1",)), fit=1, batches=4) for rank in range(2)]
     said = [
-        Ready(),
-        Ready("lost"),
-        Arrived(members[0]),
-        Place(1, 2, 3, ("10.0.0.1", 80)),
-        Place(None),
-        Members(members),
-        Members(None),
+        ReadyToJoin(),
+        ReadyToJoin("lost"),
+        JoinedWorld(members[0]),
+        RankAssignment(1, 2, 3, ("10.0.0.1", 80)),
+        RankAssignment(None),
+        WorldMembers(members),
+        WorldMembers(None),
     ]
-    assert [words.decoded(words.encoded(word)) for word in said] == said
-    assert isinstance(words.decoded(words.encoded(Notice())), Notice)
+    assert [control_messages.decode(control_messages.encode(message)) for message in said] == said
+    assert isinstance(control_messages.decode(control_messages.encode(JoinPending())), JoinPending)
     with pytest.raises(ValueError, match="said by nobody"):
-        words.decoded(b'["Order", {}]')
+        control_messages.decode(b'["RunTask", {}]')
 
 
 WITHOUT_RAY = """
@@ -85,7 +100,7 @@ except Exception as error:
 def test_variables_of_ray_and_of_the_host_are_not_sent_to_workers(monkeypatch):
     for name in ("RAY_AUTH_TOKEN", "SSH_AUTH_SOCK", "XDG_RUNTIME_DIR", "WANDB_API_KEY"):
         monkeypatch.setenv(name, f"value of {name}")
-    sent = pickle.dumps(ConditionsElsewhere("/", dict(os.environ), RngState.now(), 1))
+    sent = pickle.dumps(RemoteProcessSettings("/", dict(os.environ), RngState.now(), 1))
     assert b"value of WANDB_API_KEY" in sent
     assert sent.count(b"value of ") == 1
 
@@ -117,15 +132,15 @@ NUMBER = struct.Struct("!I")
 
 
 @contextmanager
-def switchboard(*numbers: int) -> Iterator[tuple[Switchboard, dict[int, Line]]]:
-    board = Switchboard("127.0.0.1")
+def switchboard(*numbers: int) -> Iterator[tuple[LinkServer, dict[int, WorkerLink]]]:
+    board = LinkServer("127.0.0.1")
     try:
         yield board, {number: board.expect(number, lambda: None) for number in numbers}
     finally:
         board.close()
 
 
-def connect(board: Switchboard, number: int, secret: bytes | None = None) -> socket.socket:
+def connect(board: LinkServer, number: int, secret: bytes | None = None) -> socket.socket:
     """Connects as a worker does, and proves that it has a secret."""
     connection = socket.create_connection(board.address)
     challenge = connection.recv(32, socket.MSG_WAITALL)
@@ -142,49 +157,49 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_connections_that_prove_nothing_delay_no_worker():
-    with switchboard(1) as (board, lines), ExitStack() as stack:
+    with switchboard(1) as (board, links), ExitStack() as stack:
         others = [stack.enter_context(socket.create_connection(board.address)) for _ in range(40)]
         for other in others[:20]:
             other.sendall(b"x")
         stack.enter_context(connect(board, 1))
-        wait_for(lambda: lines[1].has_begun)
+        wait_for(lambda: links[1].is_connected)
         for other in others:  # within their time
             assert len(other.recv(32, socket.MSG_WAITALL)) == 32
 
 
 def test_connections_that_prove_nothing_are_closed_in_the_end_and_others_take_their_place(monkeypatch):
-    monkeypatch.setattr(line, "_PROOF_S", 0.5)
-    with switchboard(1) as (board, lines), ExitStack() as stack:
+    monkeypatch.setattr(worker_link, "_PROOF_S", 0.5)
+    with switchboard(1) as (board, links), ExitStack() as stack:
         others = [stack.enter_context(socket.create_connection(board.address)) for _ in range(100)]
         stack.enter_context(connect(board, 1))
-        wait_for(lambda: lines[1].has_begun)
+        wait_for(lambda: links[1].is_connected)
         assert len(others[0].recv(32, socket.MSG_WAITALL)) == 32
         assert others[0].recv(1) == b""
 
 
 @pytest.mark.parametrize(("number", "secret"), [(1, b"guessed"), (2, None)])
 def test_a_connection_without_the_secret_or_of_no_worker_is_closed(number: int, secret: bytes | None):
-    with switchboard(1) as (board, lines), connect(board, number, secret) as stranger:
+    with switchboard(1) as (board, links), connect(board, number, secret) as stranger:
         assert stranger.recv(1) == b""
-        assert not lines[1].has_begun
+        assert not links[1].is_connected
 
 
 def test_a_second_connection_does_not_take_the_place_of_a_worker():
-    with switchboard(1) as (board, lines), connect(board, 1) as worker:
-        wait_for(lambda: lines[1].has_begun)
+    with switchboard(1) as (board, links), connect(board, 1) as worker:
+        wait_for(lambda: links[1].is_connected)
         with connect(board, 1) as second:
             assert second.recv(1) == b""
-        lines[1].signal(12)
+        links[1].signal(12)
         assert worker.recv(6, socket.MSG_WAITALL)[-1] == 12
-        assert not lines[1].closed.is_set()
+        assert not links[1].closed.is_set()
 
 
 @pytest.mark.processes
 def test_a_worker_proves_that_it_has_the_secret_and_does_not_send_it():
     script = """
 import sys
-from lightning_strategies_ext.launch.ray.line import MainLine
-MainLine(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 7)
+from lightning_strategies_ext.launch.ray.worker_link import MainLink
+MainLink(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 7)
 """
     secret, challenge = bytes(range(32)), b"c" * 32
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -214,7 +229,7 @@ def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
 )
 def test_where_nobody_answers_ray_client_the_token_is_thought_of(monkeypatch, address: str, mode: str, is_said: bool):
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    message = cluster.unreachable(address, ConnectionError("ray client connection timeout"))
+    message = cluster.unreachable_message(address, ConnectionError("ray client connection timeout"))
     assert message.startswith(f"`address={address!r}`: no Ray cluster is there (ray client connection timeout). ")
     assert ("`RAY_AUTH_MODE=token` before Ray is imported" in message) is is_said
 
@@ -237,15 +252,15 @@ def test_a_proxy_of_ray_client_that_starts_no_server_is_asked_again(
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(cluster, "_this_session", lambda: "session")
-    monkeypatch.setattr(cluster, "hosts", lambda: [{"CPU": 2.0}])
+    monkeypatch.setattr(cluster, "host_resources", lambda: [{"CPU": 2.0}])
     try:
         if failures < attempts:
-            assert cluster.join(address, cluster.Demand(1), 1, None)
+            assert cluster.connect(address, cluster.ResourceDemand(1), 1, None)
         else:
             with pytest.raises(RuntimeError, match="Starting Ray client server failed"):
-                cluster.join(address, cluster.Demand(1), 1, None)
+                cluster.connect(address, cluster.ResourceDemand(1), 1, None)
     finally:
-        cluster.leave()
+        cluster.disconnect()
     assert asked == [address] * attempts
 
 

@@ -25,8 +25,8 @@ from tests.support.ranks import run_ranks
 class NotesFailures(DDPStrategy):
     noted: type[BaseException] | None = None
 
-    def note_failure(self, exception: BaseException) -> None:
-        super().note_failure(exception)
+    def announce_failure(self, exception: BaseException) -> None:
+        super().announce_failure(exception)
         self.noted = type(exception)
 
 

@@ -52,20 +52,24 @@ CALLED_INSTEAD = {
     "collectives.base.Collectives.all_gather": [f"{_DISTRIBUTED}:_all_gather_ddp_if_available"],
     "collectives.base.Collectives.broadcast_module": [f"{_OVERRIDES}:_sync_module_states"],
     "collectives.base.Collectives.reduce": [f"{_DISTRIBUTED}:_sync_ddp_if_available", f"{_DISTRIBUTED}:_sync_ddp"],
-    "launch.processes.conditions.Conditions.apply": [
+    "launch.processes.process_settings.ProcessSettings.apply": [
         f"{_FABRIC_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot.capture",
         f"{_FABRIC_LAUNCHERS}.multiprocessing:_GlobalStateSnapshot.restore",
     ],
-    "launch.processes.process.ProcessStarter.check_can_start": [
+    "launch.processes.worker_process.ProcessStarter.check_can_start": [
         f"{_FABRIC_LAUNCHERS}.multiprocessing:_check_bad_cuda_fork"
     ],
-    "launch.scripts.started": [f"{_FABRIC_LAUNCHERS}.subprocess_script:_ChildProcessObserver._run"],
-    "launch.worker_group.Workers._num_threads": [
+    "launch.script_launcher.running_script_processes": [
+        f"{_FABRIC_LAUNCHERS}.subprocess_script:_ChildProcessObserver._run"
+    ],
+    "launch.worker_group.WorkerGroup._num_threads": [
         f"{_DISTRIBUTED}:_set_num_threads_if_needed",
         f"{_DISTRIBUTED}:_suggested_max_num_threads",
     ],
-    "launch.worker_group.Workers.check_can_start": [f"{_FABRIC_LAUNCHERS}.multiprocessing:_check_missing_main_guard"],
-    "launch.launchers.WorkerLauncher.launch": [
+    "launch.worker_group.WorkerGroup.check_can_start": [
+        f"{_FABRIC_LAUNCHERS}.multiprocessing:_check_missing_main_guard"
+    ],
+    "launch.worker_launcher.WorkerLauncher.launch": [
         f"{_WORKERS}.launch",
         f"{_WORKERS}._wrapping_function",
         f"{_WORKERS}._recover_results_in_main_process",

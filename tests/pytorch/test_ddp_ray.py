@@ -285,25 +285,25 @@ def test_a_worker_whose_daemon_is_gone_is_lost_also_where_that_is_all_it_can_say
     from ray.exceptions import RaySystemError
 
     from lightning_strategies_ext.launch.protocol import Ping
-    from lightning_strategies_ext.launch.ray.line import Switchboard
-    from lightning_strategies_ext.launch.ray.worker import RayWorker
+    from lightning_strategies_ext.launch.ray.ray_worker import RayWorker
+    from lightning_strategies_ext.launch.ray.worker_link import LinkServer
 
     class Actor:
         def __init__(self, *args: Any) -> None:
             pass
 
-        def answer(self, *args: Any) -> None:
+        def handle(self, *args: Any) -> None:
             raise RaySystemError("Broken pipe")  # as Ray does in the moment between
 
-    switchboard = Switchboard("127.0.0.1")
-    worker = RayWorker(1, 0, 0, switchboard, {"num_cpus": 0.1}, ray.remote(Actor), may_change=False)
+    link_server = LinkServer("127.0.0.1")
+    worker = RayWorker(1, 0, 0, link_server, {"num_cpus": 0.1}, ray.remote(Actor), is_elastic=False)
     try:
         worker.send(Ping())
-        assert worker.has_said(300)
-        answer = worker.answer()
+        assert worker.poll(300)
+        answer = worker.next_reply()
     finally:
         worker.close()
-        switchboard.close()
+        link_server.close()
     assert isinstance(answer, WorkerDiedError)
     assert "System error: Broken pipe" in str(answer)
 

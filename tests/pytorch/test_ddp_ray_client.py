@@ -125,13 +125,13 @@ def test_what_stands_for_a_main_process_ends_when_that_says_nothing():
     import ray
     from ray.exceptions import RayActorError
 
-    from lightning_strategies_ext.launch.ray.relay import Relay
+    from lightning_strategies_ext.launch.ray.link_relay import LinkRelayActor
 
-    relay = ray.remote(Relay).options(num_cpus=0).remote(1.0)
+    relay = ray.remote(LinkRelayActor).options(num_cpus=0).remote(1.0)
 
     def ask() -> None:
         while True:
-            ray.get(relay.where.remote())
+            ray.get(relay.endpoint.remote())
             time.sleep(0.1)
 
     with pytest.raises(RayActorError):

@@ -168,8 +168,8 @@ class SavesWhenStopped(DDPSpawnStrategy):
         super().__init__()
         self.path = path
 
-    def note_failure(self, exception: BaseException) -> None:
-        super().note_failure(exception)
+    def announce_failure(self, exception: BaseException) -> None:
+        super().announce_failure(exception)
         if self.global_rank == 0:
             torch.save(trainer_stages.dump_checkpoint(self.lightning_module.trainer), self.path)
 

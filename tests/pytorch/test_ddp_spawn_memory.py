@@ -79,10 +79,10 @@ def test_bringing_back_a_large_model_takes_little_more_memory_than_the_model():
 def test_without_shared_memory_results_come_through_a_file_and_it_is_said_once(monkeypatch, caplog, tmp_path):
     import tempfile
 
-    from lightning_strategies_ext.launch.transport import segments
+    from lightning_strategies_ext.launch.transport import memory_files
 
     monkeypatch.delattr(os, "memfd_create")  # as on a system that has none; forked workers have none either
-    monkeypatch.setattr(segments, "_has_told_of_files", False)
+    monkeypatch.setattr(memory_files, "_has_logged_fallback", False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, expected = seeded(), seeded()
     trainer = spawn_trainer("ddp_fork_ext", max_epochs=1)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_strategies_ext import DDPSpawnStrategy
-from lightning_strategies_ext.launch.transport import segments
+from lightning_strategies_ext.launch.transport import memory_files
 from tests.support.ddp_spawn_trainers import Configurable, Stateful, seeded, spawn_trainer
 from tests.support.models import (
     MLP,
@@ -193,13 +193,13 @@ def test_processes_that_a_worker_starts_compute_in_as_many_threads(start_method,
 
 def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(monkeypatch):
     written = []
-    write = segments.Segment.write.__func__
+    write = memory_files.MemoryFile.write.__func__
 
     def noting(cls: Any, buffers: Any) -> Any:
         written.append(sum(memoryview(buffer).nbytes for buffer in buffers))
         return write(cls, buffers)
 
-    monkeypatch.setattr(segments.Segment, "write", classmethod(noting))
+    monkeypatch.setattr(memory_files.MemoryFile, "write", classmethod(noting))
     model = HoldsLargeData()
     with DDPSpawnStrategy() as strategy:
         trainer = spawn_trainer(strategy, limit_test_batches=2)

@@ -39,15 +39,15 @@ HALF = {"num_cpus_per_worker": 0.5}
 def own_ray() -> Iterator[None]:
     """Ray on this machine, started as the strategy starts it, for several Trainers."""
     from lightning_strategies_ext.launch.ray import cluster
-    from lightning_strategies_ext.launch.ray.demand import Demand
+    from lightning_strategies_ext.launch.ray.resource_demand import ResourceDemand
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))
         try:
-            cluster.join("local", Demand(0.5), 1, None)
+            cluster.connect("local", ResourceDemand(0.5), 1, None)
             yield
         finally:
-            cluster.leave()
+            cluster.disconnect()
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:
     for module in ("torchmetrics", preloaded):
         importlib.import_module(module)
     gc.freeze()  # so that no collection in a worker writes to pages that all share
-    from lightning_strategies_ext.launch.processes import worker
+    from lightning_strategies_ext.launch.processes import worker_main
 
     context = multiprocessing.get_context("fork")
     children: dict[int, BaseProcess] = {}
@@ -126,7 +126,7 @@ def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:
     # No thread watches the main process here: threads do not survive a fork.
     while peers.is_running(main_pid, started):
         running = [child.sentinel for child in children.values() if child.exitcode is None]
-        wait([requests, *running], worker.PARENT_POLL_S)
+        wait([requests, *running], worker_main.PARENT_POLL_S)
         with suppress(BlockingIOError):
             kind, fds, _, _ = socket.recv_fds(requests, 1, 3, socket.MSG_DONTWAIT)
             if not kind:
@@ -146,21 +146,21 @@ def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:
                 if ended is not None:
                     ended.join(timeout=1)
                     code = ended.exitcode
-                answer = pickle.dumps(code)
-                requests.sendall(bytes([len(answer)]) + answer)
+                reply = pickle.dumps(code)
+                requests.sendall(bytes([len(reply)]) + reply)
     os._exit(0)  # at once: nothing here needs Python's shutdown, and the main process waits
 
 
 def _run_worker(requests: socket.socket, fds: list[int], main_pid: int) -> None:
-    from lightning_strategies_ext.launch.processes import worker
+    from lightning_strategies_ext.launch.processes import worker_main
 
     requests.close()
     connected, *outputs = fds
     for fd, number in zip(outputs, (1, 2), strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    with worker.own_exit_handlers():
-        worker.serve(socket.socket(fileno=connected), main_pid)
+    with worker_main.isolated_exit_handlers():
+        worker_main.serve(socket.socket(fileno=connected), main_pid)
 
 
 if __name__ == "__main__":

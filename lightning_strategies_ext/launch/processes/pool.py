@@ -21,10 +21,10 @@ from typing import Any
 from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.failure.process_exit import MONITOR_EXIT_CODE
 from lightning_strategies_ext.launch.processes import fork_server
-from lightning_strategies_ext.launch.processes.conditions import Conditions, RngState
-from lightning_strategies_ext.launch.processes.starter import END_S, SentJob, Starter, Worker
-from lightning_strategies_ext.launch.processes.worker import Job
-from lightning_strategies_ext.launch.protocol import Done, End, Failure, Order, Pull, Save
+from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState
+from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, SentTask, Worker, WorkerStarter
+from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
+from lightning_strategies_ext.launch.protocol import PullResult, RunTask, SaveState, Shutdown, TaskDone, TaskFailed
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ INTERRUPT_GRACE_S = 10.0
 _POLL_S = 0.5
 
 #: What each worker has said to a job, by local rank.
-Answers = dict[int, Done | Failure | WorkerDiedError]
+TaskReplies = dict[int, TaskDone | TaskFailed | WorkerDiedError]
 
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 #: Threads in which pools are closed.
@@ -45,7 +45,7 @@ _closing: list[threading.Thread] = []
 
 
 @dataclass
-class Outcome:
+class TaskOutcome:
     """How a job ended.
 
     Attributes:
@@ -65,16 +65,16 @@ class WorkerPool:
     Args:
         num_workers: How many.
         starter: What starts them.
-        passed_through: Exceptions of a worker that this process should raise as they are.
-        inherited: A job that workers get by being forked, for what cannot be pickled.
+        reraised_types: Exceptions of a worker that this process should raise as they are.
+        inherited_task: A job that workers get by being forked, for what cannot be pickled.
     """
 
     def __init__(
         self,
         num_workers: int,
-        starter: Starter,
-        passed_through: tuple[type[BaseException], ...] = (),
-        inherited: Job | None = None,
+        starter: WorkerStarter,
+        reraised_types: tuple[type[BaseException], ...] = (),
+        inherited_task: WorkerTask | None = None,
     ) -> None:
         if not _pools:
             atexit.unregister(_close_all)
@@ -82,15 +82,15 @@ class WorkerPool:
         # A process that multiprocessing itself has started waits for its children before it comes to `atexit`.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         self._owner = os.getpid()
-        self._passed_through = passed_through
+        self._reraised_types = reraised_types
         self._workers: list[Any] = []  # of the starter's class
         self._busy: set[int] = set()  # local ranks whose answer is missing
         _pools.add(self)
         self._starter = starter
-        self._inherited = inherited
+        self._inherited_task = inherited_task
         try:
             for rank in range(num_workers):
-                self._workers.append(starter.start(rank, num_workers, inherited))
+                self._workers.append(starter.start(rank, num_workers, inherited_task))
             self._workers = starter.prepare(self._workers)
         except BaseException:
             self.close()
@@ -102,7 +102,7 @@ class WorkerPool:
             return False
         for worker in self._workers:
             worker.ping()
-        return all(worker.is_there() for worker in self._workers)
+        return all(worker.is_responsive() for worker in self._workers)
 
     @property
     def workers(self) -> list[Any]:
@@ -111,7 +111,7 @@ class WorkerPool:
 
     @property
     def address(self) -> str | None:
-        """See :attr:`.Starter.address`."""
+        """See :attr:`.WorkerStarter.address`."""
         return self._starter.address
 
     @property
@@ -119,34 +119,34 @@ class WorkerPool:
         """Process ids, in order of ranks."""
         return [worker.pid for worker in self._workers]
 
-    def run(self, job: SentJob | None, conditions: Sequence[Conditions], continues: bool) -> Outcome:
+    def run(self, task: SentTask | None, settings: Sequence[ProcessSettings], is_continuation: bool) -> TaskOutcome:
         """Runs a job in all workers and waits until each has run it, or one has failed.
 
         Args:
-            job: The job, pickled; None for the one that the workers inherited.
-            conditions: For each worker.
-            continues: See :class:`.Order`.
+            task: The job, pickled; None for the one that the workers inherited.
+            settings: For each worker.
+            is_continuation: See :class:`.RunTask`.
         """
-        answers: Answers = {}
+        replies: TaskReplies = {}
 
         def has_failed() -> bool:
-            return any(not isinstance(answer, Done) for answer in answers.values())
+            return any(not isinstance(reply, TaskDone) for reply in replies.values())
 
         self._busy = {worker.rank for worker in self._workers}
         try:
             with self.forwarding_sigterm():
-                for worker, condition in zip(self._workers, conditions, strict=True):
-                    self.give(worker, Order(condition, continues, is_inherited=job is None), job)
-                self._collect(answers, until=has_failed)
+                for worker, own in zip(self._workers, settings, strict=True):
+                    self.submit(worker, RunTask(own, is_continuation, is_inherited=task is None), task)
+                self._collect(replies, until=has_failed)
                 if has_failed():
-                    self._settle(answers)
+                    self._collect_failures(replies)
         except KeyboardInterrupt as interrupt:
-            return self._interrupt(answers, interrupt)
-        has_results = {rank for rank, answer in answers.items() if _has_results(answer)}
-        rng = [answer.rng for _, answer in sorted(answers.items()) if isinstance(answer, Done)]
+            return self._interrupt(replies, interrupt)
+        has_results = {rank for rank, reply in replies.items() if _has_results(reply)}
+        rng = [reply.rng for _, reply in sorted(replies.items()) if isinstance(reply, TaskDone)]
         if len(rng) == len(self._workers):
-            return Outcome(None, has_results, rng)
-        return Outcome(self.error_of(answers), has_results)
+            return TaskOutcome(None, has_results, rng)
+        return TaskOutcome(self.error_of(replies), has_results)
 
     def pull(self, rank: int, timeout_s: float | None = None) -> Iterator[Any]:
         """Yields the results of a worker's job, one by one; each is written when it is asked for.
@@ -162,20 +162,20 @@ class WorkerPool:
         worker = self._workers[rank]
         while True:
             try:
-                worker.send(Pull())
-                if not worker.has_said(timeout_s):
+                worker.send(PullResult())
+                if not worker.poll(timeout_s):
                     worker.kill()
                 result = worker.receive()
             except (OSError, EOFError):
                 raise worker.death() from None
-            if isinstance(result, End):
+            if isinstance(result, Shutdown):
                 return
-            if isinstance(result, Failure):
-                raise self._raised(rank, result)
+            if isinstance(result, TaskFailed):
+                raise self._error_from(rank, result)
             yield result
             del result
 
-    def save(self, rank: int, path: str, timeout_s: float | None = None) -> str | None:
+    def save_state(self, rank: int, path: str, timeout_s: float | None = None) -> str | None:
         """Lets a worker write the state of its stage to a file, where it cannot be pulled.
 
         Args:
@@ -188,22 +188,22 @@ class WorkerPool:
         """
         worker = self._workers[rank]
         try:
-            worker.send(Save(path))
-            if not worker.has_said(timeout_s):
+            worker.send(SaveState(path))
+            if not worker.poll(timeout_s):
                 return f"rank {rank} did not write it in {timeout_s} s"
-            answer = worker.receive()
+            reply = worker.receive()
         except (OSError, EOFError):
             return str(worker.death())
-        return answer.summary if isinstance(answer, Failure) else None
+        return reply.summary if isinstance(reply, TaskFailed) else None
 
     def replace(self, rank: int) -> Any:
         """Starts a worker in the place of one that has died; it gets ready while others work."""
         dead = self._workers[rank]
         dead.close()
-        worker = self._workers[rank] = self._starter.replace(dead, len(self._workers), self._inherited)
+        worker = self._workers[rank] = self._starter.replace(dead, len(self._workers), self._inherited_task)
         return worker
 
-    def keep(self, workers: Sequence[Worker]) -> None:
+    def retain(self, workers: Sequence[Worker]) -> None:
         """Ends all others; these have other ranks from here on, in this order."""
         for worker in self._workers:
             if worker not in workers:
@@ -229,21 +229,21 @@ class WorkerPool:
             if worker.rank in self._busy:
                 worker.kill()
             with suppress(OSError):
-                worker.send(End())
-        deadline = time.monotonic() + END_S
+                worker.send(Shutdown())
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
         for worker in workers:
             worker.wait(max(0.0, deadline - time.monotonic()))
             worker.kill()
             worker.close()
         self._starter.close()
 
-    def close_as_garbage(self) -> None:
+    def close_in_background(self) -> None:
         """The same, when what it was for is garbage: at once, or in a thread.
 
         Garbage is collected within whatever this process is at. Within a call of Ray Client, which has a lock then, the
         calls that end workers on Ray would wait for that for ever.
         """
-        if not self._starter.ends_by_calls:
+        if not self._starter.closes_through_library:
             self.close()
             return
         thread = threading.Thread(target=self.close, daemon=True, name="lightning-strategies-ext end of workers")
@@ -254,10 +254,10 @@ class WorkerPool:
         else:
             _closing.append(thread)
 
-    def give(self, worker: Worker, order: Order, job: SentJob | None) -> None:
+    def submit(self, worker: Worker, order: RunTask, task: SentTask | None) -> None:
         """Orders a worker to run a job; None is the one that it inherited."""
         with suppress(OSError):  # it died: who waits for its answer finds out why
-            worker.give(order, job)
+            worker.submit(order, task)
 
     @contextmanager
     def forwarding_sigterm(self) -> Generator[None, None, None]:
@@ -276,49 +276,49 @@ class WorkerPool:
 
     def _collect(
         self,
-        answers: Answers,
+        replies: TaskReplies,
         until: Callable[[], bool],
         timeout_s: float | None = None,
     ) -> None:
         """Waits for the answers that are still missing, until a condition holds or the time is over."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not until() and len(answers) < len(self._workers):
-            missing = [worker for worker in self._workers if worker.rank not in answers]
+        while not until() and len(replies) < len(self._workers):
+            missing = [worker for worker in self._workers if worker.rank not in replies]
             left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
             if left < 0:
                 return
-            wait([what for worker in missing for what in worker.pollable], left)
+            wait([what for worker in missing for what in worker.waitables], left)
             for worker in missing:
-                answer = worker.answer()
-                if answer is not None:
-                    answers[worker.rank] = answer
+                reply = worker.next_reply()
+                if reply is not None:
+                    replies[worker.rank] = reply
                     self._busy.discard(worker.rank)
 
-    def _settle(self, answers: Answers) -> None:
+    def _collect_failures(self, replies: TaskReplies) -> None:
         """After a failure: lets the others fail as well, which tells which was the first; kills those that do not."""
 
         def nothing_more_is_needed() -> bool:
-            return 0 in answers
+            return 0 in replies
 
-        self._collect(answers, until=nothing_more_is_needed, timeout_s=GRACE_S)
-        self._collect(answers, until=lambda: False, timeout_s=SHORT_GRACE_S)
+        self._collect(replies, until=nothing_more_is_needed, timeout_s=GRACE_S)
+        self._collect(replies, until=lambda: False, timeout_s=SHORT_GRACE_S)
         for worker in self._workers:
-            if worker.rank not in answers:
+            if worker.rank not in replies:
                 log.info("rank %d does not end after another has failed, it is killed", worker.rank)
                 worker.kill()
 
-    def _interrupt(self, answers: Answers, interrupt: KeyboardInterrupt) -> Outcome:
+    def _interrupt(self, replies: TaskReplies, interrupt: KeyboardInterrupt) -> TaskOutcome:
         try:
             self.signal(signal.SIGINT)
-            self._collect(answers, until=lambda: False, timeout_s=INTERRUPT_GRACE_S)
+            self._collect(replies, until=lambda: False, timeout_s=INTERRUPT_GRACE_S)
         except KeyboardInterrupt:  # the user means it
             pass
-        return Outcome(interrupt, {rank for rank, answer in answers.items() if _has_results(answer)})
+        return TaskOutcome(interrupt, {rank for rank, reply in replies.items() if _has_results(reply)})
 
-    def error_of(self, answers: Answers) -> BaseException:
+    def error_of(self, replies: TaskReplies) -> BaseException:
         """What the main process should raise for what workers have said, by local rank."""
-        deaths = [answer for answer in answers.values() if isinstance(answer, WorkerDiedError)]
-        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        deaths = [reply for reply in replies.values() if isinstance(reply, WorkerDiedError)]
+        failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, TaskFailed)}
         # Those that a watch has ended had another reason, if there is another.
         stuck = any(getattr(failure.exception, "is_stuck", False) for failure in failures.values())
         ended = (MONITOR_EXIT_CODE, -signal.SIGKILL) if stuck else (MONITOR_EXIT_CODE,)
@@ -329,46 +329,47 @@ class WorkerPool:
             error = WorkerDiedError(
                 f"{death}{others}", death.error_index, death.error_pid, death.exit_code, death.signal_name
             )
-            first = next((failure.first for failure in failures.values() if failure.first), None)
+            first = next((failure.first_failure for failure in failures.values() if failure.first_failure), None)
             if first is not None and first.ranks == (death.error_index,):  # how, only the process that started it knows
                 first = replace(first, headline=str(death))
             error.first_failure = first
             return error
         # Who has failed because another had, or had to be ended for it, was not the first, even if it is heard first.
-        rank = min(failures, key=lambda rank: (failures[rank].is_consequence, failures[rank].time))
+        rank = min(failures, key=lambda rank: (failures[rank].is_secondary, failures[rank].time))
         failure = failures[rank]
         exception = failure.exception
-        if isinstance(exception, self._passed_through):
+        if isinstance(exception, self._reraised_types):
             return exception
-        return self._raised_by_all(failures) or self._raised(rank, failure)
+        return self._raised_by_all(failures) or self._error_from(rank, failure)
 
-    def _raised_by_all(self, failures: dict[int, Failure]) -> Exception | None:
+    def _raised_by_all(self, failures: dict[int, TaskFailed]) -> Exception | None:
         """Returns the exception that all ranks raised, of the same class and with the same message; rank 0's one.
 
         Its cause is the :class:`.WorkerRaisedError` with the traceback.
         """
-        exceptions = [failure.exception for _, failure in sorted(failures.items()) if not failure.is_consequence]
+        exceptions = [failure.exception for _, failure in sorted(failures.items()) if not failure.is_secondary]
         first = exceptions[0] if len(exceptions) == len(self._workers) else None
         if not isinstance(first, Exception):
             return None
         if any(type(other) is not type(first) or str(other) != str(first) for other in exceptions):
             return None
-        cause = self._raised(min(failures), failures[min(failures)])
+        cause = self._error_from(min(failures), failures[min(failures)])
         cause.__cause__ = None  # it would be its own cause
         first.__cause__ = cause
         return first
 
-    def _raised(self, rank: int, failure: Failure) -> WorkerRaisedError:
+    def _error_from(self, rank: int, failure: TaskFailed) -> WorkerRaisedError:
         worker = self._workers[rank]
-        message = f"rank {rank} ({worker.where}) failed: {failure.summary}\n\nTrace of rank {rank}:\n{failure.trace}"
+        headline = f"rank {rank} ({worker.description}) failed: {failure.summary}"
+        message = f"{headline}\n\nTrace of rank {rank}:\n{failure.traceback}"
         error = WorkerRaisedError(message, rank, worker.pid)
         error.__cause__ = failure.exception
-        error.first_failure = failure.first
+        error.first_failure = failure.first_failure
         return error
 
 
-def _has_results(answer: Done | Failure | WorkerDiedError) -> bool:
-    return isinstance(answer, Done) or (isinstance(answer, Failure) and answer.has_results)
+def _has_results(reply: TaskDone | TaskFailed | WorkerDiedError) -> bool:
+    return isinstance(reply, TaskDone) or (isinstance(reply, TaskFailed) and reply.has_results)
 
 
 def wait_until_closed() -> None:

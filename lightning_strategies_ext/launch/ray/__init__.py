@@ -1,9 +1,9 @@
-"""Workers on a Ray cluster: who places them, what carries messages, jobs, signals and output. It knows no Lightning.
+"""Workers on a Ray cluster: placement, messages, tasks, signals, and output. This package does not know Lightning.
 
-The pool, the worker's part of the protocol and the stage are those of ``processes`` and ``stage`` beside this. Ray
-starts a process for each worker, an actor, and ends it; a message is a call of a method of the actor, and tensors go
-through Ray's object store. A :class:`.Line` beside it carries what cannot wait until the actor's method returns. Where
-the main process is outside of the cluster (Ray Client), a :class:`.Relay` inside takes its part.
+The pool, the worker's part of the protocol, and the tasks are those of ``processes`` and ``tasks`` beside this package.
+Ray starts one process for each worker, an actor, and ends it. A message is a call of a method of the actor, and tensors
+travel through Ray's object store. A :class:`.WorkerLink` carries what cannot wait until that method returns. Where the
+main process is outside the cluster (Ray Client), a :class:`.LinkRelayActor` inside relays the links.
 
-What it does not promise: that a job whose ranks may change runs with a main process outside of the cluster.
+Not supported: an elastic task whose main process is outside the cluster.
 """

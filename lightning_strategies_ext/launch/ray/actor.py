@@ -13,15 +13,15 @@ import psutil
 import ray
 
 from lightning_strategies_ext._system.connections import release_ports, reserve_port
-from lightning_strategies_ext.launch.processes.worker import Service, WorkerState
-from lightning_strategies_ext.launch.protocol import Failure, Order, Start
-from lightning_strategies_ext.launch.ray.line import MainLine
-from lightning_strategies_ext.launch.ray.messages import Parcel, Reply
-from lightning_strategies_ext.launch.transport.messages import dump, main_is_elsewhere
+from lightning_strategies_ext.launch.processes.worker_main import WorkerService, WorkerState
+from lightning_strategies_ext.launch.protocol import RunTask, TaskFailed, WorkerSetup
+from lightning_strategies_ext.launch.ray.payloads import ActorReply, RayPayload
+from lightning_strategies_ext.launch.ray.worker_link import MainLink
+from lightning_strategies_ext.launch.transport.pickling import dump, use_remote_main
 
 
 @dataclass(frozen=True)
-class Facts:
+class WorkerHostInfo:
     """What only a worker knows of its place.
 
     Attributes:
@@ -45,18 +45,18 @@ class WorkerActor:
     """A worker. Ray calls its methods one after the other, in the main thread, where signals arrive.
 
     Args:
-        address: See :class:`.MainLine`.
-        secret: See :class:`.MainLine`.
-        number: See :class:`.MainLine`.
+        address: See :class:`.MainLink`.
+        secret: See :class:`.MainLink`.
+        number: See :class:`.MainLink`.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, number: int) -> None:
         gc.disable()  # see `worker.command`
-        self._line = MainLine(address, secret, number)
-        self._service: Service | None = None
+        self._link = MainLink(address, secret, number)
+        self._service: WorkerService | None = None
         self._rest: Iterator[Any] = iter(())
 
-    def facts(self, paths: Sequence[str], modules: Sequence[str], packages: Sequence[str]) -> Facts:
+    def info(self, paths: Sequence[str], modules: Sequence[str], packages: Sequence[str]) -> WorkerHostInfo:
         """Tells where it is, when it has imported what jobs need.
 
         Args:
@@ -70,43 +70,46 @@ class WorkerActor:
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
         port = reserve_port(address)
-        return Facts(os.getpid(), context.get_node_id(), address, _interface_with(address), port, versions(packages))
+        return WorkerHostInfo(
+            os.getpid(), context.get_node_id(), address, _interface_with(address), port, versions(packages)
+        )
 
-    def start(self, start: Start) -> Failure | None:
+    def start(self, start: WorkerSetup) -> TaskFailed | None:
         """Gets ready for jobs; returns why that has failed, if it has."""
-        main_is_elsewhere()
-        if start.seat is None or start.seat.rank > 0 or start.seat.num_hosts == 1:  # it serves no store at the port
+        use_remote_main()
+        info = start.rank_info
+        if info is None or info.rank > 0 or info.num_nodes == 1:  # it serves no store at the port
             release_ports()
-        _let_signals_in()
-        self._service = Service(WorkerState(start, self._line.channel))
-        return self._service.prepare(start)
+        _restore_signal_handling()
+        self._service = WorkerService(WorkerState(start, self._link.channel))
+        return self._service.set_up(start)
 
-    def answer(self, message: Any, job: Parcel | None = None) -> Reply:
+    def handle(self, message: Any, task: RayPayload | None = None) -> ActorReply:
         """Answers a message.
 
         Args:
             message: The message.
-            job: What follows an :class:`.Order`.
+            task: What follows an :class:`.RunTask`.
         """
         assert self._service is not None
-        self.go_on()
-        if isinstance(message, Order):
-            assert job is not None
-        self._rest = self._service.answers(message, job.envelope if job is not None else Parcel(b"").envelope)
-        del job
-        answer = next(self._rest)
+        self.finish_reply()
+        if isinstance(message, RunTask):
+            assert task is not None
+        self._rest = self._service.handle(message, (task or RayPayload(b"")).to_received_message)
+        del task
+        reply = next(self._rest)
         try:
-            pickled = dump(answer, returning=True)
+            pickled = dump(reply, is_return=True)
         except Exception as exception:
-            answer = self._service.note_unsent(exception)
-            pickled = dump(answer, returning=True)
-        return Reply(Parcel.of(pickled), getattr(answer, "is_only_read", False), self._line.flush())
+            reply = self._service.fail_unsent_result(exception)
+            pickled = dump(reply, is_return=True)
+        return ActorReply(RayPayload.of(pickled), getattr(reply, "is_only_read", False), self._link.flush())
 
-    def go_on(self) -> None:
+    def finish_reply(self) -> None:
         """Does what is left to do after an answer."""
         for _ in self._rest:
             pass
-        if self._service is not None and self._service.has_ended:
+        if self._service is not None and self._service.is_finished:
             self.end()
 
     def end(self) -> None:
@@ -114,11 +117,11 @@ class WorkerActor:
         self._rest = iter(())
         self._service = None
         gc.collect()  # ends the workers of dataloaders
-        self._line.flush()
+        self._link.flush()
         ray.actor.exit_actor()
 
 
-def _let_signals_in() -> None:
+def _restore_signal_handling() -> None:
     """Lets this worker hear what comes over the line, as one that is no child of Ray does, and no Ctrl-C of a terminal.
 
     Ray starts workers with SIGINT blocked, and handles SIGTERM by an exit, which Lightning would call beside its own.

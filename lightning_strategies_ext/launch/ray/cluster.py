@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lightning_strategies_ext.interpreters import module_path
-from lightning_strategies_ext.launch.ray.demand import Demand
+from lightning_strategies_ext.launch.ray.resource_demand import ResourceDemand
 from lightning_strategies_ext.registry import UnavailableHereError
 
 log = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ _session: str | None = None
 _address: str | None = None
 
 
-def check_has_ray() -> None:
+def check_ray_installed() -> None:
     """Refuses to go on without Ray.
 
     Raises:
         UnavailableHereError: If it is not installed; names the extra.
     """
     try:
-        with _sigterm_as_it_was():
+        with _preserved_sigterm_handler():
             import ray
     except ImportError as error:
         raise UnavailableHereError(
@@ -60,7 +60,7 @@ def check_has_ray() -> None:
         )
 
 
-def is_of_client(address: str | None) -> bool:
+def is_client_address(address: str | None) -> bool:
     """Whether an address is that of a server of Ray Client."""
     return address is not None and address.startswith("ray://")
 
@@ -74,14 +74,14 @@ def check_address(address: Any) -> None:
     """
     if address is not None and not isinstance(address, str):
         raise TypeError(f"`address` must be None, 'auto', 'local', 'host:port' or 'ray://host:port', got {address!r}.")
-    if is_of_client(address) and importlib.util.find_spec("grpc") is None:
+    if is_client_address(address) and importlib.util.find_spec("grpc") is None:
         raise UnavailableHereError(
             f"`address={address!r}` needs Ray Client. Install it: `pip install 'ray[client]'`, here and on the head of"
             " the cluster."
         )
 
 
-def unreachable(address: str, error: Exception) -> str:
+def unreachable_message(address: str, error: Exception) -> str:
     """What to say where nobody answers."""
     wants_token = (
         " If one is there, it may want a token, as Ray 2.60 does by default: set `RAY_AUTH_MODE=token` before Ray is"
@@ -90,12 +90,12 @@ def unreachable(address: str, error: Exception) -> str:
     return (
         f"`address={address!r}`: no Ray cluster is there ({error}). Start one with `ray start --head`, or leave the"
         " argument out to have one on this machine for as long as it is needed."
-        + (wants_token if is_of_client(address) and not os.environ.get("RAY_AUTH_MODE") else "")
+        + (wants_token if is_client_address(address) and not os.environ.get("RAY_AUTH_MODE") else "")
     )
 
 
-def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dict[str, Any] | None) -> bool:
-    """Connects this process to a cluster, or starts one; :func:`leave` is to be called as often.
+def connect(address: str | None, demand: ResourceDemand, num_workers: int, runtime_env: dict[str, Any] | None) -> bool:
+    """Connects this process to a cluster, or starts one; :func:`disconnect` is to be called as often.
 
     Args:
         address: "auto" for the cluster that this machine belongs to, ``"host:port"`` for another, "local" for a new one
@@ -120,8 +120,8 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
             if _session != _this_session():
                 _forget()  # the user has left ours, and has connected to another since
             if not _users or address != _address:
-                _check_is_asked_for(address)
-            demand.check_fits(num_workers, hosts(), "the Ray cluster")
+                _check_same_cluster(address)
+            demand.check_fits(num_workers, host_resources(), "the Ray cluster")
             if _users:
                 _users += 1
             return False
@@ -136,18 +136,18 @@ def join(address: str | None, demand: Demand, num_workers: int, runtime_env: dic
             try:
                 _connect(address, runtime_env)
             except (ConnectionError, TimeoutError) as error:
-                raise RuntimeError(unreachable(address, error)) from error
+                raise RuntimeError(unreachable_message(address, error)) from error
         _users, _session, _address = 1, _this_session(), asked
         try:
-            demand.check_fits(num_workers, hosts(), "the Ray cluster")
+            demand.check_fits(num_workers, host_resources(), "the Ray cluster")
         except ValueError:
-            leave()
+            disconnect()
             raise
         return True
 
 
-def leave() -> None:
-    """Called when a pool does not need the cluster any more; ends what was connected or started by :func:`join`."""
+def disconnect() -> None:
+    """Called when a pool does not need the cluster any more; ends what was connected or started by :func:`connect`."""
     import ray
 
     global _users
@@ -158,7 +158,7 @@ def leave() -> None:
         if _users:
             return
         if ray.is_initialized() and _session == _this_session():
-            with _sigterm_as_it_was(), suppress(Exception):
+            with _preserved_sigterm_handler(), suppress(Exception):
                 ray.shutdown()
         _forget()
 
@@ -172,14 +172,14 @@ def _forget() -> None:
         _directory = None
 
 
-def hosts() -> list[dict[str, float]]:
+def host_resources() -> list[dict[str, float]]:
     """The resources of each host that is there."""
     import ray
 
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
-def said_of_free() -> str:
+def free_resources_text() -> str:
     """What is not in use, for people."""
     import ray
 
@@ -189,7 +189,7 @@ def said_of_free() -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(named.items())) or "nothing"
 
 
-def is_elsewhere() -> bool:
+def is_ray_client() -> bool:
     """Whether this process is connected through Ray Client, and outside of the cluster."""
     from ray.util.client import ray as client
 
@@ -204,7 +204,7 @@ def _this_session() -> str:
     return f"{context.gcs_address} {context.get_job_id()}"
 
 
-def _check_is_asked_for(address: str | None) -> None:
+def _check_same_cluster(address: str | None) -> None:
     import ray
 
     there = ray.get_runtime_context().gcs_address
@@ -231,16 +231,16 @@ def _connect(address: str, runtime_env: dict[str, Any] | None) -> None:
 
     for attempt in range(_ATTEMPTS):
         try:
-            with _sigterm_as_it_was():
+            with _preserved_sigterm_handler():
                 ray.init(
                     address=address,
                     runtime_env=runtime_env,
                     log_to_driver=False,
                     logging_level=logging.WARNING,
-                    job_config=None if is_of_client(address) else _job_config(),
+                    job_config=None if is_client_address(address) else _job_config(),
                 )
         except ConnectionAbortedError as error:
-            if not is_of_client(address) or attempt == _ATTEMPTS - 1:
+            if not is_client_address(address) or attempt == _ATTEMPTS - 1:
                 raise
             log.info("Ray Client's proxy at %s did not start a server (%s); connecting again", address, error)
         else:
@@ -259,7 +259,7 @@ def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | 
     os.environ.setdefault("RAY_worker_niceness", "0")
     log.info("Ray is started on this machine, with %d CPUs and %d GPUs", here["CPU"], here["GPU"])
     try:
-        with _sigterm_as_it_was(), _only_this_machine():
+        with _preserved_sigterm_handler(), _only_this_machine():
             ray.init(
                 address="local",
                 num_cpus=int(here["CPU"]),
@@ -322,7 +322,7 @@ def _only_this_machine() -> Generator[None, None, None]:
 
 
 @contextmanager
-def _sigterm_as_it_was() -> Generator[None, None, None]:
+def _preserved_sigterm_handler() -> Generator[None, None, None]:
     """Keeps Ray from handling SIGTERM in this process: the pool does, and tells its workers."""
     is_main = threading.current_thread() is threading.main_thread()
     usual = signal.getsignal(signal.SIGTERM)

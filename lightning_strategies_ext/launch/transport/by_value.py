@@ -23,7 +23,7 @@ _keys: "weakref.WeakKeyDictionary[type, str]" = weakref.WeakKeyDictionary()
 _received: "weakref.WeakKeyDictionary[type, str]" = weakref.WeakKeyDictionary()
 
 
-def sent(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+def reduce_class(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """How the main process writes a class that travels by value.
 
     Args:
@@ -36,7 +36,7 @@ def sent(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     return make, arguments, (set_state, state, key), *items, _set_up
 
 
-def sent_back(cls: type) -> tuple[Any, ...] | None:
+def reduce_returned_class(cls: type) -> tuple[Any, ...] | None:
     """How a worker writes a class that the main process has sent to it; None if that has not."""
     key = _received.get(cls)
     return None if key is None else (_that_was_sent, (key, cls.__qualname__))

@@ -11,8 +11,13 @@ import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
-from lightning_strategies_ext.launch.transport.segments import MOST_DESCRIPTORS, KeptSegments, Mapping, Segment
+from lightning_strategies_ext.launch.transport.memory_files import (
+    MAX_DESCRIPTORS,
+    MappedFile,
+    MemoryFile,
+    MemoryFileCache,
+)
+from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump
 from lightning_strategies_ext.launch.transport.shared_objects import Descriptor, locate
 
 #: A message without tensors and up to this size goes through the socket itself, in bytes.
@@ -22,7 +27,7 @@ MAX_INLINE_BYTES = 1 << 16
 _HEADER = struct.Struct("!QBI")
 
 
-class JobChannel(Protocol):
+class TaskChannel(Protocol):
     """What a job can talk to the main process by, on its way."""
 
     @property
@@ -44,16 +49,16 @@ class JobChannel(Protocol):
         """
 
 
-class Packed:
+class PreparedMessage:
     """A message that was written once and can be sent to several receivers. Close it afterwards.
 
     Args:
         pickled: The message; its buffers are not needed any more once this returns.
-        kept: What was sent before, so that large buffers are not written again which have not changed.
+        cache: What was sent before, so that large buffers are not written again which have not changed.
     """
 
-    def __init__(self, pickled: Pickled, kept: KeptSegments | None = None) -> None:
-        self._segments: list[Segment] = []
+    def __init__(self, pickled: Pickled, cache: MemoryFileCache | None = None) -> None:
+        self._files: list[MemoryFile] = []
         self._handles = pickled.handles  # they own the descriptors and names
         found = {number: locate(handle) for number, handle in pickled.handles.items()}
         self._fds = [fd for fd in found.values() if isinstance(fd, int)]
@@ -61,12 +66,12 @@ class Packed:
         if not pickled.buffers and len(pickled.data) <= MAX_INLINE_BYTES:
             return
         written = {number: buffer for number, buffer in enumerate(pickled.buffers) if number not in pickled.handles}
-        large = {} if kept is None else kept.segments_for(written)
+        large = {} if cache is None else cache.files_for(written)
         others = [buffer for number, buffer in written.items() if number not in large]
-        self._own = Segment.write([pickled.data, *others])
-        self._segments = list({id(segment): segment for segment in [self._own, *large.values()]}.values())
-        places = {number: self._segments.index(segment) for number, segment in large.items()}
-        spans = [segment.spans for segment in self._segments]
+        self._own = MemoryFile.write([pickled.data, *others])
+        self._files = list({id(file): file for file in [self._own, *large.values()]}.values())
+        places = {number: self._files.index(file) for number, file in large.items()}
+        spans = [file.spans for file in self._files]
         names = {number: None if isinstance(where, int) else where for number, where in found.items()}
         self._inline = pickle.dumps((spans, places, names))
 
@@ -76,19 +81,19 @@ class Packed:
         Raises:
             OSError: If the other side is gone.
         """
-        header = _HEADER.pack(len(self._inline), len(self._segments), len(self._fds))
-        sent = socket.send_fds(channel.socket, [header], [segment.fd for segment in self._segments])
+        header = _HEADER.pack(len(self._inline), len(self._files), len(self._fds))
+        sent = socket.send_fds(channel.socket, [header], [file.fd for file in self._files])
         channel.socket.sendall(header[sent:] + self._inline)
-        for start in range(0, len(self._fds), MOST_DESCRIPTORS):
-            socket.send_fds(channel.socket, [b"d"], self._fds[start : start + MOST_DESCRIPTORS])
+        for start in range(0, len(self._fds), MAX_DESCRIPTORS):
+            socket.send_fds(channel.socket, [b"d"], self._fds[start : start + MAX_DESCRIPTORS])
 
     def close(self) -> None:
         """Lets go of the memory that is not kept; what was sent stays valid."""
-        if self._segments:
+        if self._files:
             self._own.close()
 
 
-class Envelope:
+class ReceivedMessage:
     """A message as it arrived, not looked into yet.
 
     Args:
@@ -96,27 +101,27 @@ class Envelope:
         parts: Where its tensors are, and the mappings of that. Owned by this object.
 
     Attributes:
-        found: See :meth:`.Shared.with_message`.
+        received_objects: See :meth:`.SharedObjects.with_message`.
     """
 
-    def __init__(self, pickled: Pickled, parts: Sequence[tuple[Segment, Mapping]] = ()) -> None:
+    def __init__(self, pickled: Pickled, parts: Sequence[tuple[MemoryFile, MappedFile]] = ()) -> None:
         self.pickled = pickled
         self.parts = parts
-        self.found: dict[int, Any] = {}
+        self.received_objects: dict[int, Any] = {}
 
-    def open(self, shared: Shared | None = None) -> Any:
-        """Rebuilds the object; :attr:`found` has then all that is in it.
+    def open(self, shared: SharedObjects | None = None) -> Any:
+        """Rebuilds the object; :attr:`received_objects` has then all that is in it.
 
         Raises:
             Exception: Whatever one of its classes raises, or is missing.
         """
-        self.found = {}
-        return self.pickled.load(shared, self.found)
+        self.received_objects = {}
+        return self.pickled.load(shared, self.received_objects)
 
     def close(self) -> None:
         """Closes the descriptors; tensors that were rebuilt stay valid."""
-        for segment, _ in self.parts:
-            segment.close()
+        for file, _ in self.parts:
+            file.close()
 
 
 class Channel:
@@ -136,13 +141,13 @@ class Channel:
             OSError: If the other side is gone.
             Exception: If the object cannot be pickled.
         """
-        packed = Packed(dump(obj, returning=True))
+        packed = PreparedMessage(dump(obj, is_return=True))
         try:
             packed.send(self)
         finally:
             packed.close()
 
-    def receive_envelope(self, *, private: bool = False) -> Envelope:
+    def receive_message(self, *, private: bool = False) -> ReceivedMessage:
         """Waits for a message.
 
         Args:
@@ -151,18 +156,18 @@ class Channel:
         Raises:
             EOFError: If the other side is gone.
         """
-        header, fds, _, _ = socket.recv_fds(self.socket, _HEADER.size, MOST_DESCRIPTORS)
+        header, fds, _, _ = socket.recv_fds(self.socket, _HEADER.size, MAX_DESCRIPTORS)
         header += self._receive_exactly(_HEADER.size - len(header))
         size, num_segments, num_descriptors = _HEADER.unpack(header)
         inline = self._receive_exactly(size)
         if not num_segments:
-            return Envelope(Pickled(inline))
+            return ReceivedMessage(Pickled(inline))
         spans, places, names = pickle.loads(inline)
         descriptors = iter(self._receive_descriptors(num_descriptors))
         received = {number: next(descriptors) if name is None else name for number, name in names.items()}
-        segments = [Segment(fd, own_spans) for fd, own_spans in zip(fds, spans, strict=True)]
-        parts = [(segment, segment.map(private=private)) for segment in segments]
-        (data, *others), *large = [mapping.buffers(segment.spans) for segment, mapping in parts]
+        files = [MemoryFile(fd, own_spans) for fd, own_spans in zip(fds, spans, strict=True)]
+        parts = [(file, file.map(private=private)) for file in files]
+        (data, *others), *large = [mapping.buffers(file.spans) for file, mapping in parts]
         rest = iter(others)
         buffers: list[Any] = []
         for number in range(len(others) + len(places) + len(received)):
@@ -170,17 +175,17 @@ class Channel:
                 buffers.append(received[number])
             else:
                 buffers.append(large[places[number] - 1][0] if number in places else next(rest))
-        return Envelope(Pickled(bytes(data), buffers), parts)
+        return ReceivedMessage(Pickled(bytes(data), buffers), parts)
 
-    def receive(self, shared: Shared | None = None) -> Any:
+    def receive(self, shared: SharedObjects | None = None) -> Any:
         """Waits for an object and rebuilds it.
 
         Raises:
             EOFError: If the other side is gone.
         """
-        envelope = self.receive_envelope()
-        envelope.close()
-        return envelope.pickled.load(shared)
+        message = self.receive_message()
+        message.close()
+        return message.pickled.load(shared)
 
     def fileno(self) -> int:
         """The socket's descriptor, to wait on."""
@@ -193,7 +198,7 @@ class Channel:
     def _receive_descriptors(self, number: int) -> list[Descriptor]:
         received: list[Descriptor] = []
         while len(received) < number:
-            byte, fds, flags, _ = socket.recv_fds(self.socket, 1, MOST_DESCRIPTORS)
+            byte, fds, flags, _ = socket.recv_fds(self.socket, 1, MAX_DESCRIPTORS)
             received += [Descriptor(fd) for fd in fds]
             if not byte:
                 raise EOFError("the other process is gone")

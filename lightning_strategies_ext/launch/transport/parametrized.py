@@ -12,16 +12,16 @@ from torch.nn import Module
 from torch.nn.utils import parametrize
 
 
-def reduced(obj: Any) -> Any:
+def reduce_parametrized(obj: Any) -> Any:
     """How a parametrized module, or its class, is pickled; NotImplemented for all else, as pickle wants it."""
     if isinstance(obj, type) and _is_made_by_torch(obj):
         return _made_anew, (obj.__bases__[0], names_of_computed(obj))
     if isinstance(obj, Module) and _is_made_by_torch(type(obj)):
-        return copyreg.__newobj__, (type(obj),), own_state(obj)  # type: ignore[attr-defined]  # as pickle does
+        return copyreg.__newobj__, (type(obj),), get_state(obj)  # type: ignore[attr-defined]  # as pickle does
     return NotImplemented
 
 
-def class_before(obj: Any) -> type:
+def original_class(obj: Any) -> type:
     """The class of an object; of a parametrized module, the one that it had before."""
     kind = type(obj)
     return kind.__bases__[0] if _is_made_by_torch(kind) else kind
@@ -34,9 +34,9 @@ def names_of_computed(kind: type) -> list[str]:
     return [name for name, value in vars(kind).items() if isinstance(value, property)]
 
 
-def own_state(obj: Any) -> Any:
+def get_state(obj: Any) -> Any:
     """What an object's ``__getstate__`` gives; that of a parametrized module's class before where torch's raises."""
-    getstate = getattr(class_before(obj), "__getstate__", None)  # every object has one from Python 3.11 on
+    getstate = getattr(original_class(obj), "__getstate__", None)  # every object has one from Python 3.11 on
     return dict(vars(obj)) if getstate is None else getstate(obj)
 
 

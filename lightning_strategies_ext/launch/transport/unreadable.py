@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from lightning_strategies_ext.launch.transport.messages import Pickled
+from lightning_strategies_ext.launch.transport.pickling import Pickled
 
 # The classes of Lightning's and torch's of which the user knows an object, by name: this package imports none of them.
 _ROOTS = {
@@ -23,7 +23,7 @@ _ROOTS = {
 _OF_A_MODULE = ("_modules", "_parameters", "_buffers")
 
 
-def explained(pickled: Pickled, error: Exception) -> TypeError:
+def explain_unreadable(pickled: Pickled, error: Exception) -> TypeError:
     """Returns the error for a job that a worker cannot rebuild. The attribute ``is_unreadable_job`` marks it.
 
     Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_strategies_ext.launch.stage.changes import is_in_shared_memory
+from lightning_strategies_ext.launch.tasks.object_changes import is_in_shared_memory
 
 #: Where a module has its parts, by name and in order.
 KINDS = "_parameters", "_buffers", "_modules"

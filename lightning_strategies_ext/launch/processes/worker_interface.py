@@ -1,23 +1,23 @@
 """What a pool asks of whatever starts its workers, and of a worker, wherever that runs: two Protocols.
 
-Workers that are processes of this host are in :mod:`.process`, those on a Ray cluster in :mod:`.launch.ray`.
+Workers that are processes of this host are in :mod:`.worker_process`, those on a Ray cluster in :mod:`.launch.ray`.
 """
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
-from lightning_strategies_ext.launch.processes.conditions import Conditions
-from lightning_strategies_ext.launch.processes.worker import Job
-from lightning_strategies_ext.launch.protocol import Order
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared
-from lightning_strategies_ext.launch.transport.segments import KeptSegments
+from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings
+from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
+from lightning_strategies_ext.launch.protocol import RunTask
+from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
+from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects
 
 #: How long a worker may take to end, in seconds.
-END_S = 3.0
+EXIT_TIMEOUT_S = 3.0
 
 
-class SentJob(Protocol):
+class SentTask(Protocol):
     """A job that was written once, for all workers."""
 
     def close(self) -> None:
@@ -38,19 +38,19 @@ class Worker(Protocol):
         """Its process id, on its host."""
 
     @property
-    def where(self) -> str:
+    def description(self) -> str:
         """Which process it is, for people."""
 
     @property
-    def variables(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Environment variables of its own."""
 
     @property
-    def has_come(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether it is there; what it was told before, it hears when it is."""
 
     @property
-    def pollable(self) -> list[Any]:
+    def waitables(self) -> list[Any]:
         """What becomes ready when there is an answer, or the worker has died."""
 
     def send(self, message: Any) -> None:
@@ -60,14 +60,14 @@ class Worker(Protocol):
             OSError: If the worker is gone.
         """
 
-    def give(self, order: Order, job: Any) -> None:
-        """Orders it to run a job, a :class:`SentJob`; None is the one that it inherited.
+    def submit(self, order: RunTask, task: Any) -> None:
+        """Orders it to run a job, a :class:`SentTask`; None is the one that it inherited.
 
         Raises:
             OSError: If the worker is gone.
         """
 
-    def has_said(self, timeout_s: float | None) -> bool:
+    def poll(self, timeout_s: float | None) -> bool:
         """Waits until there is something to receive, or the worker is gone; False if neither came in time."""
 
     def receive(self) -> Any:
@@ -77,13 +77,13 @@ class Worker(Protocol):
             EOFError: If the worker is gone.
         """
 
-    def answer(self) -> Any:
+    def next_reply(self) -> Any:
         """Its answer to a job, its death if it died without one, or None for now.
 
-        In a job whose ranks may change also a :class:`.Ready` or :class:`.Arrived`.
+        In a job whose ranks may change also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`.
         """
 
-    def tell_of_loss(self, world: int) -> None:
+    def notify_peer_loss(self, world: int) -> None:
         """Says that another worker of its world is gone, where the kernel of its host may not know.
 
         Args:
@@ -91,15 +91,15 @@ class Worker(Protocol):
         """
 
     def ping(self) -> None:
-        """Asks the worker, which waits for a job, to answer :meth:`is_there`."""
+        """Asks the worker, which waits for a job, to answer :meth:`is_responsive`."""
 
-    def is_there(self) -> bool:
+    def is_responsive(self) -> bool:
         """Waits for the answer to :meth:`ping`; False if the worker ended instead."""
 
     def is_alive(self) -> bool:
         """Whether it runs."""
 
-    def death(self) -> WorkerDiedError:
+    def exit_error(self) -> WorkerDiedError:
         """Describes how it ended; waits a moment for it to have ended."""
 
     def signal(self, signum: int) -> None:
@@ -115,25 +115,25 @@ class Worker(Protocol):
         """Frees what this process holds for it."""
 
 
-class Starter(Protocol):
+class WorkerStarter(Protocol):
     """What starts the workers of a pool.
 
     Attributes:
         name: What the user wrote to have it.
         forks: Whether workers are forks of this process, and have what it has.
-        ends_by_calls: Whether ending workers takes calls of a library that has locks of its own.
+        closes_through_library: Whether ending workers takes calls of a library that has locks of its own.
     """
 
     name: str
     forks: bool
-    ends_by_calls: bool
+    closes_through_library: bool
 
     @property
-    def conditions(self) -> type[Conditions]:
+    def settings_class(self) -> type[ProcessSettings]:
         """What makes its workers like the main process."""
 
     @property
-    def kind(self) -> Any:
+    def reuse_key(self) -> Any:
         """What has to be alike in two of them for the workers of one to be of use to the other."""
 
     @property
@@ -153,38 +153,42 @@ class Starter(Protocol):
             RuntimeError: If it cannot.
         """
 
-    def start(self, rank: int, num_workers: int, inherited: Job | None) -> Worker:
+    def start(self, rank: int, num_workers: int, inherited_task: WorkerTask | None) -> Worker:
         """Starts a worker.
 
         Args:
             rank: Which.
             num_workers: Of how many.
-            inherited: A job that it gets by being forked.
+            inherited_task: A job that it gets by being forked.
         """
 
     def prepare(self, workers: Sequence[Any]) -> list[Any]:
         """Makes workers that have just been started ready for jobs; returns them in order of ranks."""
 
-    def replace(self, dead: Any, num_workers: int, inherited: Job | None) -> Worker:
+    def replace(self, dead: Any, num_workers: int, inherited_task: WorkerTask | None) -> Worker:
         """Starts a worker in the place of one that has died; it gets ready for jobs while others work.
 
         Args:
             dead: The one that has died, closed.
             num_workers: See :meth:`start`.
-            inherited: See :meth:`start`.
+            inherited_task: See :meth:`start`.
         """
 
     def dump(
-        self, obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+        self,
+        obj: Any,
+        shared: SharedObjects | None = None,
+        is_return: bool = False,
+        received_objects: dict[int, Any] | None = None,
     ) -> Pickled:
-        """Pickles a job, see :func:`.messages.dump`."""
+        """Pickles a job, see :func:`.pickling.dump`."""
 
-    def pack(self, pickled: Pickled, kept: KeptSegments) -> SentJob:
+    def pack(self, pickled: Pickled, cache: MemoryFileCache) -> SentTask:
         """Writes a job to where workers find it.
 
         Args:
             pickled: The job.
-            kept: What was sent before.
+            cache: What was sent before.
         """
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass
-class Conditions:
+class ProcessSettings:
     """The state of the main process's globals that a job sees too, as they are when the job is sent."""
 
     directory: str

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_strategies_ext.launch.transport.channel import Channel, Packed
-from lightning_strategies_ext.launch.transport.messages import Shared, dump
-from lightning_strategies_ext.launch.transport.segments import Received, Segment
+from lightning_strategies_ext.launch.transport.channel import Channel, PreparedMessage
+from lightning_strategies_ext.launch.transport.memory_files import MemoryFile, ReceivedBuffers
+from lightning_strategies_ext.launch.transport.pickling import SharedObjects, dump
 
 
 def copied(obj: Any, **kwargs: Any) -> Any:
@@ -45,15 +45,15 @@ def copied(obj: Any, **kwargs: Any) -> Any:
     ],
     ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.dtype}-{tensor.layout}-{tensor.device}",
 )
-@pytest.mark.parametrize("returning", [False, True])
-def test_tensors_arrive_as_they_were(tensor, returning):
-    arrived = copied(tensor, returning=returning)
+@pytest.mark.parametrize("is_return", [False, True])
+def test_tensors_arrive_as_they_were(tensor, is_return):
+    arrived = copied(tensor, is_return=is_return)
     assert type(arrived) is type(tensor)
     assert (arrived.dtype, arrived.shape, arrived.device) == (tensor.dtype, tensor.shape, tensor.device)
     assert arrived.requires_grad == tensor.requires_grad
     if tensor.device.type != "meta":
         assert torch.equal(arrived.to_dense().resolve_conj(), tensor.to_dense().resolve_conj())
-    if tensor.layout == torch.strided and not returning:
+    if tensor.layout == torch.strided and not is_return:
         assert arrived.stride() == tensor.stride()
 
 
@@ -73,14 +73,14 @@ def test_tensors_that_share_memory_share_it_afterwards():
 
 def test_a_small_view_does_not_bring_back_what_it_is_a_view_of():
     view = torch.zeros(1 << 20)[5:7]
-    assert sum(memoryview(buffer).nbytes for buffer in dump(view, returning=True).buffers) == view.nbytes
+    assert sum(memoryview(buffer).nbytes for buffer in dump(view, is_return=True).buffers) == view.nbytes
     assert sum(memoryview(buffer).nbytes for buffer in dump(view).buffers) == 4 << 20
 
 
 def test_shared_objects_are_those_of_the_receiver():
     module = torch.nn.Linear(2, 2)
-    theirs = Shared([module, module.weight])
-    ours = Shared(["the module", "the weight"])
+    theirs = SharedObjects([module, module.weight])
+    ours = SharedObjects(["the module", "the weight"])
     sent = dump({"module": module, "weights": [module.weight], "bias": module.bias}, theirs)
     arrived = sent.load(ours)
     assert arrived["module"] == "the module"
@@ -90,7 +90,7 @@ def test_shared_objects_are_those_of_the_receiver():
 
 def test_what_must_not_travel_does_not():
     loader = torch.utils.data.DataLoader([1])
-    shared = Shared([loader], never=(torch.utils.data.DataLoader,))
+    shared = SharedObjects([loader], never=(torch.utils.data.DataLoader,))
     assert dump([loader], shared).load(shared)[0] is loader
     with pytest.raises(pickle.PicklingError, match="DataLoader stays"):
         dump([torch.utils.data.DataLoader([1])], shared)
@@ -100,7 +100,7 @@ def test_a_function_that_nobody_could_import_says_so_when_it_is_called():
     def local(x: int) -> int:
         return x
 
-    sent = dump({"local": local, "function": copied}, returning=True)
+    sent = dump({"local": local, "function": copied}, is_return=True)
     arrived = sent.load()
     assert arrived["function"] is copied
     with pytest.raises(RuntimeError, match=r"local` was made in a worker process"):
@@ -133,16 +133,16 @@ def test_a_message_of_any_size_arrives(size):
 
 
 def test_receivers_of_one_message_do_not_see_what_the_others_write():
-    packed = Packed(dump(torch.zeros(3)))
+    prepared = PreparedMessage(dump(torch.zeros(3)))
     arrived = []
     for _ in range(2):
         ours, theirs = channels()
-        packed.send(ours)
-        envelope = theirs.receive_envelope(private=True)
-        arrived.append((envelope, envelope.open()))
-    packed.close()
+        prepared.send(ours)
+        message = theirs.receive_message(private=True)
+        arrived.append((message, message.open()))
+    prepared.close()
     (first_envelope, first), (_, second) = arrived
-    received = Received(first_envelope.parts)
+    received = ReceivedBuffers(first_envelope.parts)
     assert received.is_unchanged(first)
     first.fill_(5)
     assert second.tolist() == [0, 0, 0]
@@ -160,15 +160,15 @@ def test_receivers_on_this_host_share_tensors_in_shared_memory(strategy):
     torch.multiprocessing.set_sharing_strategy(strategy)
     try:
         sent = [torch.zeros(3).share_memory_() for _ in range(300)]  # more than one message of a socket may hold
-        packed = Packed(dump([sent, sent[7][1:], torch.ones(2)]))
+        prepared = PreparedMessage(dump([sent, sent[7][1:], torch.ones(2)]))
         arrived = []
         for _ in range(2):
             ours, theirs = channels()
-            sender = threading.Thread(target=packed.send, args=(ours,))
+            sender = threading.Thread(target=prepared.send, args=(ours,))
             sender.start()
             arrived.append(theirs.receive())
             sender.join()
-        packed.close()
+        prepared.close()
     finally:
         torch.multiprocessing.set_sharing_strategy(usual)
     (first, view, _), (second, _, unshared) = arrived
@@ -183,7 +183,7 @@ def test_receivers_on_this_host_share_tensors_in_shared_memory(strategy):
 
 def test_a_tensor_that_comes_back_is_in_shared_memory_again():
     shared = torch.ones(3).share_memory_()
-    first, second = copied([shared, shared[1:]], returning=True)
+    first, second = copied([shared, shared[1:]], is_return=True)
     first += 1
     assert second.tolist() == [2, 2]
     assert first.is_shared()
@@ -199,8 +199,8 @@ def test_a_full_memory_is_no_end_while_there_is_space_in_files(monkeypatch, tmp_
     write = os.write
     monkeypatch.setattr(os, "write", full)
     before = len(os.listdir("/proc/self/fd"))
-    segment = Segment.write([b"abc", bytearray(range(100))])
-    assert [bytes(view) for view in segment.map(private=True).buffers(segment.spans)] == [b"abc", bytes(range(100))]
-    segment.close()
-    segment.close()
+    file = MemoryFile.write([b"abc", bytearray(range(100))])
+    assert [bytes(view) for view in file.map(private=True).buffers(file.spans)] == [b"abc", bytes(range(100))]
+    file.close()
+    file.close()
     assert len(os.listdir("/proc/self/fd")) == before

@@ -1,6 +1,6 @@
 """Jobs and answers on their way through Ray: a small pickle, and the memory beside it without a copy of ours.
 
-Ray takes the buffers of a :class:`Parcel` as they are (pickle protocol 5) and writes them to its object store, once
+Ray takes the buffers of a :class:`RayPayload` as they are (pickle protocol 5) and writes them to its object store, once
 each; a reader on the same host gets views of them there. What is defined in a script or in a notebook's cell travels by
 value, and comes back as what the main process has.
 """
@@ -14,28 +14,31 @@ import numpy as np
 from ray.cloudpickle import CloudPickler
 
 from lightning_strategies_ext.launch.transport import by_value
-from lightning_strategies_ext.launch.transport.channel import Envelope
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, WithMainPickler, dump_with
-from lightning_strategies_ext.launch.transport.segments import Segment
+from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
+from lightning_strategies_ext.launch.transport.memory_files import MemoryFile
+from lightning_strategies_ext.launch.transport.pickling import MainByValuePickler, Pickled, SharedObjects, dump_with
 
 # Ray registers there how its own objects are written, references to data in its store above all.
 _REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
 
 
-class _Pickler(WithMainPickler):
+class _Pickler(MainByValuePickler):
     dispatch_table = _REDUCERS
     sends_descriptors = False
 
 
 def dump_for_ray(
-    obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+    obj: Any,
+    shared: SharedObjects | None = None,
+    is_return: bool = False,
+    received_objects: dict[int, Any] | None = None,
 ) -> Pickled:
-    """:func:`.messages.dump` for a reader that has no ``__main__`` of the user's, with objects of Ray's own."""
-    return dump_with(_Pickler, obj, shared, returning, found)
+    """:func:`.pickling.dump` for a reader that has no ``__main__`` of the user's, with objects of Ray's own."""
+    return dump_with(_Pickler, obj, shared, is_return, received_objects)
 
 
 @dataclass
-class Parcel:
+class RayPayload:
     """A pickled object on its way through Ray.
 
     Attributes:
@@ -51,7 +54,7 @@ class Parcel:
         return {"data": self.data, "buffers": [pickle.PickleBuffer(_raw(buffer)) for buffer in self.buffers]}
 
     @classmethod
-    def of(cls, pickled: Pickled) -> "Parcel":
+    def of(cls, pickled: Pickled) -> "RayPayload":
         """Without a copy of what it refers to."""
         return cls(pickled.data, pickled.buffers)
 
@@ -63,36 +66,36 @@ class Parcel:
         """
         return Pickled(self.data, [_view(buffer) if is_only_read else bytearray(buffer) for buffer in self.buffers])
 
-    def envelope(self) -> Envelope:
+    def to_received_message(self) -> ReceivedMessage:
         """For a worker: in memory of its own, as a message over a channel would be, to tell what changes in it."""
         if not self.buffers:
-            return Envelope(Pickled(self.data))
-        segment = Segment.write([self.data, *self.buffers])
-        mapping = segment.map(private=True)
-        data, *buffers = mapping.buffers(segment.spans)
-        return Envelope(Pickled(bytes(data), buffers), [(segment, mapping)])
+            return ReceivedMessage(Pickled(self.data))
+        file = MemoryFile.write([self.data, *self.buffers])
+        mapping = file.map(private=True)
+        data, *buffers = mapping.buffers(file.spans)
+        return ReceivedMessage(Pickled(bytes(data), buffers), [(file, mapping)])
 
 
 @dataclass
-class Reply:
+class ActorReply:
     """A worker's answer.
 
     Attributes:
-        parcel: The answer.
-        is_only_read: See :meth:`Parcel.pickled`.
-        num_bytes_said: What has gone over the line before, in bytes.
+        payload: The answer.
+        is_only_read: See :meth:`RayPayload.pickled`.
+        num_output_bytes: What has gone over the line before, in bytes.
     """
 
-    parcel: Parcel
+    payload: RayPayload
     is_only_read: bool
-    num_bytes_said: int
+    num_output_bytes: int
 
     def load(self) -> Any:
         """Rebuilds the answer."""
-        return self.parcel.pickled(is_only_read=self.is_only_read).load()
+        return self.payload.pickled(is_only_read=self.is_only_read).load()
 
 
-class _Memory:
+class _WritableView:
     """Memory that NumPy takes for writable; torch warns of any other, though all that is done is to read it."""
 
     def __init__(self, buffer: Any) -> None:
@@ -107,7 +110,7 @@ class _Memory:
 
 
 def _view(buffer: Any) -> Any:
-    array: Any = np.asarray(_Memory(buffer))
+    array: Any = np.asarray(_WritableView(buffer))
     return memoryview(array)
 
 

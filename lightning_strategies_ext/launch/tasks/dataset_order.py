@@ -75,7 +75,7 @@ def in_dataset_order(ranks: Sequence[KeyedOutputs], batch_size: int) -> list[Any
     batches = np.repeat(np.arange(len(sizes)), sizes)[kept]
     rows = kept - (np.cumsum(sizes) - sizes)[batches]
 
-    outputs = Outputs(ranks, sizes.tolist(), np.bincount(batches, minlength=len(sizes)).tolist())
+    outputs = OutputReader(ranks, sizes.tolist(), np.bincount(batches, minlength=len(sizes)).tolist())
     result: list[Any] = []
     for start in range(0, len(kept), batch_size):
         result += outputs.assemble(batches[start : start + batch_size], rows[start : start + batch_size])
@@ -83,7 +83,7 @@ def in_dataset_order(ranks: Sequence[KeyedOutputs], batch_size: int) -> list[Any
     return result
 
 
-class Outputs:
+class OutputReader:
     """The outputs of all ranks, numbered in rank order, each held from the first use of it to the last.
 
     Args:
@@ -100,40 +100,40 @@ class Outputs:
         self._sizes = sizes
         self._rows_left = rows_left
         self._held: dict[int, Any] = {}
-        self._forms: dict[int, Form | None] = {}
-        self._readings = ListReadings()
+        self._layouts: dict[int, SampleLayout | None] = {}
+        self._interpretations = ListInterpretations()
 
     def assemble(self, batches: IntArray, rows: IntArray) -> list[Any]:
         """Returns row ``rows[i]`` of output ``batches[i]`` for each i, as one batch unless something cuts it."""
         present, counts = np.unique(batches, return_counts=True)
-        numbers: dict[Form, int] = {}
-        forms = np.empty(len(batches), dtype=np.int64)  # where it changes, the batch is cut
+        numbers: dict[SampleLayout, int] = {}
+        layouts = np.empty(len(batches), dtype=np.int64)  # where it changes, the batch is cut
         stays = np.ones(len(batches), dtype=bool)
         for batch in present.tolist():
             self._read_through(batch)
-            of_batch, form = batches == batch, self._forms[batch]
-            if form is None:
-                forms[of_batch] = -1 - batch
+            of_batch, layout = batches == batch, self._layouts[batch]
+            if layout is None:
+                layouts[of_batch] = -1 - batch
                 stays[of_batch] = False
                 stays[of_batch.argmax()] = batch in self._held  # once, at the first of its kept keys
             else:
-                forms[of_batch] = numbers.setdefault(form, len(numbers))
-        batches, rows, forms = batches[stays], rows[stays], forms[stays]
+                layouts[of_batch] = numbers.setdefault(layout, len(numbers))
+        batches, rows, layouts = batches[stays], rows[stays], layouts[stays]
 
         result: list[Any] = []
-        cuts = np.flatnonzero(np.diff(forms)) + 1
-        for run in np.split(np.arange(len(forms)), cuts) if len(forms) else ():
-            form = self._forms[int(batches[run[0]])]
-            if form is None:
+        cuts = np.flatnonzero(np.diff(layouts)) + 1
+        for run in np.split(np.arange(len(layouts)), cuts) if len(layouts) else ():
+            layout = self._layouts[int(batches[run[0]])]
+            if layout is None:
                 result.append(copied(self._held.pop(int(batches[run[0]]))))
             else:
-                result.append(self._gather(form, batches[run], rows[run]))
+                result.append(self._gather(layout, batches[run], rows[run]))
 
         for batch, count in zip(present.tolist(), counts.tolist(), strict=True):
             self._rows_left[batch] -= count
             if not self._rows_left[batch]:
                 self._held.pop(batch, None)
-                del self._forms[batch]
+                del self._layouts[batch]
         return result
 
     def exhaust(self) -> None:
@@ -148,11 +148,11 @@ class Outputs:
             if next(iterator, self) is not self:
                 raise ValueError(f"Rank {rank} has more outputs than lists of keys. Give the keys of each batch.")
 
-    def _gather(self, form: "Form", batches: IntArray, rows: IntArray) -> Any:
+    def _gather(self, layout: "SampleLayout", batches: IntArray, rows: IntArray) -> Any:
         present = np.unique(batches).tolist()
         positions = [np.flatnonzero(batches == batch) for batch in present]
         return gather(
-            form, [self._held[batch] for batch in present], [rows[position] for position in positions], positions
+            layout, [self._held[batch] for batch in present], [rows[position] for position in positions], positions
         )
 
     def _read_through(self, batch: int) -> None:
@@ -170,12 +170,12 @@ class Outputs:
         self._next[rank] += 1
         if self._rows_left[batch]:
             self._held[batch] = output
-            form = form_of(output, self._sizes[batch], self._readings)
-            self._forms[batch] = None if form is None or is_of_batch(form) else form
+            layout = layout_of(output, self._sizes[batch], self._interpretations)
+            self._layouts[batch] = None if layout is None or is_of_batch(layout) else layout
 
 
 @dataclass(frozen=True)
-class Form:
+class SampleLayout:
     """What outputs must have in common for their samples to share a batch.
 
     Args:
@@ -187,13 +187,13 @@ class Form:
 
     kind: Any
     details: Hashable = None
-    parts: tuple["Form", ...] = ()
+    parts: tuple["SampleLayout", ...] = ()
 
 
 ENTRY_PER_SAMPLE = "one entry per sample"
 
 
-class ListReadings:
+class ListInterpretations:
     """Which lists hold one entry per sample, and which are collections of values that are cut each on its own.
 
     A list of as many entries as samples, each of which could be cut into samples, may be either. It is read like the
@@ -236,62 +236,64 @@ def can_be_split(value: Any, num_samples: int, constants: tuple[type, ...] = CON
     return isinstance(value, constants)
 
 
-def form_of(value: Any, num_samples: int, readings: ListReadings, position: tuple[int, ...] = ()) -> Form | None:
+def layout_of(
+    value: Any, num_samples: int, interpretations: ListInterpretations, position: tuple[int, ...] = ()
+) -> SampleLayout | None:
     """Returns how an output is cut into samples, or None if it cannot be."""
     if not can_be_split(value, num_samples):
         return None
     if isinstance(value, torch.Tensor):
-        return Form(torch.Tensor, (value.dtype, value.device, value.shape[1:]))
+        return SampleLayout(torch.Tensor, (value.dtype, value.device, value.shape[1:]))
     if isinstance(value, np.ndarray):
-        return Form(type(value), (value.dtype, value.shape[1:]))
+        return SampleLayout(type(value), (value.dtype, value.shape[1:]))
     if isinstance(value, CONSTANTS):
-        return Form(type(value), value)
+        return SampleLayout(type(value), value)
     if isinstance(value, list):
-        has_entry_per_sample = readings.has_entry_per_sample(value, num_samples, position)
+        has_entry_per_sample = interpretations.has_entry_per_sample(value, num_samples, position)
         if has_entry_per_sample is not False:
-            return Form(list, ENTRY_PER_SAMPLE) if has_entry_per_sample else None
-    parts: list[Form] = []
+            return SampleLayout(list, ENTRY_PER_SAMPLE) if has_entry_per_sample else None
+    parts: list[SampleLayout] = []
     for i, part in enumerate(parts_of(value)):
-        form = form_of(part, num_samples, readings, (*position, i))
-        if form is None:
+        layout = layout_of(part, num_samples, interpretations, (*position, i))
+        if layout is None:
             return None
-        parts.append(form)
-    return Form(identity_of(type(value)), tuple(value) if isinstance(value, MAPPINGS) else None, tuple(parts))
+        parts.append(layout)
+    return SampleLayout(identity_of(type(value)), tuple(value) if isinstance(value, MAPPINGS) else None, tuple(parts))
 
 
-def is_of_batch(form: Form) -> bool:
+def is_of_batch(layout: SampleLayout) -> bool:
     """Whether an output has a string or bool, and nothing of single samples: as the name of a file with a batch."""
-    leaves = [form]
+    leaves = [layout]
     for leaf in leaves:
         leaves += leaf.parts
     kinds = {leaf.kind for leaf in leaves if isinstance(leaf.kind, type)}
     return bool(kinds & {str, bool}) and kinds <= {*CONSTANTS}
 
 
-def gather(form: Form, values: list[Any], rows: list[IntArray], positions: list[IntArray]) -> Any:
+def gather(layout: SampleLayout, values: list[Any], rows: list[IntArray], positions: list[IntArray]) -> Any:
     """Returns one batch, in which row ``rows[i][j]`` of ``values[i]`` stands at ``positions[i][j]``."""
-    if form.kind in CONSTANTS:
-        return form.details
-    if form.kind is torch.Tensor:
+    if layout.kind in CONSTANTS:
+        return layout.details
+    if layout.kind is torch.Tensor:
         # Allocated once, with no other tensor of its size beside it that would leave holes between those that stay.
         tensor = values[0].new_empty((sum(map(len, rows)), *values[0].shape[1:]))
         dtype = CARRIERS.get(tensor.dtype, tensor.dtype)
         for value, row, position in zip(values, rows, positions, strict=True):
             tensor.view(dtype)[as_slice(position)] = value.detach().view(dtype)[as_slice(row)]
         return tensor
-    if isinstance(form.kind, type) and issubclass(form.kind, np.ndarray):
+    if isinstance(layout.kind, type) and issubclass(layout.kind, np.ndarray):
         array = np.empty_like(values[0], shape=(sum(map(len, rows)), *values[0].shape[1:]))
         for value, row, position in zip(values, rows, positions, strict=True):
             array[as_slice(position)] = value[as_slice(row)]
         return array
-    if form.details == ENTRY_PER_SAMPLE:
+    if layout.details == ENTRY_PER_SAMPLE:
         entries: list[Any] = [None] * sum(map(len, rows))
         for value, row, position in zip(values, rows, positions, strict=True):
             for source, target in zip(row.tolist(), position.tolist(), strict=True):
                 entries[target] = copied(value[source])
         return entries
     columns = zip(*map(parts_of, values), strict=True)
-    parts = [gather(part, list(column), rows, positions) for part, column in zip(form.parts, columns, strict=True)]
+    parts = [gather(part, list(column), rows, positions) for part, column in zip(layout.parts, columns, strict=True)]
     return rebuilt(values[0], parts)
 
 

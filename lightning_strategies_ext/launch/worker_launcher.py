@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_strategies_ext._lightning import launching, trainer_signals
 from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
-from lightning_strategies_ext.launch import scripts
-from lightning_strategies_ext.launch.processes.pool import GRACE_S, Outcome
-from lightning_strategies_ext.launch.processes.process import ProcessStarter, WorkerStartMethod
-from lightning_strategies_ext.launch.processes.starter import Starter
-from lightning_strategies_ext.launch.stage.job import StageJob
-from lightning_strategies_ext.launch.strategy import LaunchedStrategy, StagesStrategy, telling_the_others
-from lightning_strategies_ext.launch.worker_group import Workers, raise_shown_in_short
+from lightning_strategies_ext.launch import script_launcher
+from lightning_strategies_ext.launch.processes.pool import GRACE_S, TaskOutcome
+from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
+from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter, WorkerStartMethod
+from lightning_strategies_ext.launch.strategy_protocols import LaunchableStrategy, StageStrategy, announcing_failures
+from lightning_strategies_ext.launch.tasks.stage_task import StageTask
+from lightning_strategies_ext.launch.worker_group import WorkerGroup, raise_with_report
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class ScriptLauncher(launching.SubprocessScriptLauncher):
         strategy: Its ``check_before_launch(trainer)`` raises to refuse a run.
     """
 
-    def __init__(self, strategy: LaunchedStrategy) -> None:
+    def __init__(self, strategy: LaunchableStrategy) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
@@ -44,7 +44,7 @@ class ScriptLauncher(launching.SubprocessScriptLauncher):
         """Starts the processes if they are not there yet, and runs ``function`` in this one."""
         strategy = self._strategy
         strategy.check_before_launch(trainer)
-        with scripts.started(self, lambda: strategy.has_met), telling_the_others(strategy):
+        with script_launcher.running_script_processes(self, lambda: strategy.has_joined), announcing_failures(strategy):
             return function(*args, **kwargs)
 
 
@@ -52,7 +52,7 @@ class FabricScriptLauncher(launching.FabricSubprocessScriptLauncher):
     """The same for Fabric.
 
     Args:
-        strategy: Its ``has_met`` says whether the ranks have met.
+        strategy: Its ``has_joined`` says whether the ranks have met.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -62,7 +62,7 @@ class FabricScriptLauncher(launching.FabricSubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Starts the processes if they are not there yet, and runs ``function`` in this one."""
         strategy = self._strategy
-        with scripts.started(self, lambda: strategy.has_met):
+        with script_launcher.running_script_processes(self, lambda: strategy.has_joined):
             return function(*args, **kwargs)
 
 
@@ -79,9 +79,9 @@ class WorkerLauncher(launching.Launcher):
         workers: The workers.
     """
 
-    def __init__(self, strategy: StagesStrategy, starter: Starter) -> None:
+    def __init__(self, strategy: StageStrategy, starter: WorkerStarter) -> None:
         self._strategy = strategy
-        self.workers = Workers(strategy, starter)
+        self.workers = WorkerGroup(strategy, starter)
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -118,19 +118,19 @@ class WorkerLauncher(launching.Launcher):
             return self.workers.call(function, args, kwargs)
         self.workers.check_can_start()
         self._strategy.check_before_launch(trainer)
-        with self.workers.in_use(), self._strategy.around_stage(trainer):
-            value = self._run(StageJob(trainer, function, args, kwargs))
-        self.workers.end_unless_kept()
+        with self.workers.in_use(), self._strategy.wrap_stage(trainer):
+            value = self._run(StageTask(trainer, function, args, kwargs))
+        self.workers.close_unless_kept()
         if hasattr(self._strategy, "post_dispatch"):
             self._strategy.post_dispatch(trainer)
         return value
 
-    def _run(self, job: StageJob) -> Any:
-        trainer = job.trainer
+    def _run(self, task: StageTask) -> Any:
+        trainer = task.trainer
         with _without_optimizers(self._strategy):
-            outcome = self.workers.run(job)
-        with _interrupt_waits(outcome) as is_interrupted:
-            value = self._brought_back(job, outcome)
+            outcome = self.workers.run(task)
+        with _deferred_interrupt(outcome) as is_interrupted:
+            value = self._collect_results(task, outcome)
         error = outcome.error
         if error is None and is_interrupted.is_set():
             error = KeyboardInterrupt()
@@ -138,24 +138,28 @@ class WorkerLauncher(launching.Launcher):
             self.close()
             if isinstance(error, SIGTERMException):
                 trainer_signals.note_sigterm(trainer)
-            raise_shown_in_short(error, trainer.default_root_dir)
-        self.workers.keep_rng(outcome)
+            raise_with_report(error, trainer.default_root_dir)
+        self.workers.restore_rng(outcome)
         return value
 
-    def _brought_back(self, job: StageJob, outcome: Outcome) -> Any:
-        trainer = job.trainer
+    def _collect_results(self, task: StageTask, outcome: TaskOutcome) -> Any:
+        trainer = task.trainer
         try:
             value = None
             if 0 in outcome.has_results:
                 if outcome.error is None:
-                    value = job.bring_back(self.workers.pool, outcome.has_results)
+                    value = task.pull_results(self.workers.pool, outcome.has_results)
                 else:
-                    job.bring_back(self.workers.pool, {0}, timeout_s=GRACE_S)
+                    task.pull_results(self.workers.pool, {0}, timeout_s=GRACE_S)
             elif isinstance(outcome.error, KeyboardInterrupt):
                 log.warning("Rank 0 did not stop in time, it is killed: the state of this stage is lost.")
         except BaseException as error:
             can_be_saved = trainer.state.fn == TrainerFn.FITTING and isinstance(error, Exception)
-            where = self._save_in_worker(trainer) if can_be_saved and not isinstance(error, WorkerDiedError) else None
+            where = (
+                self._save_checkpoint_in_worker(trainer)
+                if can_be_saved and not isinstance(error, WorkerDiedError)
+                else None
+            )
             self.close()
             if outcome.error is not None:
                 log.warning("The state of the stage that failed %s: %s", where or "is lost", error)
@@ -166,10 +170,10 @@ class WorkerLauncher(launching.Launcher):
             raise ResultsError(f"{message} {where}.") from error
         return value
 
-    def _save_in_worker(self, trainer: Any) -> str:
+    def _save_checkpoint_in_worker(self, trainer: Any) -> str:
         name = f"not-brought-back-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.ckpt"
         path = os.path.join(trainer.default_root_dir, name)
-        problem = self.workers.pool.save(0, path)
+        problem = self.workers.pool.save_state(0, path)
         if problem is not None:
             return f"is lost, since it could not be saved either ({problem})"
         return f"is saved in {path}, for `fit(ckpt_path=...)` and `load_from_checkpoint(...)`"
@@ -196,7 +200,7 @@ class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
 
     def __init__(self, strategy: Any, start_method: WorkerStartMethod) -> None:
         super().__init__(strategy, start_method)
-        self.workers = Workers(strategy, ProcessStarter(start_method))
+        self.workers = WorkerGroup(strategy, ProcessStarter(start_method))
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -219,11 +223,11 @@ class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
             WorkerDiedError: If a worker died.
             TypeError: If something that the workers need cannot be pickled.
         """
-        return self.workers.call(function, args, kwargs, joins_group=False)
+        return self.workers.call(function, args, kwargs, joins_process_group=False)
 
 
 @contextmanager
-def _without_optimizers(strategy: LaunchedStrategy) -> Generator[None, None, None]:
+def _without_optimizers(strategy: LaunchableStrategy) -> Generator[None, None, None]:
     """Keeps the optimizers of an earlier ``fit`` from being sent: ``fit`` asks the module for them each time."""
     optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
     strategy.optimizers, strategy.lr_scheduler_configs = [], []
@@ -234,7 +238,7 @@ def _without_optimizers(strategy: LaunchedStrategy) -> Generator[None, None, Non
 
 
 @contextmanager
-def _interrupt_waits(outcome: Outcome) -> Generator[threading.Event, None, None]:
+def _deferred_interrupt(outcome: TaskOutcome) -> Generator[threading.Event, None, None]:
     """Notes a Ctrl-C instead of raising; a second one raises at once, and so does one after that which ended the stage.
 
     Where the user handles it, nothing changes.

@@ -3,19 +3,19 @@
 from lightning.fabric.plugins import ClusterEnvironment
 from typing_extensions import override
 
-from lightning_strategies_ext.launch.protocol import Seat
+from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 
 
-class SeatEnvironment(ClusterEnvironment):
+class RayEnvironment(ClusterEnvironment):
     """A cluster environment: where ranks and addresses come from in a process that Ray has started as one of several.
 
     Args:
-        seat: Of the process.
+        rank_info: Of the process.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, rank_info: WorkerRankInfo) -> None:
         super().__init__()
-        self._seat = seat
+        self._rank_info = rank_info
 
     @property
     @override
@@ -27,13 +27,13 @@ class SeatEnvironment(ClusterEnvironment):
     @override
     def main_address(self) -> str:
         """Of the first worker's host."""
-        return self._seat.address
+        return self._rank_info.main_address
 
     @property
     @override
     def main_port(self) -> int:
         """One that was free there."""
-        return self._seat.port
+        return self._rank_info.main_port
 
     @staticmethod
     @override
@@ -44,7 +44,7 @@ class SeatEnvironment(ClusterEnvironment):
     @override
     def world_size(self) -> int:
         """Number of workers."""
-        return self._seat.world_size
+        return self._rank_info.world_size
 
     @override
     def set_world_size(self, size: int) -> None:
@@ -53,7 +53,7 @@ class SeatEnvironment(ClusterEnvironment):
     @override
     def global_rank(self) -> int:
         """Among all workers."""
-        return self._seat.rank
+        return self._rank_info.rank
 
     @override
     def set_global_rank(self, rank: int) -> None:
@@ -62,9 +62,9 @@ class SeatEnvironment(ClusterEnvironment):
     @override
     def local_rank(self) -> int:
         """Among those of this host."""
-        return self._seat.local_rank
+        return self._rank_info.local_rank
 
     @override
     def node_rank(self) -> int:
         """Of this host."""
-        return self._seat.host_rank
+        return self._rank_info.node_rank

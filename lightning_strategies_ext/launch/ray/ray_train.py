@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_strategies_ext.arguments import DEFAULT_TIMEOUT
-from lightning_strategies_ext.launch.protocol import Seat
+from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 
 
-def seat_here() -> Seat | None:
+def current_rank_info() -> WorkerRankInfo | None:
     """Where this process sits among the workers of a ``TorchTrainer``; None if it is none of them.
 
     Nothing of Ray's is imported for it: who runs in its workers has done so. Of hosts that have not all as many ranks,
@@ -22,20 +22,20 @@ def seat_here() -> Seat | None:
     if context is None:
         return None
     world_size, local_world_size = context.get_world_size(), context.get_local_world_size()
-    return Seat(
+    return WorkerRankInfo(
         rank=context.get_world_rank(),
         world_size=world_size,
         local_rank=context.get_local_rank(),
         local_world_size=local_world_size,
-        host_rank=context.get_node_rank(),
-        num_hosts=-(-world_size // local_world_size),
-        address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        port=int(os.environ.get("MASTER_PORT", "0")),
+        node_rank=context.get_node_rank(),
+        num_nodes=-(-world_size // local_world_size),
+        main_address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        main_port=int(os.environ.get("MASTER_PORT", "0")),
     )
 
 
-def check_fits(
-    seat: Seat,
+def check_compatible(
+    rank_info: WorkerRankInfo,
     strategy: str,
     *,
     starts_ranks: bool,
@@ -47,7 +47,7 @@ def check_fits(
     """Refuses what a strategy was asked for and Ray Train has decided otherwise.
 
     Args:
-        seat: Of this process.
+        rank_info: Of this process.
         strategy: Name of its class.
         starts_ranks: Whether it starts processes itself.
         num_devices: How many devices the Trainer has been given.
@@ -72,14 +72,14 @@ def check_fits(
             f"`{refused[0]}`: Ray Train has made the process group already, over {backend!r}. Leave it out, and give"
             " `torch_config=ray.train.torch.TorchConfig(backend=..., timeout_s=...)` to the TorchTrainer."
         )
-    if device_here().type == "cpu" and num_devices not in (1, seat.local_world_size):
+    if current_device().type == "cpu" and num_devices not in (1, rank_info.local_world_size):
         raise ValueError(
-            f"`devices={num_devices}`: Ray Train has started {seat.local_world_size} of its {seat.world_size} workers"
-            " on this host. Leave it out: `ScalingConfig(num_workers=...)` says it."
+            f"`devices={num_devices}`: Ray Train has started {rank_info.local_world_size} of its"
+            f" {rank_info.world_size} workers on this host. Leave it out: `ScalingConfig(num_workers=...)` says it."
         )
 
 
-def device_here() -> torch.device:
+def current_device() -> torch.device:
     """The device that Ray Train has given to this process."""
     from ray.train.torch import get_device
 

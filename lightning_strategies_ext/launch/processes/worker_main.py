@@ -21,11 +21,21 @@ import torch
 
 from lightning_strategies_ext._system.peers import is_running, start_time
 from lightning_strategies_ext.interpreters import python
-from lightning_strategies_ext.launch.processes.conditions import RngState
-from lightning_strategies_ext.launch.protocol import Done, End, Failure, Notice, Order, Ping, Pull, Save, Start
+from lightning_strategies_ext.launch.processes.process_settings import RngState
+from lightning_strategies_ext.launch.protocol import (
+    JoinPending,
+    Ping,
+    PullResult,
+    RunTask,
+    SaveState,
+    Shutdown,
+    TaskDone,
+    TaskFailed,
+    WorkerSetup,
+)
 from lightning_strategies_ext.launch.transport import unreadable
-from lightning_strategies_ext.launch.transport.channel import Channel, Envelope, JobChannel
-from lightning_strategies_ext.launch.transport.messages import Pickled, main_is_elsewhere
+from lightning_strategies_ext.launch.transport.channel import Channel, ReceivedMessage, TaskChannel
+from lightning_strategies_ext.launch.transport.pickling import Pickled, use_remote_main
 
 #: How often a worker looks whether the main process is alive, in seconds.
 PARENT_POLL_S = 0.5
@@ -35,18 +45,18 @@ MAIN_NAME, MAIN_PATH = "init_main_from_name", "init_main_from_path"
 _is_importing_main = False
 
 
-class Job(Protocol):
+class WorkerTask(Protocol):
     """What a worker runs. It is pickled in the main process."""
 
-    def run(self, state: "WorkerState", envelope: Envelope) -> Iterator[Any]:
+    def run(self, state: "WorkerState", message: ReceivedMessage) -> Iterator[Any]:
         """Runs the job and returns what the main process may pull of its results, one after the other.
 
         Raises:
-            JobFailedError: If it fails.
+            TaskFailedError: If it fails.
         """
 
 
-class JobFailedError(Exception):
+class TaskFailedError(Exception):
     """A job failed; its ``__cause__`` is the exception.
 
     Args:
@@ -65,21 +75,21 @@ class WorkerState:
 
     Attributes:
         rank: Index among the pool's workers.
-        seat: See :class:`.Start`.
+        rank_info: See :class:`.WorkerSetup`.
         channel: To the main process, for a job whose ranks may change; None if there is none that a job may use.
-        continues: Whether the job goes on where an earlier one of this pool ended.
-        joins: Whether the others are in the middle of the job.
+        is_continuation: Whether the job goes on where an earlier one of this pool ended.
+        is_joining: Whether the others are in the middle of the job.
         is_running: Whether a job runs now.
         on_interrupt: What to do then on Ctrl-C instead of raising KeyboardInterrupt.
         save: Writes the state of the stage that ran to a file, until the next job.
     """
 
-    def __init__(self, start: Start, channel: JobChannel | None = None) -> None:
+    def __init__(self, start: WorkerSetup, channel: TaskChannel | None = None) -> None:
         self.rank = start.rank
-        self.seat = start.seat
+        self.rank_info = start.rank_info
         self.channel = channel
-        self.continues = False
-        self.joins = False
+        self.is_continuation = False
+        self.is_joining = False
         self.is_running = False
         self.on_interrupt: Callable[[], None] | None = None
         self.save: Callable[[str], None] | None = None
@@ -87,7 +97,7 @@ class WorkerState:
     @property
     def local_rank(self) -> int:
         """Index among the workers of this host."""
-        return self.rank if self.seat is None else self.seat.local_rank
+        return self.rank if self.rank_info is None else self.rank_info.local_rank
 
 
 def is_importing_main() -> bool:
@@ -95,23 +105,23 @@ def is_importing_main() -> bool:
     return _is_importing_main
 
 
-def serve(connected: socket.socket, main_pid: int, inherited: Job | None = None) -> None:
+def serve(connected: socket.socket, main_pid: int, inherited_task: WorkerTask | None = None) -> None:
     """Runs a worker until it is told to end. Called in the worker process, once.
 
     Args:
         connected: This worker's end of its channel.
         main_pid: The main process.
-        inherited: A job that a forked worker got by being forked.
+        inherited_task: A job that a forked worker got by being forked.
     """
-    die_with(main_pid)
+    exit_with_parent(main_pid)
     channel = Channel(connected)
     with suppress(EOFError, OSError):  # the main process closed its end: there is no one to tell
-        _serve(channel, inherited)
+        _serve(channel, inherited_task)
     gc.collect()  # ends the workers of dataloaders in good order
 
 
 @contextmanager
-def own_exit_handlers() -> Generator[None, None, None]:
+def isolated_exit_handlers() -> Generator[None, None, None]:
     """Runs what is registered with ``atexit`` in here, and nothing of the process that this one was forked from.
 
     A forked process ends without it, unless it is multiprocessing's of Python 3.14.
@@ -123,150 +133,152 @@ def own_exit_handlers() -> Generator[None, None, None]:
         atexit._run_exitfuncs()
 
 
-def _serve(channel: Channel, inherited: Job | None) -> None:
-    start: Start = channel.receive()
-    service = Service(WorkerState(start, channel), inherited)
-    failure = service.prepare(start)
+def _serve(channel: Channel, inherited_task: WorkerTask | None) -> None:
+    start: WorkerSetup = channel.receive()
+    service = WorkerService(WorkerState(start, channel), inherited_task)
+    failure = service.set_up(start)
     if failure is not None:
         channel.send(failure)
         return
-    while not service.has_ended and not isinstance(message := channel.receive(), End):
-        for answer in service.answers(message, partial(channel.receive_envelope, private=True)):
+    while not service.is_finished and not isinstance(message := channel.receive(), Shutdown):
+        for reply in service.handle(message, partial(channel.receive_message, private=True)):
             try:
-                channel.send(answer)
+                channel.send(reply)
             except Exception as exception:  # pickle cannot take a result of the user's
-                channel.send(service.note_unsent(exception))
+                channel.send(service.fail_unsent_result(exception))
 
 
-class Service:
+class WorkerService:
     """What a worker answers to the main process's messages, whatever carries them.
 
     Args:
         state: Of this worker.
-        inherited: See :func:`serve`.
+        inherited_task: See :func:`serve`.
 
     Attributes:
-        has_ended: Whether there is nothing more that this worker is good for.
+        is_finished: Whether there is nothing more that this worker is good for.
     """
 
-    def __init__(self, state: WorkerState, inherited: Job | None = None) -> None:
-        self.has_ended = False
+    def __init__(self, state: WorkerState, inherited_task: WorkerTask | None = None) -> None:
+        self.is_finished = False
         self._state = state
-        self._inherited = inherited
-        self._envelope = Envelope(Pickled(b""))
+        self._inherited_task = inherited_task
+        self._task_message = ReceivedMessage(Pickled(b""))
         self._results: Iterator[Any] = iter(())
 
-    def prepare(self, start: Start) -> Failure | None:
+    def set_up(self, start: WorkerSetup) -> TaskFailed | None:
         """Makes this process ready for jobs; returns why that has failed, if it has."""
         signal.signal(signal.SIGINT, lambda signum, frame: _interrupted(self._state))
         try:
             _prepare(start)
         except BaseException as exception:
-            return Failure.of(exception)
+            return TaskFailed.of(exception)
         # What is here stays: the collection between jobs need not look at it, and one before this would write to all
         # pages that a forked worker shares with the process it was forked from.
         gc.freeze()
         gc.enable()
         return None
 
-    def answers(self, message: Any, receive_job: Callable[[], Envelope]) -> Iterator[Any]:
+    def handle(self, message: Any, receive_task: Callable[[], ReceivedMessage]) -> Iterator[Any]:
         """What to answer; the caller exhausts it, for there may be something left to do after an answer.
 
         Args:
-            message: The message, any but :class:`.End`.
-            receive_job: Waits for the job that follows an :class:`.Order`.
+            message: The message, any but :class:`.Shutdown`.
+            receive_task: Waits for the job that follows an :class:`.RunTask`.
         """
         if isinstance(message, Ping):
             yield message
-        elif isinstance(message, Notice):
+        elif isinstance(message, JoinPending):
             pass  # it came when the job was over
-        elif isinstance(message, Save):
+        elif isinstance(message, SaveState):
             yield _save(message.path, self._state)
-        elif isinstance(message, Pull):
+        elif isinstance(message, PullResult):
             yield self._next_result()
         else:
-            yield from self._run(message, receive_job)
+            yield from self._run(message, receive_task)
             gc.collect()  # the trainer of a job that is over, with its memory and the workers of its dataloaders
 
-    def note_unsent(self, exception: Exception) -> Failure:
+    def fail_unsent_result(self, exception: Exception) -> TaskFailed:
         """Called when a result could not be sent; what to send in its place. There are no more results then."""
         self._results = iter(())
         gc.collect()
-        return Failure.of(exception)
+        return TaskFailed.of(exception)
 
     def _next_result(self) -> Any:
         try:
-            result = next(self._results, End())
+            result = next(self._results, Shutdown())
         except Exception as exception:
-            return self.note_unsent(exception)
-        if isinstance(result, End):
+            return self.fail_unsent_result(exception)
+        if isinstance(result, Shutdown):
             self._results = iter(())
             gc.collect()
         return result
 
-    def _run(self, order: Order, receive_job: Callable[[], Envelope]) -> Iterator[Any]:
+    def _run(self, order: RunTask, receive_task: Callable[[], ReceivedMessage]) -> Iterator[Any]:
         self._state.save = None
         self._results = iter(())
-        self._envelope.close()
-        self._envelope = Envelope(Pickled(b"")) if order.is_inherited else receive_job()
+        self._task_message.close()
+        self._task_message = ReceivedMessage(Pickled(b"")) if order.is_inherited else receive_task()
         try:
-            self._results = _run(order, self._envelope, self._inherited, self._state)
-            yield Done(RngState.now())
-        except JobFailedError as failed:
-            yield Failure.of(failed.__cause__ or failed, has_results=failed.results is not None)
+            self._results = _run(order, self._task_message, self._inherited_task, self._state)
+            yield TaskDone(RngState.now())
+        except TaskFailedError as failed:
+            yield TaskFailed.of(failed.__cause__ or failed, has_results=failed.results is not None)
             failed.clean_up()
             if failed.results is None:
-                self.has_ended = True
+                self.is_finished = True
                 return
             self._results = failed.results
         except BaseException as exception:
-            yield Failure.of(exception)
-            self.has_ended = True
-        self._inherited = None
+            yield TaskFailed.of(exception)
+            self.is_finished = True
+        self._inherited_task = None
 
 
-def _save(path: str, state: WorkerState) -> "Done | Failure":
+def _save(path: str, state: WorkerState) -> "TaskDone | TaskFailed":
     try:
         if state.save is None:
             raise RuntimeError("no stage of a Trainer has run here")
         state.save(path)
-        return Done(RngState.now())
+        return TaskDone(RngState.now())
     except Exception as exception:
-        return Failure.of(exception)
+        return TaskFailed.of(exception)
 
 
-def _run(order: Order, envelope: Envelope, inherited: Job | None, state: WorkerState) -> Iterator[Any]:
-    order.conditions.apply()
-    state.continues = order.continues
-    state.joins = order.joins
+def _run(
+    order: RunTask, message: ReceivedMessage, inherited_task: WorkerTask | None, state: WorkerState
+) -> Iterator[Any]:
+    order.settings.apply()
+    state.is_continuation = order.is_continuation
+    state.is_joining = order.is_joining
     state.is_running = True
     try:
-        job: Job | None = inherited if order.is_inherited else _opened(envelope)
-        assert job is not None
-        return job.run(state, envelope)
+        task: WorkerTask | None = inherited_task if order.is_inherited else _opened(message)
+        assert task is not None
+        return task.run(state, message)
     finally:
-        envelope.found = {}  # it would keep the job's objects
+        message.received_objects = {}  # it would keep the job's objects
         state.is_running = False
         state.on_interrupt = None
 
 
-def _opened(envelope: Envelope) -> Any:
+def _opened(message: ReceivedMessage) -> Any:
     try:
-        return envelope.open()
+        return message.open()
     except (MemoryError, OSError):
         raise
     except Exception as error:
-        raise unreadable.explained(envelope.pickled, error) from error
+        raise unreadable.explain_unreadable(message.pickled, error) from error
 
 
-def _prepare(start: Start) -> None:
+def _prepare(start: WorkerSetup) -> None:
     global _is_importing_main
     if start.preparation is None:
         # Forked from a process whose OpenMP threads, if it had any, are not here: one would wait for them for ever.
         torch.set_num_threads(1)
         return
     if not imports_main(start.preparation):
-        main_is_elsewhere()
+        use_remote_main()
     _is_importing_main = True
     try:
         # Imports the user's script as `__mp_main__`, where its classes are looked up. `spawn.prepare` is what
@@ -280,7 +292,7 @@ def imports_main(preparation: Mapping[str, Any]) -> bool:
     """Whether a worker imports the user's script; it cannot where there is none, as in a notebook or for ``python -c``.
 
     Args:
-        preparation: See :class:`.Start`.
+        preparation: See :class:`.WorkerSetup`.
     """
     return MAIN_NAME in preparation or MAIN_PATH in preparation
 
@@ -293,7 +305,7 @@ def _interrupted(state: WorkerState) -> None:
     state.on_interrupt()
 
 
-def die_with(pid: int) -> None:
+def exit_with_parent(pid: int) -> None:
     """Kills this process soon after process ``pid`` is gone, whatever it is doing then.
 
     The workers of its dataloaders notice within five seconds, and clean up behind them.
@@ -311,6 +323,6 @@ def die_with(pid: int) -> None:
 def command(connected: socket.socket, main_pid: int) -> list[str]:
     """The command line that starts a worker in a Python of its own."""
     # Collecting garbage while modules are imported takes a sixth of the time and finds none.
-    program = "import gc, socket; gc.disable(); from lightning_strategies_ext.launch.processes import worker"
-    program += f"; worker.serve(socket.socket(fileno={connected.fileno()}), {main_pid})"
+    program = "import gc, socket; gc.disable(); from lightning_strategies_ext.launch.processes import worker_main"
+    program += f"; worker_main.serve(socket.socket(fileno={connected.fileno()}), {main_pid})"
     return python(program)

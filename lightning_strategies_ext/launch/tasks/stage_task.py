@@ -19,24 +19,24 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext._lightning import trainer_stages
-from lightning_strategies_ext.launch.processes.changing_pool import Allowance
+from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
-from lightning_strategies_ext.launch.processes.worker import JobFailedError, WorkerState
-from lightning_strategies_ext.launch.protocol import Seat
-from lightning_strategies_ext.launch.stage.changes import with_identity
-from lightning_strategies_ext.launch.stage.culprit import culprit
-from lightning_strategies_ext.launch.stage.module_tree import make_private, tensors_of
-from lightning_strategies_ext.launch.stage.predictions import PredictionsOfRank, merged
-from lightning_strategies_ext.launch.stage.trainer_state import Before, TrainerSnapshot, shared_objects
-from lightning_strategies_ext.launch.strategy import WorkerStrategy, telling_the_others
-from lightning_strategies_ext.launch.transport.channel import Envelope, JobChannel
-from lightning_strategies_ext.launch.transport.messages import Dump, Pickled, dump, walk
-from lightning_strategies_ext.launch.transport.segments import Received
+from lightning_strategies_ext.launch.processes.worker_main import TaskFailedError, WorkerState
+from lightning_strategies_ext.launch.protocol import WorkerRankInfo
+from lightning_strategies_ext.launch.strategy_protocols import InWorkerStrategy, announcing_failures
+from lightning_strategies_ext.launch.tasks.module_tree import make_private, tensors_of
+from lightning_strategies_ext.launch.tasks.object_changes import identity_preserved
+from lightning_strategies_ext.launch.tasks.predictions import RankPredictions, merge_predictions
+from lightning_strategies_ext.launch.tasks.trainer_state import StageBaseline, TrainerSnapshot, shared_objects
+from lightning_strategies_ext.launch.tasks.unpicklable import find_unpicklable
+from lightning_strategies_ext.launch.transport.channel import ReceivedMessage, TaskChannel
+from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
+from lightning_strategies_ext.launch.transport.pickling import DumpFunction, Pickled, dump, walk
 
 log = logging.getLogger(__name__)
 
 #: How much of the module's tensors travels in one piece, in bytes: what bringing it back costs in memory.
-PIECE_BYTES = 32 << 20
+CHUNK_NUM_BYTES = 32 << 20
 #: In the error of pickling a compiled function: the class of torch's settings, to which it refers (torch 2.5 to 2.13).
 _OF_TORCH_COMPILE = "ConfigModuleInstance"
 
@@ -46,26 +46,26 @@ class WorkerContext:
     """What a strategy knows in a worker, and only there.
 
     Attributes:
-        continues: Whether this stage goes on where an earlier one of the same Trainer ended.
+        is_continuation: Whether this stage goes on where an earlier one of the same Trainer ended.
         received: What came from the main process, to tell what has changed since; None if it was inherited in a fork.
         channel: To the main process, for a stage whose ranks may change.
-        joins: Whether the others are in the middle of the stage.
-        seat: See :class:`.Start`.
+        is_joining: Whether the others are in the middle of the stage.
+        rank_info: See :class:`.WorkerSetup`.
     """
 
-    continues: bool
-    received: Received | None
-    channel: JobChannel | None = None
-    joins: bool = False
-    seat: Seat | None = None
+    is_continuation: bool
+    received: ReceivedBuffers | None
+    channel: TaskChannel | None = None
+    is_joining: bool = False
+    rank_info: WorkerRankInfo | None = None
 
-    def has_module_as_sent(self, module: Module) -> bool:
+    def is_module_unchanged(self, module: Module) -> bool:
         """Whether no tensor of the module differs from what the main process sent, to all workers alike."""
         received = self.received
         return received is not None and all(received.is_unchanged(tensor) for tensor in tensors_of(module).values())
 
 
-class StageJob:
+class StageTask:
     """A stage, ready to be sent.
 
     Args:
@@ -85,7 +85,7 @@ class StageJob:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "shared": self.shared.objects}
 
-    def pickled(self, dump: Dump = dump) -> Pickled:
+    def pickled(self, dump: DumpFunction = dump) -> Pickled:
         """Pickles it, and notes what the workers know then.
 
         Args:
@@ -95,28 +95,28 @@ class StageJob:
             TypeError: If a part of it cannot be pickled; says which.
         """
         sent: dict[int, Any] = {}
-        pickled = pickled_or_explained(self, dump, sent)
+        pickled = pickle_or_explain(self, dump, sent)
         # It is in its own message, and would keep itself and all else until the next collection of garbage.
         del sent[next(number for number, obj in sent.items() if obj is self)]
         self.shared = self.shared.with_message(sent)
         return pickled
 
     @property
-    def allowance(self) -> Allowance | None:
+    def restart_policy(self) -> RestartPolicy | None:
         """What may happen to workers in the middle of the stage; None if they all have to come to its end."""
         is_fitting = self.trainer.state.fn == TrainerFn.FITTING
-        return getattr(self.trainer.strategy, "allowance", None) if is_fitting else None
+        return getattr(self.trainer.strategy, "restart_policy", None) if is_fitting else None
 
-    def note_inherited(self) -> None:
+    def record_inherited(self) -> None:
         """Notes what the workers know where they get it by being forked."""
-        found, unpicklable = walk(self)
-        known = with_identity(found, unpicklable)
+        objects, unpicklable = walk(self)
+        known = identity_preserved(objects, unpicklable)
         self.shared = self.shared.with_message({number: obj for number, obj in known.items() if obj is not self})
 
     # --- in a worker ---
 
-    def run(self, state: WorkerState, envelope: Envelope) -> Iterator[Any]:
-        """Runs the stage; see :class:`.Job`."""
+    def run(self, state: WorkerState, message: ReceivedMessage) -> Iterator[Any]:
+        """Runs the stage; see :class:`.WorkerTask`."""
         trainer = self.trainer
         inherited: Mapping[int, Any] = {}
         if isinstance(self.shared, list):
@@ -125,15 +125,17 @@ class StageJob:
             inherited, self.shared = self.shared.in_message, shared_objects(trainer, [], self.shared.objects)
         make_private(trainer.lightning_module)
         received = None
-        if envelope.parts:
-            received = Received(envelope.parts)
-        before = None
-        may_change = self.allowance is not None
-        if state.rank == 0 or may_change:  # any may be the first rank in the end
-            before = Before(trainer, self.shared, inherited or with_identity(envelope.found), received)
+        if message.parts:
+            received = ReceivedBuffers(message.parts)
+        baseline = None
+        is_elastic = self.restart_policy is not None
+        if state.rank == 0 or is_elastic:  # any may be the first rank in the end
+            baseline = StageBaseline(
+                trainer, self.shared, inherited or identity_preserved(message.received_objects), received
+            )
         state.save = partial(_save, trainer)
-        context = WorkerContext(state.continues, received, state.channel, state.joins, state.seat)
-        strategy: WorkerStrategy = trainer.strategy
+        context = WorkerContext(state.is_continuation, received, state.channel, state.is_joining, state.rank_info)
+        strategy: InWorkerStrategy = trainer.strategy
         os.environ["LOCAL_RANK"] = str(state.local_rank)
         state.on_interrupt = strategy.request_interrupt
         strategy.enter_worker(context)
@@ -143,41 +145,43 @@ class StageJob:
             strategy.end_stage()
         except BaseException as exception:
             state.on_interrupt = lambda: None  # the results are still to be handed over
-            exception = strategy.explained(exception)
-            strategy.note_failure(exception)
-            results = None if before is None else self._results(before, None)
-            raise JobFailedError(partial(_end_failed_stage, trainer), results) from exception
+            exception = strategy.explain_exception(exception)
+            strategy.announce_failure(exception)
+            results = None if baseline is None else self._results(baseline, None)
+            raise TaskFailedError(partial(_end_failed_stage, trainer), results) from exception
         predictions = None
         if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
-            predictions = PredictionsOfRank.of(trainer, value)
-            if trainer.num_nodes > 1 and state.seat is None:  # each host has a main process of its own
+            predictions = RankPredictions.from_trainer(trainer, value)
+            if trainer.num_nodes > 1 and state.rank_info is None:  # each host has a main process of its own
                 value, predictions = predictions.gathered(trainer.world_size), None
             else:
                 value = None
-        if before is None or (may_change and trainer.global_rank != 0):
-            return iter(()) if predictions is None else predictions.pieces()
-        return self._results(before, value, predictions)
+        if baseline is None or (is_elastic and trainer.global_rank != 0):
+            return iter(()) if predictions is None else predictions.chunks()
+        return self._results(baseline, value, predictions)
 
-    def _results(self, before: Before, value: Any, predictions: "PredictionsOfRank | None" = None) -> Iterator[Any]:
+    def _results(
+        self, baseline: StageBaseline, value: Any, predictions: "RankPredictions | None" = None
+    ) -> Iterator[Any]:
         module = self.trainer.lightning_module
-        piece: dict[Any, Tensor] = {}
-        for name, tensor in before.tree.values(module):
-            if is_lazy(tensor) or before.is_unchanged(tensor):
+        chunk: dict[Any, Tensor] = {}
+        for name, tensor in baseline.tree.values(module):
+            if is_lazy(tensor) or baseline.is_unchanged(tensor):
                 continue
             for part_name, part in _parts(name, tensor.detach()):
-                if piece and sum(other.nbytes for other in piece.values()) + part.nbytes > PIECE_BYTES:
-                    yield _ModulePiece(piece)
-                    piece = {}
-                piece[part_name] = part
-        yield _ModulePiece(piece)
-        del piece
-        yield TrainerSnapshot.collect(self.trainer, before, value)
+                if chunk and sum(other.nbytes for other in chunk.values()) + part.nbytes > CHUNK_NUM_BYTES:
+                    yield _TensorChunk(chunk)
+                    chunk = {}
+                chunk[part_name] = part
+        yield _TensorChunk(chunk)
+        del chunk
+        yield TrainerSnapshot.collect(self.trainer, baseline, value)
         if predictions is not None:
-            yield from predictions.pieces()
+            yield from predictions.chunks()
 
     # --- in the main process ---
 
-    def bring_back(self, pool: WorkerPool, has_results: set[int], timeout_s: float | None = None) -> Any:
+    def pull_results(self, pool: WorkerPool, has_results: set[int], timeout_s: float | None = None) -> Any:
         """Pulls the results of all workers, puts them where they belong and returns the stage's return value.
 
         Args:
@@ -190,7 +194,7 @@ class StageJob:
         tensors = tensors_of(module)
         value = None
         for result in results:
-            if isinstance(result, _ModulePiece):
+            if isinstance(result, _TensorChunk):
                 result.copy_into(tensors)
             else:
                 assert isinstance(result, TrainerSnapshot)
@@ -199,11 +203,11 @@ class StageJob:
         del result
         sources = [results if rank == 0 else pool.pull(rank) for rank in sorted(has_results)]
         plans = [plan for plan in (next(source, None) for source in sources) if plan is not None]
-        return merged(plans, sources) if plans else value
+        return merge_predictions(plans, sources) if plans else value
 
 
 @dataclass
-class _ModulePiece:
+class _TensorChunk:
     """Some of the module's tensors, or slices of large ones: (name, shape, first element) → elements."""
 
     is_only_read = True  # they are copied into the module that the user holds
@@ -229,11 +233,11 @@ class _ModulePiece:
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
     # A tensor beyond the size of a piece is cut, unless the receiver's may have other strides.
-    if tensor.nbytes <= PIECE_BYTES or not tensor.is_contiguous():
+    if tensor.nbytes <= CHUNK_NUM_BYTES or not tensor.is_contiguous():
         yield (name, tensor.shape, None), tensor
         return
     flat = tensor.view(-1)
-    step = PIECE_BYTES // tensor.element_size()
+    step = CHUNK_NUM_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), step):
         yield (name, tensor.shape, start), flat[start : start + step]
 
@@ -260,7 +264,7 @@ def _try(function: Callable[..., Any], *args: Any) -> None:
         log.debug("clean-up after a failed stage failed too", exc_info=True)
 
 
-class CallJob:
+class FunctionTask:
     """A function of the user's as a job, see ``DDPSpawnStrategy.spawn``.
 
     Args:
@@ -269,7 +273,7 @@ class CallJob:
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         return_result: Whether the first worker's return value comes back.
-        joins_group: Whether workers join the process group first; Fabric's functions do it themselves.
+        joins_process_group: Whether workers join the process group first; Fabric's functions do it themselves.
     """
 
     def __init__(
@@ -279,16 +283,16 @@ class CallJob:
         args: Any,
         kwargs: Any,
         return_result: bool,
-        joins_group: bool,
+        joins_process_group: bool,
     ) -> None:
         self.strategy = strategy
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.return_result = return_result
-        self.joins_group = joins_group
+        self.joins_process_group = joins_process_group
 
-    def pickled(self, dump: Dump = dump) -> Pickled:
+    def pickled(self, dump: DumpFunction = dump) -> Pickled:
         """Pickles it.
 
         Args:
@@ -297,44 +301,48 @@ class CallJob:
         Raises:
             TypeError: If a part of it cannot be pickled; says which.
         """
-        return pickled_or_explained(self, dump)
+        return pickle_or_explain(self, dump)
 
-    allowance = None
+    restart_policy = None
 
-    def note_inherited(self) -> None:
+    def record_inherited(self) -> None:
         """Does nothing: only the function's value comes back."""
 
-    def run(self, state: WorkerState, envelope: Envelope) -> Iterator[Any]:
-        """Runs the function; see :class:`.Job`."""
+    def run(self, state: WorkerState, message: ReceivedMessage) -> Iterator[Any]:
+        """Runs the function; see :class:`.WorkerTask`."""
         os.environ["LOCAL_RANK"] = str(state.local_rank)
         for argument in (*self.args, *self.kwargs.values()):
             if isinstance(argument, Module):
                 make_private(argument)
-        if self.joins_group:
-            self.strategy.enter_worker(WorkerContext(state.continues, None, seat=state.seat))
+        if self.joins_process_group:
+            self.strategy.enter_worker(WorkerContext(state.is_continuation, None, rank_info=state.rank_info))
             self.strategy.setup_distributed()
-        with telling_the_others(self.strategy):
+        with announcing_failures(self.strategy):
             value = self.function(*self.args, **self.kwargs)
         if state.rank > 0 or not self.return_result:
             return iter(())
         return iter([value])
 
 
-def pickled_or_explained(job: StageJob | CallJob, dump: Dump = dump, found: dict[int, Any] | None = None) -> Pickled:
+def pickle_or_explain(
+    task: StageTask | FunctionTask, dump: DumpFunction = dump, received_objects: dict[int, Any] | None = None
+) -> Pickled:
     """Pickles a job.
 
     Args:
-        job: The job.
+        task: The job.
         dump: What writes it.
-        found: See :func:`.dump`.
+        received_objects: See :func:`.dump`.
 
     Raises:
         TypeError: If a part of it cannot be pickled; says which.
     """
     try:
-        return dump(job, found=found)
+        return dump(task, received_objects=received_objects)
     except Exception as error:
-        what, reason = ("What the workers need", error) if isinstance(job, CallJob) else culprit(job, error, dump)
+        what, reason = (
+            ("What the workers need", error) if isinstance(task, FunctionTask) else find_unpicklable(task, error, dump)
+        )
         if _OF_TORCH_COMPILE in str(reason):
             raise TypeError(
                 f"{what} was made by `torch.compile`, and what is compiled cannot be sent to the worker processes"

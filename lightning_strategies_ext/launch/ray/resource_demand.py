@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-Placement = Literal["PACK", "SPREAD"]
+PlacementStrategy = Literal["PACK", "SPREAD"]
 
 #: Ray counts resources in steps of this.
 _STEP = 1e-4
 
 
 @dataclass(frozen=True)
-class Demand:
+class ResourceDemand:
     """What each worker needs, and where workers are put.
 
     Attributes:
@@ -25,7 +25,7 @@ class Demand:
     num_cpus: float = 1
     num_gpus: float = 0
     resources: Mapping[str, float] = field(default_factory=dict)
-    placement: Placement = "PACK"
+    placement_strategy: PlacementStrategy = "PACK"
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -49,8 +49,8 @@ class Demand:
             if needed > there + _STEP:
                 raise ValueError(
                     f"`num_workers={num_workers}` workers with `{self._argument(name)}` each need {needed:g}"
-                    f" {_called(name, needed)}, and {cluster} has {there:g}. Ask for fewer workers, or for less for"
-                    " each (a fraction lets several share one), or add hosts to the cluster."
+                    f" {_resource_text(name, needed)}, and {cluster} has {there:g}. Ask for fewer workers, or for less"
+                    " for each (a fraction lets several share one), or add hosts to the cluster."
                 )
         places = [
             min((math.floor(host.get(name, 0.0) / amount + _STEP) for name, amount in self.bundle.items()), default=0)
@@ -58,7 +58,7 @@ class Demand:
         ]
         if sum(places) < num_workers:
             raise ValueError(
-                f"`num_workers={num_workers}` workers that each need {self._said()} do not fit into {cluster}: its"
+                f"`num_workers={num_workers}` workers that each need {self._text()} do not fit into {cluster}: its"
                 f" {len(hosts)} hosts have room for {' + '.join(map(str, places))} of them. A worker is on one host."
             )
 
@@ -69,11 +69,11 @@ class Demand:
             return f"num_gpus_per_worker={self.num_gpus:g}"
         return f"resources_per_worker={{{name!r}: {self.resources[name]:g}}}"
 
-    def _said(self) -> str:
-        return " and ".join(f"{amount:g} {_called(name, amount)}" for name, amount in self.bundle.items())
+    def _text(self) -> str:
+        return " and ".join(f"{amount:g} {_resource_text(name, amount)}" for name, amount in self.bundle.items())
 
 
-def check_demand(num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement: Any) -> None:
+def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement: Any) -> None:
     """Refuses what no cluster could give.
 
     Raises:
@@ -105,11 +105,11 @@ def check_demand(num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any,
             raise ValueError(f"`{name}={amount!r}`: Ray gives fractions of one only. Use a whole number.")
     if not num_cpus:
         raise ValueError("`num_cpus_per_worker=0`: a worker computes. Use a fraction to let several share a CPU.")
-    if placement not in get_args(Placement):
+    if placement not in get_args(PlacementStrategy):
         raise ValueError(f"`placement={placement!r}` must be 'PACK' (few hosts) or 'SPREAD' (many).")
 
 
-def _called(name: str, amount: float) -> str:
+def _resource_text(name: str, amount: float) -> str:
     if name in ("CPU", "GPU"):
         return name if amount == 1 else f"{name}s"
     return f"of {name!r}"

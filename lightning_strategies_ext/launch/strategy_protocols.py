@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lightning.fabric.plugins import CheckpointIO
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.launch.stage.job import WorkerContext
+    from lightning_strategies_ext.launch.tasks.stage_task import WorkerContext
 
 
 @contextmanager
-def telling_the_others(strategy: Any) -> Generator[None, None, None]:
+def announcing_failures(strategy: Any) -> Generator[None, None, None]:
     """Says to the other ranks if what is done in it fails, and raises what the user should see.
 
     Args:
-        strategy: Its ``explained`` and ``note_failure`` do both.
+        strategy: Its ``explain_exception`` and ``announce_failure`` do both.
     """
     try:
         yield
     except BaseException as exception:
         # Before the callbacks' `on_exception`, which may save a checkpoint, with a barrier, and take long.
-        explained = strategy.explained(exception)
-        strategy.note_failure(explained)
+        explained = strategy.explain_exception(exception)
+        strategy.announce_failure(explained)
         if explained is exception:
             raise
         raise explained from exception
 
 
-class WorkersStrategy(Protocol):
+class StrategyWithWorkers(Protocol):
     """A strategy that has workers."""
 
     cluster_environment: Any  # a ClusterEnvironment; None until the Trainer or Fabric has chosen one
@@ -42,7 +42,7 @@ class WorkersStrategy(Protocol):
         """Hosts."""
 
 
-class LaunchedStrategy(WorkersStrategy, Protocol):
+class LaunchableStrategy(StrategyWithWorkers, Protocol):
     """A strategy of the Trainer's."""
 
     optimizers: list[Any]
@@ -50,27 +50,27 @@ class LaunchedStrategy(WorkersStrategy, Protocol):
     checkpoint_io: CheckpointIO
 
     @property
-    def has_met(self) -> bool:
+    def has_joined(self) -> bool:
         """Whether this process has met the other ranks."""
 
     def check_before_launch(self, trainer: Any) -> None:
         """Refuses, before processes start, a run that cannot work."""
 
-    def note_failure(self, exception: BaseException) -> None:
+    def announce_failure(self, exception: BaseException) -> None:
         """Says to the other ranks that this one has failed."""
 
-    def explained(self, exception: BaseException) -> BaseException:
+    def explain_exception(self, exception: BaseException) -> BaseException:
         """The exception that the user should see."""
 
 
-class StagesStrategy(LaunchedStrategy, Protocol):
+class StageStrategy(LaunchableStrategy, Protocol):
     """A strategy of the Trainer's whose stages run in workers."""
 
-    def around_stage(self, trainer: Any) -> AbstractContextManager[None]:
+    def wrap_stage(self, trainer: Any) -> AbstractContextManager[None]:
         """What the main process does around a stage."""
 
 
-class WorkerStrategy(LaunchedStrategy, Protocol):
+class InWorkerStrategy(LaunchableStrategy, Protocol):
     """A strategy of the Trainer's, as a worker has it."""
 
     def enter_worker(self, context: "WorkerContext") -> None:

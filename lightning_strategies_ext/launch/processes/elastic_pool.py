@@ -23,116 +23,120 @@ from lightning_strategies_ext import host_store
 from lightning_strategies_ext._system.connections import serve_store
 from lightning_strategies_ext.exceptions import JoinError, WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.host_store import HostStore
-from lightning_strategies_ext.launch.processes.conditions import Conditions
-from lightning_strategies_ext.launch.processes.pool import GRACE_S, INTERRUPT_GRACE_S, Outcome, WorkerPool
-from lightning_strategies_ext.launch.processes.starter import SentJob, Worker
+from lightning_strategies_ext.launch.processes.pool import GRACE_S, INTERRUPT_GRACE_S, TaskOutcome, WorkerPool
+from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings
+from lightning_strategies_ext.launch.processes.worker_interface import SentTask, Worker
 from lightning_strategies_ext.launch.protocol import (
-    Arrived,
-    Done,
-    End,
-    Failure,
-    Members,
-    Notice,
-    Order,
-    Place,
-    Ready,
+    JoinedWorld,
+    JoinPending,
+    RankAssignment,
+    ReadyToJoin,
+    RunTask,
+    Shutdown,
+    TaskDone,
+    TaskFailed,
+    WorldMembers,
 )
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 #: How many worlds in a row ranks may leave on account of an error though none of them has died.
-_MOST_STRAYS = 3
+_MAX_RESETS_WITHOUT_EXIT = 3
 _world_numbers = count()
 
 
 @dataclass(frozen=True)
-class Allowance:
+class RestartPolicy:
     """What may happen to the workers of a job before it fails.
 
     Attributes:
         min_workers: With fewer, the others wait for one that has been started anew.
         max_restarts: How many may be started anew within ``window_s``.
         window_s: In seconds.
-        wait_s: For how long fewer than ``min_workers`` may wait for others, in seconds; None where nothing can keep
-            these from coming.
+        wait_timeout_s: For how long fewer than ``min_workers`` may wait for others, in seconds; None where nothing
+            can keep these from coming.
         leaves_by: Exceptions with which a worker leaves its world while the others continue.
     """
 
     min_workers: int
     max_restarts: int
     window_s: float
-    wait_s: float | None = None
+    wait_timeout_s: float | None = None
     leaves_by: tuple[type[BaseException], ...] = (JoinError,)
 
 
-def run_changing(
-    pool: WorkerPool, job: SentJob, conditions: Sequence[Conditions], continues: bool, allowance: Allowance
-) -> Outcome:
+def run_elastic(
+    pool: WorkerPool,
+    task: SentTask,
+    settings: Sequence[ProcessSettings],
+    is_continuation: bool,
+    restart_policy: RestartPolicy,
+) -> TaskOutcome:
     """Runs a job whose ranks may change; the workers are of no use for another one then.
 
     Args:
         pool: The workers.
-        job: The job, pickled.
-        conditions: For each worker.
-        continues: See :class:`.Order`.
-        allowance: What may happen.
+        task: The job, pickled.
+        settings: For each worker.
+        is_continuation: See :class:`.RunTask`.
+        restart_policy: What may happen.
     """
-    run = _Run(pool, job, conditions, continues, allowance)
+    run = _ElasticRun(pool, task, settings, is_continuation, restart_policy)
     error: BaseException | None
     try:
         with pool.forwarding_sigterm():
-            error = run.until_the_end()
+            error = run.run()
     except KeyboardInterrupt as interrupt:
         error = interrupt
         run.interrupt()
     return run.outcome(error)
 
 
-class _Run:
+class _ElasticRun:
     """One job: who is in which world."""
 
     def __init__(
         self,
         pool: WorkerPool,
-        job: SentJob,
-        conditions: Sequence[Conditions],
-        continues: bool,
-        allowance: Allowance,
+        task: SentTask,
+        settings: Sequence[ProcessSettings],
+        is_continuation: bool,
+        restart_policy: RestartPolicy,
     ) -> None:
         self._pool = pool
-        self._job = job
-        self._conditions = conditions
-        self._continues = continues
-        self._allowance = allowance
+        self._task = task
+        self._settings = settings
+        self._is_continuation = is_continuation
+        self._restart_policy = restart_policy
         # The store is served here, so that no worker takes it away when it dies.
         self._store = host_store.serve() if pool.address is None else serve_store(pool.address)
         self._number = -1  # of the newest world
         self._world: list[Worker] = []
         self._forming: list[Worker] | None = None
-        self._newcomers = list(pool.workers)  # in no world so far
+        self._joining = list(pool.workers)  # in no world so far
         self._ready: list[Worker] = []
-        self._arrived: dict[Worker, Any] = {}
-        self._answers: dict[Worker, Done | Failure] = {}
-        self._leaving: dict[Worker, Failure] = {}  # until the others are ready to continue without them
+        self._joined: dict[Worker, Any] = {}
+        self._replies: dict[Worker, TaskDone | TaskFailed] = {}
+        self._leaving: dict[Worker, TaskFailed] = {}  # until the others are ready to continue without them
         self._left: set[Worker] = set()  # these were in `_leaving` before
         self._exiting: dict[Worker, float] = {}  # those of them that are to be restarted, until they have exited
-        self._deaths: list[WorkerDiedError] = []  # since the last world began
-        self._why: str | None = None  # ranks have left it, if they did not agree to
-        self._num_strays = 0
+        self._exit_errors: list[WorkerDiedError] = []  # since the last world began
+        self._leave_reason: str | None = None  # ranks have left it, if they did not agree to
+        self._num_resets_without_exit = 0
         self._restarted_at: deque[float] = deque()
         self._too_few_since: float | None = None
-        self._has_told_of_newcomers = False
+        self._has_notified_of_joining = False
         for worker in pool.workers:
-            pool.give(worker, Order(conditions[worker.rank], continues), job)
+            pool.submit(worker, RunTask(settings[worker.rank], is_continuation), task)
 
-    def until_the_end(self) -> BaseException | None:
+    def run(self) -> BaseException | None:
         """Waits until all ranks of a world have run the job, or it has failed."""
         while True:
             error = self._next_events() or self._form_world()
             if error is not None:
-                return self._settled(error)
-            if self._remaining and all(worker in self._answers for worker in self._remaining):
+                return self._collect_errors(error)
+            if self._remaining and all(worker in self._replies for worker in self._remaining):
                 return None
 
     @property
@@ -140,19 +144,19 @@ class _Run:
         """The workers of the newest world, without those that are leaving it."""
         return [worker for worker in self._world if worker not in self._leaving]
 
-    def outcome(self, error: BaseException | None) -> Outcome:
+    def outcome(self, error: BaseException | None) -> TaskOutcome:
         """What is to be pulled, by ranks."""
         alive = [worker for worker in self._remaining if worker.is_alive()]
-        world = [worker for worker in self._world if worker in alive or worker in self._answers]
-        answers = [self._answers.get(worker) for worker in world]
-        self._pool.keep(world)
+        world = [worker for worker in self._world if worker in alive or worker in self._replies]
+        replies = [self._replies.get(worker) for worker in world]
+        self._pool.retain(world)
         has_results = {
             rank
-            for rank, answer in enumerate(answers)
-            if isinstance(answer, Done) or (isinstance(answer, Failure) and answer.has_results)
+            for rank, reply in enumerate(replies)
+            if isinstance(reply, TaskDone) or (isinstance(reply, TaskFailed) and reply.has_results)
         }
-        rng = [answer.rng for answer in answers if isinstance(answer, Done)] if error is None else []
-        return Outcome(error, has_results, rng)
+        rng = [reply.rng for reply in replies if isinstance(reply, TaskDone)] if error is None else []
+        return TaskOutcome(error, has_results, rng)
 
     def interrupt(self) -> None:
         """Lets all stop together after Ctrl-C; a second one is heeded at once."""
@@ -164,65 +168,69 @@ class _Run:
 
     def _next_events(self) -> BaseException | None:
         self._restart_exited()
-        silent = {*self._answers, *self._leaving, *self._left}
+        silent = {*self._replies, *self._leaving, *self._left}
         there = [worker for worker in self._pool.workers if worker not in silent]
-        wait([what for worker in there for what in worker.pollable], _POLL_S)
+        wait([what for worker in there for what in worker.waitables], _POLL_S)
         for worker in there:
-            said = worker.answer()
-            if isinstance(said, Ready):
-                self._note_ready(worker, said)
-            elif isinstance(said, Arrived):
-                self._note_arrived(worker, said)
-            elif isinstance(said, WorkerDiedError):
-                error = self._note_death(worker, said)
+            reply = worker.next_reply()
+            if isinstance(reply, ReadyToJoin):
+                self._on_ready(worker, reply)
+            elif isinstance(reply, JoinedWorld):
+                self._on_joined(worker, reply)
+            elif isinstance(reply, WorkerDiedError):
+                error = self._on_worker_exit(worker, reply)
                 if error is not None:
                     return error
-            elif self._world and isinstance(said, Failure) and isinstance(said.exception, self._allowance.leaves_by):
-                self._leaving[worker] = said
+            elif (
+                self._world
+                and isinstance(reply, TaskFailed)
+                and isinstance(reply.exception, self._restart_policy.leaves_by)
+            ):
+                self._leaving[worker] = reply
                 self._remove_from_next_world(worker)
-            elif said is not None:
-                self._answers[worker] = said
-                if isinstance(said, Failure):
-                    return self._pool.error_of({worker.rank: said})
+            elif reply is not None:
+                self._replies[worker] = reply
+                if isinstance(reply, TaskFailed):
+                    return self._pool.error_of({worker.rank: reply})
         return None
 
-    def _note_ready(self, worker: Worker, said: Ready) -> None:
+    def _on_ready(self, worker: Worker, reply: ReadyToJoin) -> None:
         self._ready.append(worker)
-        if said.why is not None:
-            log.info("worker %d has left its world: %s", worker.rank, said.why)
-            self._why = self._why or f"worker {worker.rank}: {said.why}"
+        if reply.reason is not None:
+            log.info("worker %d has left its world: %s", worker.rank, reply.reason)
+            self._leave_reason = self._leave_reason or f"worker {worker.rank}: {reply.reason}"
 
-    def _note_arrived(self, worker: Worker, said: Arrived) -> None:
+    def _on_joined(self, worker: Worker, reply: JoinedWorld) -> None:
         if self._forming is None:  # one of them has died since
-            self._tell(worker, Members(None))
+            self._send(worker, WorldMembers(None))
             return
-        self._arrived[worker] = said.member
-        if len(self._arrived) == len(self._forming):
+        self._joined[worker] = reply.member
+        if len(self._joined) == len(self._forming):
             self._world, self._forming = self._forming, None
-            self._newcomers = [worker for worker in self._newcomers if worker not in self._world]
-            members = [self._arrived[worker] for worker in self._world]
-            self._arrived.clear()
-            self._deaths.clear()
-            self._why = None
-            self._has_told_of_newcomers = False
+            self._joining = [worker for worker in self._joining if worker not in self._world]
+            members = [self._joined[worker] for worker in self._world]
+            self._joined.clear()
+            self._exit_errors.clear()
+            self._leave_reason = None
+            self._has_notified_of_joining = False
             for rank in self._world:
-                self._tell(rank, Members(members))
+                self._send(rank, WorldMembers(members))
 
-    def _note_death(self, worker: Worker, death: WorkerDiedError) -> BaseException | None:
-        self._deaths.append(death)
+    def _on_worker_exit(self, worker: Worker, death: WorkerDiedError) -> BaseException | None:
+        self._exit_errors.append(death)
         was_in_world = worker in self._world
         if was_in_world:
             self._world.remove(worker)
         self._remove_from_next_world(worker)
-        if any(rank in self._answers for rank in self._world):  # they have come to the end, and this one has not
+        if any(rank in self._replies for rank in self._world):  # they have come to the end, and this one has not
             return death
         if not self._remaining:
             return _with_reason(death, "No other worker is left that has a state to go on with.")
         if was_in_world:
             for other in self._remaining:
-                other.tell_of_loss(self._number)
+                other.notify_peer_loss(self._number)
         if self._num_restarts_left() <= 0:
-            count, window_s = self._allowance.max_restarts, self._allowance.window_s
+            count, window_s = self._restart_policy.max_restarts, self._restart_policy.window_s
             reason = f"`max_restarts={count}` workers have been started anew in the last {window_s:.0f} s."
             return _with_reason(death, reason)
         newcomer = self._restart(worker)
@@ -230,35 +238,35 @@ class _Run:
             "%s The others go on; worker %d is started anew (%s).%s",
             death,
             worker.rank,
-            newcomer.where,
+            newcomer.description,
             "" if was_in_world else " It had not joined them yet.",
         )
         return None
 
     def _remove_from_next_world(self, worker: Worker) -> None:
-        for group in (self._newcomers, self._ready):
+        for group in (self._joining, self._ready):
             if worker in group:
                 group.remove(worker)
         if self._forming is not None and worker in self._forming:
             self._forming = None
-            for other in self._arrived:
+            for other in self._joined:
                 if other is not worker:
-                    self._tell(other, Members(None))
-            self._arrived.clear()
+                    self._send(other, WorldMembers(None))
+            self._joined.clear()
 
     def _num_restarts_left(self) -> int:
         now = time.monotonic()
-        while self._restarted_at and now - self._restarted_at[0] > self._allowance.window_s:
+        while self._restarted_at and now - self._restarted_at[0] > self._restart_policy.window_s:
             self._restarted_at.popleft()
-        return self._allowance.max_restarts - len(self._restarted_at) - len(self._exiting)
+        return self._restart_policy.max_restarts - len(self._restarted_at) - len(self._exiting)
 
     def _restart(self, worker: Worker) -> Worker:
         """Starts a worker in the place of one that has exited."""
         self._restarted_at.append(time.monotonic())
         newcomer: Worker = self._pool.replace(worker.rank)
-        self._newcomers.append(newcomer)
-        order = Order(self._conditions[worker.rank], self._continues, joins=True)
-        self._pool.give(newcomer, order, self._job)
+        self._joining.append(newcomer)
+        order = RunTask(self._settings[worker.rank], self._is_continuation, is_joining=True)
+        self._pool.submit(newcomer, order, self._task)
         return newcomer
 
     def _restart_exited(self) -> None:
@@ -267,7 +275,7 @@ class _Run:
                 continue
             worker.kill()
             del self._exiting[worker]
-            log.warning("Worker %d is restarted (%s).", worker.rank, self._restart(worker).where)
+            log.warning("Worker %d is restarted (%s).", worker.rank, self._restart(worker).description)
 
     def _let_go(self) -> BaseException | None:
         """Lets the other workers continue without those that are leaving.
@@ -278,14 +286,14 @@ class _Run:
         leaving, remaining = self._leaving, self._remaining
         can_join = [worker for worker, failure in leaving.items() if not isinstance(failure.exception, JoinError)]
         restarted = can_join[: max(0, self._num_restarts_left())]
-        num_expected = sum(map(len, (remaining, self._newcomers, self._exiting, restarted)))
-        if not remaining or num_expected < self._allowance.min_workers:
-            self._answers.update(leaving)
+        num_expected = sum(map(len, (remaining, self._joining, self._exiting, restarted)))
+        if not remaining or num_expected < self._restart_policy.min_workers:
+            self._replies.update(leaving)
             return self._pool.error_of({worker.rank: failure for worker, failure in leaving.items()})
         self._world, self._leaving = remaining, {}
         for worker, failure in leaving.items():
             self._left.add(worker)
-            self._tell(worker, End())
+            self._send(worker, Shutdown())
             if worker in restarted:
                 self._exiting[worker] = time.monotonic() + INTERRUPT_GRACE_S
             then = "is restarted once it has exited" if worker in restarted else "is not restarted"
@@ -297,10 +305,10 @@ class _Run:
         if self._forming is not None:
             return None
         if self._number < 0:
-            if len(self._ready) == len(self._newcomers):
-                self._form(self._newcomers)
+            if len(self._ready) == len(self._joining):
+                self._form(self._joining)
             return None
-        joining = [worker for worker in self._newcomers if worker in self._ready]
+        joining = [worker for worker in self._joining if worker in self._ready]
         are_ready = all(worker in self._ready for worker in self._remaining)
         have_left = bool(self._leaving)
         if have_left and (are_ready or self._remaining == self._world):
@@ -308,35 +316,39 @@ class _Run:
             if error is not None:
                 return error
         if not are_ready:
-            if joining and not self._has_told_of_newcomers:
-                self._tell(self._remaining[0], Notice())
-                self._has_told_of_newcomers = True
+            if joining and not self._has_notified_of_joining:
+                self._send(self._remaining[0], JoinPending())
+                self._has_notified_of_joining = True
             return None
         candidates = [*self._world, *joining]
-        if len(candidates) >= self._allowance.min_workers:
-            is_stray = self._why and not self._deaths and not have_left
-            self._num_strays = self._num_strays + 1 if is_stray else 0
-            if self._num_strays == _MOST_STRAYS:
+        if len(candidates) >= self._restart_policy.min_workers:
+            is_stray = self._leave_reason and not self._exit_errors and not have_left
+            self._num_resets_without_exit = self._num_resets_without_exit + 1 if is_stray else 0
+            if self._num_resets_without_exit == _MAX_RESETS_WITHOUT_EXIT:
                 return RuntimeError(
-                    f"Ranks have failed {_MOST_STRAYS} times in a row to go on together, though none had died. The last"
-                    f" time, {self._why}"
+                    f"Ranks have failed {_MAX_RESETS_WITHOUT_EXIT} times in a row to go on together, though none had"
+                    f" died. The last time, {self._leave_reason}"
                 )
             self._form(candidates)
             return None
-        return self._waited(len(candidates))
+        return self._check_wait_timeout(len(candidates))
 
-    def _waited(self, num_workers: int) -> BaseException | None:
+    def _check_wait_timeout(self, num_workers: int) -> BaseException | None:
         """What becomes of workers that are too few."""
-        wait_s, least, now = self._allowance.wait_s, self._allowance.min_workers, time.monotonic()
+        wait_timeout_s, least, now = (
+            self._restart_policy.wait_timeout_s,
+            self._restart_policy.min_workers,
+            time.monotonic(),
+        )
         self._too_few_since = self._too_few_since or now
-        if wait_s is None or now - self._too_few_since < wait_s:
+        if wait_timeout_s is None or now - self._too_few_since < wait_timeout_s:
             return None
-        missing = [worker for worker in self._newcomers if worker not in self._ready]
-        awaited = " and ".join(f"worker {worker.rank} ({worker.where})" for worker in missing)
-        causes = "".join(f"\n{death}" for death in self._deaths)
+        missing = [worker for worker in self._joining if worker not in self._ready]
+        awaited = " and ".join(f"worker {worker.rank} ({worker.description})" for worker in missing)
+        causes = "".join(f"\n{death}" for death in self._exit_errors)
         return RuntimeError(
-            f"There are {num_workers} of `min_workers={least}` workers, and {wait_s:.0f} s (`timeout`) have not been"
-            f" enough for {awaited}.{causes}"
+            f"There are {num_workers} of `min_workers={least}` workers, and {wait_timeout_s:.0f} s (`timeout`) have not"
+            f" been enough for {awaited}.{causes}"
         )
 
     def _form(self, world: Sequence[Worker]) -> None:
@@ -346,51 +358,51 @@ class _Run:
         self._ready = [worker for worker in self._ready if worker not in world]
         store = self._store.name if isinstance(self._store, HostStore) else (self._store.host, self._store.port)
         for rank, worker in enumerate(world):
-            self._tell(worker, Place(rank, len(world), self._number, store))
+            self._send(worker, RankAssignment(rank, len(world), self._number, store))
 
-    def _settled(self, error: BaseException) -> BaseException:
+    def _collect_errors(self, error: BaseException) -> BaseException:
         """Lets the others end as well, which tells who failed first."""
-        answers = self._end_others(GRACE_S)
-        for death in self._deaths:  # those before the newest world are no cause
-            answers.setdefault(death.error_index, death)
-        return self._pool.error_of(answers) if isinstance(error, WorkerRaisedError) else error
+        replies = self._end_others(GRACE_S)
+        for death in self._exit_errors:  # those before the newest world are no cause
+            replies.setdefault(death.error_index, death)
+        return self._pool.error_of(replies) if isinstance(error, WorkerRaisedError) else error
 
-    def _end_others(self, timeout_s: float) -> dict[int, Done | Failure | WorkerDiedError]:
+    def _end_others(self, timeout_s: float) -> dict[int, TaskDone | TaskFailed | WorkerDiedError]:
         """Waits for the answers that are missing; whoever waits for a place in a world is told that there is none.
 
         Returns:
             What workers have said, by slot.
         """
         deadline = time.monotonic() + timeout_s
-        answers: dict[int, Done | Failure | WorkerDiedError] = {
-            worker.rank: answer for worker, answer in self._answers.items()
+        replies: dict[int, TaskDone | TaskFailed | WorkerDiedError] = {
+            worker.rank: reply for worker, reply in self._replies.items()
         }
         missing = [
             worker
             for worker in self._pool.workers
-            if worker not in {*self._answers, *self._leaving, *self._left} and worker.has_come and worker.is_alive()
+            if worker not in {*self._replies, *self._leaving, *self._left} and worker.is_connected and worker.is_alive()
         ]
         while missing and time.monotonic() < deadline:
             for worker in set(missing).intersection(self._ready):
                 self._ready.remove(worker)
-                self._tell(worker, Place(None))
-            wait([what for worker in missing for what in worker.pollable], _POLL_S)
+                self._send(worker, RankAssignment(None))
+            wait([what for worker in missing for what in worker.waitables], _POLL_S)
             for worker in list(missing):
-                said = worker.answer()
-                if isinstance(said, Ready):
+                reply = worker.next_reply()
+                if isinstance(reply, ReadyToJoin):
                     self._ready.append(worker)
-                elif isinstance(said, Arrived):
-                    self._tell(worker, Members(None))
-                elif said is not None:
+                elif isinstance(reply, JoinedWorld):
+                    self._send(worker, WorldMembers(None))
+                elif reply is not None:
                     missing.remove(worker)
-                    answers[worker.rank] = said
-                    if not isinstance(said, WorkerDiedError):
-                        self._answers[worker] = said
+                    replies[worker.rank] = reply
+                    if not isinstance(reply, WorkerDiedError):
+                        self._replies[worker] = reply
         for worker in missing:
             worker.kill()
-        return answers
+        return replies
 
-    def _tell(self, worker: Worker, message: Any) -> None:
+    def _send(self, worker: Worker, message: Any) -> None:
         with suppress(OSError):  # its death is heard of
             worker.send(message)
 

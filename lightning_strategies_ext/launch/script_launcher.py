@@ -34,7 +34,7 @@ _POLL_S = 0.1
 #: How long a process may take to end that has done nothing yet, in seconds.
 _END_S = 3.0
 #: How long the process that has started others waits for them at its end without a word, in seconds.
-_SAY_S = 10.0
+_WARN_AFTER_S = 10.0
 
 _WORLD_SIZE = "WORLD_SIZE"
 _started: list["subprocess.Popen[Any]"] = []
@@ -43,14 +43,14 @@ _replaced: dict[str, str | None] = {}
 
 
 @contextmanager
-def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None, None]:
+def running_script_processes(launcher: Any, are_connected: Callable[[], bool]) -> Generator[None, None, None]:
     """Starts the processes of a launcher of Lightning's, unless they are there already.
 
     They end with what is done in it, if that fails before the ranks have met.
 
     Args:
         launcher: The launcher.
-        have_met: Whether this process has met the others, so that it need not look after them.
+        are_connected: Whether this process has met the others, so that it need not look after them.
     """
     environment = launcher.cluster_environment
     environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
@@ -60,8 +60,8 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
             _started.extend(launcher.procs)
             if launcher.procs:
                 threading.Thread(
-                    target=_wait_until_they_have_met,
-                    args=(list(launcher.procs), have_met),
+                    target=_wait_until_connected,
+                    args=(list(launcher.procs), are_connected),
                     daemon=True,
                     name="script watch",
                 ).start()
@@ -71,7 +71,7 @@ def started(launcher: Any, have_met: Callable[[], bool]) -> Generator[None, None
         launching.set_num_threads_if_needed(num_processes=launcher.num_processes)
         yield
     except BaseException:
-        if not have_met():
+        if not are_connected():
             _end(launcher.procs)
         raise
     finally:
@@ -159,7 +159,7 @@ def _end(processes: "Sequence[subprocess.Popen[Any]]") -> None:
             process.kill()
 
 
-def exit_code_of(pid: int) -> int | None:
+def get_exit_code(pid: int) -> int | None:
     """The exit code of one of the processes, negative for a signal; None if it runs, or is none of them."""
     for process in _started:
         if process.pid == pid:
@@ -169,7 +169,7 @@ def exit_code_of(pid: int) -> int | None:
 
 def _wait_for_all() -> None:
     """At the end of this process, which the user has started: waits for the others, not for long if one has failed."""
-    say_at, deadline = time.monotonic() + _SAY_S, inf
+    say_at, deadline = time.monotonic() + _WARN_AFTER_S, inf
     watch = current_monitor()
     while any(process.poll() is None for process in _started) and time.monotonic() < deadline:
         if watch is not None and known_failure() is None:
@@ -195,11 +195,11 @@ def _wait_for_all() -> None:
             print_line(f"rank {rank} (pid {process.pid}) {how}; the exit code of this one is 1.")
 
 
-def _wait_until_they_have_met(processes: "list[subprocess.Popen[Any]]", have_met: Callable[[], bool]) -> None:
-    while not have_met() and all(process in _started for process in processes):
+def _wait_until_connected(processes: "list[subprocess.Popen[Any]]", are_connected: Callable[[], bool]) -> None:
+    while not are_connected() and all(process in _started for process in processes):
         for rank, process in enumerate(processes, 1):
             exit_code = process.poll()
-            if exit_code is not None and not have_met() and process in _started:
+            if exit_code is not None and not are_connected() and process in _started:
                 print_line(
                     f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)}, before the ranks had met; all end."
                 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_strategies_ext.launch.stage.attributes import all_attributes
+from lightning_strategies_ext.launch.tasks.attributes import all_attributes
 
 log = logging.getLogger(__name__)
 

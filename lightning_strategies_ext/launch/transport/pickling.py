@@ -4,7 +4,7 @@ Three extras over plain pickle, all for objects that travel to another process a
 
 * Tensors on the CPU and NumPy arrays become references to their memory (pickle protocol 5, PEP 574). The receiver
   rebuilds them as views of the memory it was given. Tensors that share memory share it afterwards too.
-* Objects that both sides have (:class:`Shared`) travel as a number, so that what comes back refers to the very
+* Objects that both sides have (:class:`SharedObjects`) travel as a number, so that what comes back refers to the very
   objects that the user holds. Pickle itself numbers what it writes, and the reader numbers alike (its memo): whatever
   came in one message can be named in the answer.
 * Classes and functions that the other process cannot import go along (:mod:`.by_value`).
@@ -38,7 +38,7 @@ from lightning_strategies_ext.launch.transport.shared_objects import Handle, Mem
 _NUM_PARTS_OF_CLASS = 6
 
 
-class Shared:
+class SharedObjects:
     """The objects that two processes both have, in the same order on both sides.
 
     Args:
@@ -68,9 +68,9 @@ class Shared:
         """The object with that number."""
         return self.objects[number] if number >= 0 else self.in_message[-1 - number]
 
-    def with_message(self, in_message: Mapping[int, Any]) -> "Shared":
+    def with_message(self, in_message: Mapping[int, Any]) -> "SharedObjects":
         """The same, and what a message held, by the numbers that pickle gave it on either side."""
-        more = Shared(self.objects, self.never)
+        more = SharedObjects(self.objects, self.never)
         more.in_message = in_message
         return more
 
@@ -89,27 +89,27 @@ class Pickled:
     buffers: list[Any] = field(default_factory=list)
     handles: dict[int, Handle] = field(default_factory=dict)
 
-    def load(self, shared: Shared | None = None, found: dict[int, Any] | None = None) -> Any:
+    def load(self, shared: SharedObjects | None = None, received_objects: dict[int, Any] | None = None) -> Any:
         """Rebuilds the object; its tensors and arrays are views of :attr:`buffers`.
 
         Args:
             shared: What both sides have.
-            found: Gets all that was in it, see :meth:`Shared.with_message`.
+            received_objects: Gets all that was in it, see :meth:`SharedObjects.with_message`.
 
         Raises:
             Exception: Whatever the object's class raises, or is missing.
         """
         unpickler = _Unpickler(self, shared)
         loaded = unpickler.load()
-        if found is not None:
-            found.update(unpickler.memo.copy())
+        if received_objects is not None:
+            received_objects.update(unpickler.memo.copy())
         return loaded
 
 
 _is_main_elsewhere = False
 
 
-def main_is_elsewhere() -> None:
+def use_remote_main() -> None:
     """Called in a process whose ``__main__`` is not the user's: what was defined there comes by value.
 
     From here on it goes back by its name, so that the main process has its own.
@@ -118,57 +118,64 @@ def main_is_elsewhere() -> None:
     _is_main_elsewhere = True
 
 
-class Dump(Protocol):
+class DumpFunction(Protocol):
     """A function as :func:`dump`."""
 
     def __call__(
-        self, obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+        self,
+        obj: Any,
+        shared: SharedObjects | None = None,
+        is_return: bool = False,
+        received_objects: dict[int, Any] | None = None,
     ) -> Pickled:
         """Pickles an object."""
 
 
 def dump(
-    obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+    obj: Any,
+    shared: SharedObjects | None = None,
+    is_return: bool = False,
+    received_objects: dict[int, Any] | None = None,
 ) -> Pickled:
     """Pickles an object.
 
     Args:
         obj: The object.
         shared: What the receiver has already.
-        found: Gets all that is in it, as :meth:`Pickled.load` gives it to the receiver.
-        returning: Whether it goes back to the process that the user sees: tensors go to the CPU and bring no more than
+        received_objects: Gets all that is in it, as :meth:`Pickled.load` gives it to the receiver.
+        is_return: Whether it goes back to the process that the user sees: tensors go to the CPU and bring no more than
             they show, and a function that no other process could import arrives as one that raises when it is called.
 
     Raises:
         Exception: Whatever pickle raises for an object that it cannot take: PicklingError, TypeError, AttributeError.
     """
     with suppress(Exception):  # nearly always this is enough, and some results are hundreds of messages
-        return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, returning, found)
-    return dump_with(ByValuePickler, obj, shared, returning, found)
+        return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, is_return, received_objects)
+    return dump_with(ByValuePickler, obj, shared, is_return, received_objects)
 
 
 def dump_with(
     kind: "type[MessagePickler]",
     obj: Any,
-    shared: Shared | None = None,
-    returning: bool = False,
-    found: dict[int, Any] | None = None,
+    shared: SharedObjects | None = None,
+    is_return: bool = False,
+    received_objects: dict[int, Any] | None = None,
 ) -> Pickled:
     """:func:`dump` with a pickler of one's own."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    pickler = kind(stream, buffers, shared, returning)
+    pickler = kind(stream, buffers, shared, is_return)
     pickler.dump(obj)
-    if found is not None:
+    if received_objects is not None:
         with _no_collections():
-            found.update(pickler.memo.copy().values())
+            received_objects.update(pickler.memo.copy().values())
     handles = pickler.handles and {n: pickler.handles[id(b)] for n, b in enumerate(buffers) if id(b) in pickler.handles}
     return Pickled(stream.getvalue(), buffers, handles)
 
 
 def walk(obj: Any) -> tuple[dict[int, Any], list[Any]]:
     """All that an object holds, by number, and what of it cannot be pickled; for processes that share it by a fork."""
-    pickler = _Walker(io.BytesIO(), [], None, returning=False)
+    pickler = _Walker(io.BytesIO(), [], None, is_return=False)
     with suppress(Exception):  # then it is what was found so far
         pickler.dump(obj)
     return dict(pickler.memo.copy().values()), pickler.unpicklable
@@ -187,7 +194,7 @@ def _no_collections() -> Generator[None, None, None]:
 
 
 class StaysError(pickle.PicklingError):
-    """An object is of a type that must not travel, see :class:`Shared`."""
+    """An object is of a type that must not travel, see :class:`SharedObjects`."""
 
 
 class MessagePickler(pickle.Pickler):
@@ -197,18 +204,18 @@ class MessagePickler(pickle.Pickler):
         stream: Where the pickle goes.
         buffers: Gets the memory that it refers to.
         shared: See :func:`dump`.
-        returning: See :func:`dump`.
+        is_return: See :func:`dump`.
 
     Attributes:
         handles: See :class:`Pickled`, by the id of the buffer; none if it is returning.
     """
 
     def __init__(
-        self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], shared: Shared | None, returning: bool
+        self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], shared: SharedObjects | None, is_return: bool
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffers.append)
         self._shared = shared
-        self._returning = returning
+        self._returning = is_return
         self.handles: dict[int, Handle] = {}
         self._memories: dict[int, Memory] = {}
         self._copies: list[Tensor] = []  # pickle's memo knows objects by their id: they must live until the end
@@ -224,12 +231,12 @@ class MessagePickler(pickle.Pickler):
             name = getattr(obj, "name_in_worker", None)
             if name is None and self._returning and obj not in self._of_classes and not _is_importable(obj):
                 name = obj.__qualname__
-            return NotImplemented if name is None else (_left_behind, (name,))
+            return NotImplemented if name is None else (_unavailable_function, (name,))
         if type(obj) is types.MethodType and _belongs_to_object(obj):
             return _method_from, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
             raise StaysError(f"{type(obj).__name__} stays in the process that made it")
-        return parametrized.reduced(obj)
+        return parametrized.reduce_parametrized(obj)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if self._returning and tensor.device.type not in ("cpu", "meta"):
@@ -294,12 +301,12 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
         if reduced is NotImplemented or not isinstance(obj, type) or len(reduced) < _NUM_PARTS_OF_CLASS:
             return reduced
         if not self._returning:
-            return by_value.sent(obj, reduced)
+            return by_value.reduce_class(obj, reduced)
         self._of_classes.update(by_value.functions_of(obj))
-        return by_value.sent_back(obj) or reduced
+        return by_value.reduce_returned_class(obj) or reduced
 
 
-class WithMainPickler(ByValuePickler):
+class MainByValuePickler(ByValuePickler):
     """The same, for a reader that has no ``__main__`` of the user's."""
 
     sends_main = True
@@ -326,7 +333,7 @@ class _Walker(MessagePickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: Pickled, shared: Shared | None) -> None:
+    def __init__(self, pickled: Pickled, shared: SharedObjects | None) -> None:
         super().__init__(io.BytesIO(pickled.data), buffers=pickled.buffers)
         self._shared = shared
 
@@ -386,7 +393,7 @@ def _is_importable(function: types.FunctionType) -> bool:
     return True
 
 
-def _left_behind(name: str) -> types.FunctionType:
+def _unavailable_function(name: str) -> types.FunctionType:
     # A function and no object of a class of ours: `LambdaLR.state_dict` leaves functions out and keeps other callables.
     def left_behind(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(

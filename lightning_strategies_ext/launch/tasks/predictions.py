@@ -8,15 +8,15 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DistributedSampler
 
-from lightning_strategies_ext.launch.stage.dataset_order import KeyedOutputs, in_dataset_order
-from lightning_strategies_ext.launch.transport.messages import Pickled, dump
+from lightning_strategies_ext.launch.tasks.dataset_order import KeyedOutputs, in_dataset_order
+from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
 
 #: How much of the predictions travels in one piece, in bytes.
-PIECE_BYTES = 8 << 20
+CHUNK_NUM_BYTES = 8 << 20
 
 
 @dataclass
-class PredictionsOfRank:
+class RankPredictions:
     """A rank's predictions, per dataloader: the keys of each batch's samples, the size of a full batch, the outputs."""
 
     keys: list[list[list[int]]]
@@ -24,7 +24,7 @@ class PredictionsOfRank:
     outputs: list[list[Any]]
 
     @classmethod
-    def of(cls, trainer: Any, value: Any) -> "PredictionsOfRank":
+    def from_trainer(cls, trainer: Any, value: Any) -> "RankPredictions":
         """Those that a Trainer has just made.
 
         Args:
@@ -40,25 +40,25 @@ class PredictionsOfRank:
             batch_sizes.append(batch_size)
         return cls(keys, batch_sizes, outputs)
 
-    def pieces(self) -> Iterator[Any]:
+    def chunks(self) -> Iterator[Any]:
         """What to send: the plan, then the outputs in pieces."""
-        yield PredictionsOfRank(self.keys, self.batch_sizes, [])
-        piece: list[Pickled] = []
+        yield RankPredictions(self.keys, self.batch_sizes, [])
+        chunk: list[Pickled] = []
         size = 0
         for of_loader in self.outputs:
             while of_loader:
-                piece.append(dump(of_loader.pop(0), returning=True))
-                size += sum(memoryview(buffer).nbytes for buffer in piece[-1].buffers)
-                if size > PIECE_BYTES:
-                    yield piece
-                    piece, size = [], 0
-        yield piece
+                chunk.append(dump(of_loader.pop(0), is_return=True))
+                size += sum(memoryview(buffer).nbytes for buffer in chunk[-1].buffers)
+                if size > CHUNK_NUM_BYTES:
+                    yield chunk
+                    chunk, size = [], 0
+        yield chunk
 
     def gathered(self, world_size: int) -> Any:
         """The predictions of all ranks on all hosts, in order; called by all ranks together."""
         plans: list[Any] = [None] * world_size
         dist.all_gather_object(plans, self)
-        return merged(
+        return merge_predictions(
             plans, [iter([[dump(output) for of_loader in plan.outputs for output in of_loader]]) for plan in plans]
         )
 
@@ -84,11 +84,11 @@ def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[li
     return [list(batch) for batch in batches], batch_size
 
 
-def merged(plans: list[PredictionsOfRank], sources: list[Iterator[Any]]) -> Any:
+def merge_predictions(plans: list[RankPredictions], sources: list[Iterator[Any]]) -> Any:
     """What ``predict`` returns: batches in the order of the dataset; a list of those if there are several dataloaders.
 
     Args:
-        plans: The first item of each rank's :meth:`PredictionsOfRank.pieces`.
+        plans: The first item of each rank's :meth:`RankPredictions.chunks`.
         sources: The other items.
     """
     outputs = [_flattened(source) for source in sources]
@@ -104,10 +104,10 @@ def merged(plans: list[PredictionsOfRank], sources: list[Iterator[Any]]) -> Any:
     return merged[0] if len(merged) == 1 else merged
 
 
-def _flattened(pieces: Iterator[list[Pickled]]) -> Iterator[Any]:
-    for piece in pieces:
-        while piece:
-            yield piece.pop(0).load()
+def _flattened(chunks: Iterator[list[Pickled]]) -> Iterator[Any]:
+    for chunk in chunks:
+        while chunk:
+            yield chunk.pop(0).load()
 
 
 def _first(outputs: Iterator[Any], number: int) -> Iterator[Any]:

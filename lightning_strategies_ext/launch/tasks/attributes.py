@@ -10,9 +10,9 @@ from typing import Any
 from torch.nn import Module
 
 from lightning_strategies_ext.launch.transport import parametrized
-from lightning_strategies_ext.launch.transport.parametrized import class_before, own_state
+from lightning_strategies_ext.launch.transport.parametrized import get_state, original_class
 
-_OF_THE_TREE = ("_parameters", "_buffers", "_modules", "training")
+_TREE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
 #: In place of an attribute's name: the whole state of an object that pickles itself in its own way.
 WHOLE = ""
 # Their classes leave attributes out when they are pickled, and do not change any.
@@ -21,10 +21,10 @@ _PLAIN_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 _MAKERS = tuple(getattr(copyreg, name) for name in ("__newobj__", "__newobj_ex__", "_reconstructor"))
 
 
-def pickles_own_state(obj: Any) -> bool:
+def has_custom_pickling(obj: Any) -> bool:
     """Whether an object's class says itself what pickle takes of it."""
     # Every object has the method from Python 3.11 on.
-    return getattr(class_before(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
+    return getattr(original_class(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
 
 
 def slots_of(kind: type) -> list[str]:
@@ -65,7 +65,7 @@ class OwnState:
         Raises:
             Exception: Whatever its class raises.
         """
-        reduced = parametrized.reduced(obj)
+        reduced = parametrized.reduce_parametrized(obj)
         if reduced is NotImplemented:
             reduce = copyreg.dispatch_table.get(type(obj))
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
@@ -199,11 +199,11 @@ def named_attributes_of(holder: Any) -> dict[str, Any]:
     """An object's attributes by name, as in :func:`attributes_of`."""
     state = all_attributes(holder)
     if isinstance(holder, Module):
-        state = {name: value for name, value in state.items() if name not in _OF_THE_TREE}
-    if pickles_own_state(holder):
+        state = {name: value for name, value in state.items() if name not in _TREE_ATTRIBUTES}
+    if has_custom_pickling(holder):
         own: Any = None
         with suppress(Exception):
-            own = own_state(holder)
+            own = get_state(holder)
         if isinstance(own, dict):  # what it empties is this process's, and the main process has its own
             return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
     return state
@@ -216,7 +216,7 @@ def set_attribute(holder: Any, name: str, value: Any) -> None:
         Exception: Whatever the class of an object raises that pickles itself; it is as before then.
     """
     if name == WHOLE:
-        value.restore(holder, _OF_THE_TREE if isinstance(holder, Module) else ())
+        value.restore(holder, _TREE_ATTRIBUTES if isinstance(holder, Module) else ())
     else:
         put(holder, {name: value})
 
@@ -229,16 +229,16 @@ def delete_attribute(holder: Any, name: str) -> None:
 
 def _is_of_its_own_way(obj: Any) -> bool:
     """Whether pickle does more for an object than to take some of its attributes and to set them."""
-    kind = class_before(obj)
+    kind = original_class(obj)
     if kind in copyreg.dispatch_table or isinstance(obj, (list, dict)):
         return True
     methods = (getattr(kind, name, None) for name in ("__reduce__", "__reduce_ex__", "__setstate__"))
     libraries = {(getattr(method, "__module__", None) or "").partition(".")[0] for method in methods}
     if not libraries <= {"", *_PLAIN_LIBRARIES}:
         return True
-    if not pickles_own_state(obj):
+    if not has_custom_pickling(obj):
         return False
-    state, attributes = own_state(obj), all_attributes(obj)
+    state, attributes = get_state(obj), all_attributes(obj)
     if not isinstance(state, dict):
         return True
     return any(value is not None and value is not attributes.get(name) for name, value in state.items())

@@ -25,16 +25,16 @@ _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB a call
 _WINDOW_BYTES = 1 << 26
 _READ_AHEAD = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-_KEPT_BYTES = 1 << 20
+_MIN_CACHED_BYTES = 1 << 20
 #: How many descriptors may go with a message; Linux sends 253 at most.
-MOST_DESCRIPTORS = 128
-_has_told_of_files = False
+MAX_DESCRIPTORS = 128
+_has_logged_fallback = False
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-class Segment:
+class MemoryFile:
     """A filled segment, as its writer or its receiver holds it.
 
     Args:
@@ -52,7 +52,7 @@ class Segment:
         return sum(self.spans[-1]) if self.spans else 0
 
     @classmethod
-    def write(cls, buffers: Sequence[Any]) -> "Segment":
+    def write(cls, buffers: Sequence[Any]) -> "MemoryFile":
         """Writes buffers one after the other into a new segment, once each.
 
         Raises:
@@ -61,12 +61,12 @@ class Segment:
         try:
             return cls._write_to(_create_memory(), buffers)
         except OSError as error:
-            _tell_of_files_once(error)
+            _log_fallback_once(error)
             with tempfile.TemporaryFile() as file:
                 return cls._write_to(os.dup(file.fileno()), buffers)
 
     @classmethod
-    def _write_to(cls, fd: int, buffers: Sequence[Any]) -> "Segment":
+    def _write_to(cls, fd: int, buffers: Sequence[Any]) -> "MemoryFile":
         spans = []
         end = 0
         try:
@@ -84,7 +84,7 @@ class Segment:
             raise
         return cls(fd, spans)
 
-    def holds(self, buffer: Any) -> bool:
+    def has_contents(self, buffer: Any) -> bool:
         """Whether a segment of one buffer has these bytes."""
         data = np.frombuffer(buffer, dtype=np.uint8)
         if data.nbytes != self.num_bytes:
@@ -100,14 +100,14 @@ class Segment:
                 return False
         return True
 
-    def map(self, *, private: bool) -> "Mapping":
+    def map(self, *, private: bool) -> "MappedFile":
         """Maps the segment; the mapping outlives the segment's descriptor.
 
         Args:
             private: Whether writes stay in this process (pages are copied when they are written to). For a segment that
                 others map too.
         """
-        return Mapping(mmap.mmap(self.fd, self.num_bytes, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE))
+        return MappedFile(mmap.mmap(self.fd, self.num_bytes, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE))
 
     def close(self) -> None:
         """Closes the descriptor; mappings stay. A second call does no harm."""
@@ -116,7 +116,7 @@ class Segment:
             self.fd = -1
 
 
-class Mapping:
+class MappedFile:
     """A mapped segment. The memory lives as long as any view of it.
 
     Args:
@@ -136,62 +136,62 @@ class Mapping:
         return torch.frombuffer(self._memory, dtype=torch.uint8)
 
 
-class KeptSegments:
+class MemoryFileCache:
     """The memory of large buffers that were sent, to send it once more as long as they have not changed."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], Segment] = {}
-        weakref.finalize(self, _close_all, self._kept)
+        self._files: dict[tuple[int, int], MemoryFile] = {}
+        weakref.finalize(self, _close_all, self._files)
 
     @property
     def num_bytes(self) -> int:
         """How much memory it holds."""
-        return sum(segment.num_bytes for segment in self._kept.values())
+        return sum(file.num_bytes for file in self._files.values())
 
-    def segments_for(self, buffers: dict[int, Any]) -> dict[int, Segment]:
+    def files_for(self, buffers: dict[int, Any]) -> dict[int, MemoryFile]:
         """Segments that hold the large ones of some buffers, by their number; those of other buffers are let go."""
         sizes = {number: memoryview(buffer).nbytes for number, buffer in buffers.items()}
-        large = [number for number, size in sizes.items() if size >= _KEPT_BYTES]
-        large = sorted(large, key=sizes.__getitem__, reverse=True)[: MOST_DESCRIPTORS - 1]
+        large = [number for number, size in sizes.items() if size >= _MIN_CACHED_BYTES]
+        large = sorted(large, key=sizes.__getitem__, reverse=True)[: MAX_DESCRIPTORS - 1]
         places = {n: (np.frombuffer(buffers[n], dtype=np.uint8).ctypes.data, sizes[n]) for n in large}
-        for place in self._kept.keys() - places.values():
-            self._kept.pop(place).close()
-        return {number: self._segment_for(place, buffers[number]) for number, place in places.items()}
+        for place in self._files.keys() - places.values():
+            self._files.pop(place).close()
+        return {number: self._file_for(place, buffers[number]) for number, place in places.items()}
 
-    def _segment_for(self, place: tuple[int, int], buffer: Any) -> Segment:
-        segment = self._kept.pop(place, None)
-        if segment is not None and not segment.holds(buffer):
-            segment.close()
-            segment = None
-        self._kept[place] = segment or Segment.write([buffer])
-        return self._kept[place]
+    def _file_for(self, place: tuple[int, int], buffer: Any) -> MemoryFile:
+        file = self._files.pop(place, None)
+        if file is not None and not file.has_contents(buffer):
+            file.close()
+            file = None
+        self._files[place] = file or MemoryFile.write([buffer])
+        return self._files[place]
 
     def close(self) -> None:
         """Lets go of all."""
-        _close_all(self._kept)
+        _close_all(self._files)
 
 
-def _close_all(segments: dict[tuple[int, int], Segment]) -> None:
-    while segments:
-        segments.popitem()[1].close()
+def _close_all(files: dict[tuple[int, int], MemoryFile]) -> None:
+    while files:
+        files.popitem()[1].close()
 
 
-class Received:
+class ReceivedBuffers:
     """What a process received in segments that others have mapped as well, to tell what it changed.
 
     Args:
         parts: Each segment, with this process's private mapping of it; once it is closed, nothing can be told any more.
     """
 
-    def __init__(self, parts: Sequence[tuple[Segment, "Mapping"]]) -> None:
-        self._parts = [_ReceivedPart(segment, mapping.as_tensor()) for segment, mapping in parts]
+    def __init__(self, parts: Sequence[tuple[MemoryFile, "MappedFile"]]) -> None:
+        self._parts = [_ReceivedBuffer(file, mapping.as_tensor()) for file, mapping in parts]
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was received, with the values it had; False when in doubt."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return False
         storage = tensor.untyped_storage()
-        part = self._part_with(storage.data_ptr(), storage.nbytes())
+        part = self._find_buffer(storage.data_ptr(), storage.nbytes())
         if part is None:
             return False
         original = part.original(storage.data_ptr(), storage.nbytes()).view(tensor.dtype)
@@ -199,22 +199,22 @@ class Received:
 
     def is_unchanged_memory(self, address: int, num_bytes: int) -> bool:
         """The same of memory of this process."""
-        part = self._part_with(address, num_bytes)
+        part = self._find_buffer(address, num_bytes)
         return part is not None and torch.equal(part.now(address, num_bytes), part.original(address, num_bytes))
 
-    def _part_with(self, address: int, num_bytes: int) -> "_ReceivedPart | None":
+    def _find_buffer(self, address: int, num_bytes: int) -> "_ReceivedBuffer | None":
         return next((part for part in self._parts if part.contains(address, num_bytes)), None)
 
 
-class _ReceivedPart:
-    def __init__(self, segment: Segment, memory: Tensor) -> None:
-        self._segment = segment
+class _ReceivedBuffer:
+    def __init__(self, file: MemoryFile, memory: Tensor) -> None:
+        self._file = file
         self._memory = memory
         self._address = memory.data_ptr()
         self._original: Tensor | None = None
 
     def contains(self, address: int, num_bytes: int) -> bool:
-        return self._segment.fd >= 0 and 0 <= address - self._address <= self._segment.num_bytes - num_bytes
+        return self._file.fd >= 0 and 0 <= address - self._address <= self._file.num_bytes - num_bytes
 
     def now(self, address: int, num_bytes: int) -> Tensor:
         start = address - self._address
@@ -222,7 +222,7 @@ class _ReceivedPart:
 
     def original(self, address: int, num_bytes: int) -> Tensor:
         if self._original is None:
-            shared = mmap.mmap(self._segment.fd, self._segment.num_bytes, access=mmap.ACCESS_WRITE)
+            shared = mmap.mmap(self._file.fd, self._file.num_bytes, access=mmap.ACCESS_WRITE)
             self._original = torch.frombuffer(shared, dtype=torch.uint8)
         start = address - self._address
         return self._original[start : start + num_bytes]
@@ -238,12 +238,12 @@ def _create_memory() -> int:
     return os.memfd_create("lightning-strategies-ext", os.MFD_CLOEXEC)
 
 
-def _tell_of_files_once(error: OSError) -> None:
-    global _has_told_of_files
-    if not _has_told_of_files:
+def _log_fallback_once(error: OSError) -> None:
+    global _has_logged_fallback
+    if not _has_logged_fallback:
         log.warning(
             "Tensors travel between this process and others through files in %s, not through shared memory (%s).",
             tempfile.gettempdir(),
             error,
         )
-        _has_told_of_files = True
+        _has_logged_fallback = True

@@ -22,7 +22,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_strategies_ext._lightning import trainer_data, trainer_logging, trainer_stages
-from lightning_strategies_ext.launch.stage.attributes import (
+from lightning_strategies_ext.launch.tasks.attributes import (
     WHOLE,
     all_attributes,
     attributes_of,
@@ -31,22 +31,28 @@ from lightning_strategies_ext.launch.stage.attributes import (
     put,
     set_attribute,
 )
-from lightning_strategies_ext.launch.stage.changes import Fingerprints, Teller, Told, is_in_shared_memory, place_of
-from lightning_strategies_ext.launch.stage.losses import Collections, warn_of_lost, warn_of_share
-from lightning_strategies_ext.launch.stage.module_tree import ModuleTree, put_parts
-from lightning_strategies_ext.launch.stage.result_queue import ResultQueue, fill_queue, read_queue
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
+from lightning_strategies_ext.launch.tasks.losses import Collections, warn_of_lost, warn_of_share
+from lightning_strategies_ext.launch.tasks.module_tree import ModuleTree, put_parts
+from lightning_strategies_ext.launch.tasks.object_changes import (
+    EncodedValue,
+    Fingerprints,
+    ValueEncoder,
+    data_address,
+    is_in_shared_memory,
+)
+from lightning_strategies_ext.launch.tasks.result_queue import ResultQueue, fill_queue, read_queue
+from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
 from lightning_strategies_ext.launch.transport.parametrized import names_of_computed
-from lightning_strategies_ext.launch.transport.segments import Received
+from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump
 
 log = logging.getLogger(__name__)
 
 # Loaders and data stay in the worker that made them: the main process has the user's. A profiler that runs is of no use
 # anywhere else, and pickle takes it nevertheless.
-_NEVER_SENT = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
+_UNSENDABLE_TYPES = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
 
 
-def shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) -> Shared:
+def shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) -> SharedObjects:
     """The objects of a Trainer that the main process and the workers both have.
 
     Args:
@@ -55,14 +61,14 @@ def shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) ->
         objects: In a worker, the objects as they were received.
     """
     if objects:
-        return Shared(objects, _NEVER_SENT)
+        return SharedObjects(objects, _UNSENDABLE_TYPES)
     module = trainer.lightning_module
     metrics, connectors = trainer_stages.connectors_of(trainer)
     found = [trainer, trainer.strategy, metrics, *connectors, *trainer_stages.loops_of(trainer), trainer.profiler]
     found += [*trainer.callbacks, *trainer.loggers, trainer.strategy.accelerator, trainer.precision_plugin]
     found += [*module.modules(), *module.parameters(), *module.buffers()]
     found += [trainer.datamodule, *_data_in([arguments, trainer_data.data_of(trainer)])]
-    return Shared([obj for obj in found if obj is not None], _NEVER_SENT)
+    return SharedObjects([obj for obj in found if obj is not None], _UNSENDABLE_TYPES)
 
 
 def _data_in(value: Any) -> Iterator[Any]:
@@ -79,7 +85,7 @@ def _data_in(value: Any) -> Iterator[Any]:
         yield value
 
 
-class Before:
+class StageBaseline:
     """What the first worker notes before a stage, to tell afterwards what has changed.
 
     Args:
@@ -96,7 +102,9 @@ class Before:
         places: Where its tensors and arrays are, by id.
     """
 
-    def __init__(self, trainer: Any, shared: Shared, sent: Mapping[int, Any], received: Received | None) -> None:
+    def __init__(
+        self, trainer: Any, shared: SharedObjects, sent: Mapping[int, Any], received: ReceivedBuffers | None
+    ) -> None:
         module = trainer.lightning_module
         self.tree = ModuleTree(module)
         self.received = received
@@ -110,11 +118,11 @@ class Before:
         self.shared = shared.with_message(sent)
         tensors = (*module.parameters(), *module.buffers(), *sent.values())
         self._sent = [obj for obj in tensors if isinstance(obj, (Tensor, np.ndarray))]  # their ids are theirs alone
-        self.places = {id(obj): place_of(obj) for obj in self._sent}
+        self.places = {id(obj): data_address(obj) for obj in self._sent}
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether a tensor is one that was sent, where it was, with the values that it had."""
-        if self.places.get(id(tensor)) != place_of(tensor):
+        if self.places.get(id(tensor)) != data_address(tensor):
             return False
         return is_in_shared_memory(tensor) or (self.received is not None and self.received.is_unchanged(tensor))
 
@@ -124,10 +132,10 @@ class Before:
             for name in self._fingerprints.changed(holder):
                 yield holder, name
 
-    def vanished_attributes(self) -> Iterator[tuple[Any, str]]:
+    def removed_attributes(self) -> Iterator[tuple[Any, str]]:
         """Those that are not there any more, and those of callbacks and loggers."""
         for holder in self._holders:
-            for name in self._fingerprints.vanished(holder):
+            for name in self._fingerprints.removed(holder):
                 yield holder, name
         for holder, names in self._names:
             if WHOLE not in attributes_of(holder):
@@ -161,62 +169,62 @@ class TrainerSnapshot:
     """
 
     classes: list[tuple[int, Pickled]]
-    attributes: list[tuple[int, str, Told | None]]
-    training: Told | None
+    attributes: list[tuple[int, str, EncodedValue | None]]
+    training: EncodedValue | None
     modes: dict[str, bool]
     trainable: dict[str, bool]
-    loaders: Told | None
-    precision: Told | None
-    queue: list[Told] = field(default_factory=list)
-    value: Told | None = None
+    loaders: EncodedValue | None
+    precision: EncodedValue | None
+    queue: list[EncodedValue] = field(default_factory=list)
+    value: EncodedValue | None = None
     lost: list[tuple[int, str, str]] = field(default_factory=list)
     shares: list[tuple[int, str]] = field(default_factory=list)
 
     # --- in a worker ---
 
     @classmethod
-    def collect(cls, trainer: Any, before: Before, value: Any) -> "TrainerSnapshot":
+    def collect(cls, trainer: Any, baseline: StageBaseline, value: Any) -> "TrainerSnapshot":
         """Collects the state after a stage.
 
         Args:
             trainer: The Trainer.
-            before: What was noted before it.
+            baseline: What was noted before it.
             value: What the stage returned.
 
         Raises:
             Exception: If what the user put in the queue, or what the stage returned, cannot be pickled.
         """
-        module, shared = trainer.lightning_module, before.shared
-        teller = Teller(shared, before.received, before.places)
-        tree = [(_number(shared, holder), parts) for holder, parts in before.tree.changes(module)]
+        module, shared = trainer.lightning_module, baseline.shared
+        encoder = ValueEncoder(shared, baseline.received, baseline.places)
+        tree = [(_number(shared, holder), parts) for holder, parts in baseline.tree.changes(module)]
         training = loaders = None
         if trainer.state.fn == TrainerFn.FITTING:
             strategy = trainer.strategy
             parts = (tree, strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state)
-            training = _told(teller, parts, "The optimizers' state")
-            loaders = _told(teller, strategy.states_of_loaders, "The position in the training data")
+            training = _encode_or_warn(encoder, parts, "The optimizers' state")
+            loaders = _encode_or_warn(encoder, strategy.states_of_loaders, "The position in the training data")
         if training is None and tree:
-            training = _told(teller, (tree,), "What is new in the LightningModule")
+            training = _encode_or_warn(encoder, (tree,), "What is new in the LightningModule")
         queue = ResultQueue()
         fill_queue(trainer, queue)
         lost: list[tuple[int, str, str]] = []
         return cls(
-            classes=list(_classes(before)),
-            attributes=list(_attributes(trainer, before, teller, lost)),
+            classes=list(_classes(baseline)),
+            attributes=list(_attributes(trainer, baseline, encoder, lost)),
             training=training,
             modes={name: child.training for name, child in module.named_modules()},
             trainable={name: parameter.requires_grad for name, parameter in module.named_parameters()},
             loaders=loaders,
-            precision=_told(teller, trainer.precision_plugin.state_dict(), "The precision plugin's state"),
-            queue=[teller.tell(item) for item in queue],
-            value=teller.tell(value),
+            precision=_encode_or_warn(encoder, trainer.precision_plugin.state_dict(), "The precision plugin's state"),
+            queue=[encoder.encode(item) for item in queue],
+            value=encoder.encode(value),
             lost=lost,
-            shares=[(_number(shared, obj), name) for obj, name in before.collections.collected(trainer)],
+            shares=[(_number(shared, obj), name) for obj, name in baseline.collections.collected(trainer)],
         )
 
     # --- in the main process ---
 
-    def restore(self, trainer: Any, shared: Shared) -> Any:
+    def restore(self, trainer: Any, shared: SharedObjects) -> Any:
         """Makes the main process's objects so, and returns what the stage returned.
 
         Args:
@@ -226,11 +234,11 @@ class TrainerSnapshot:
         module, strategy = trainer.lightning_module, trainer.strategy
         for number, pickled in self.classes:
             shared.object_of(number).__class__ = pickled.load()
-        for number, name, told in self.attributes:
-            if told is None:
+        for number, name, encoded in self.attributes:
+            if encoded is None:
                 delete_attribute(shared.object_of(number), name)
             else:
-                self._restore(shared, number, name, told)
+                self._restore(shared, number, name, encoded)
         if self.training is not None:
             tree, *of_fit = self.training.load(shared)
             for number, parts in tree:
@@ -257,11 +265,11 @@ class TrainerSnapshot:
         read_queue(trainer, ResultQueue(item.load(shared) for item in self.queue))
         return None if self.value is None else self.value.load(shared)
 
-    def _restore(self, shared: Shared, number: int, name: str, told: Told) -> None:
+    def _restore(self, shared: SharedObjects, number: int, name: str, encoded: EncodedValue) -> None:
         """Sets an attribute. A list, dictionary or the like that the user may hold is filled in place."""
         holder = shared.object_of(number)
         try:
-            value = told.load(shared)
+            value = encoded.load(shared)
             before = all_attributes(holder)
             if name == WHOLE:
                 set_attribute(holder, name, value)
@@ -275,7 +283,7 @@ class TrainerSnapshot:
             self.lost.append((number, name, str(error)))
 
 
-def _is_filled(shared: Shared, old: Any, new: Any) -> bool:
+def _is_filled(shared: SharedObjects, old: Any, new: Any) -> bool:
     """Whether a list or the like that the user may hold gets the elements of the one that was to replace it."""
     # One that the workers had is another attribute's now, or of no more use.
     if type(old) is not type(new) or old is new or shared.number_of(old) is not None:
@@ -297,42 +305,48 @@ def _class_of(holder: Any) -> tuple[type, list[str]]:
     return type(holder), names_of_computed(type(holder))
 
 
-def _classes(before: Before) -> Iterator[tuple[int, Pickled]]:
-    for holder in before.changed_classes():
+def _classes(baseline: StageBaseline) -> Iterator[tuple[int, Pickled]]:
+    for holder in baseline.changed_classes():
         try:
-            yield _number(before.shared, holder), dump(type(holder))
+            yield _number(baseline.shared, holder), dump(type(holder))
         except Exception as error:
             log.warning("A %s stays what it was in the main process: %s", type(holder).__name__, error)
 
 
 def _attributes(
-    trainer: Any, before: Before, teller: Teller, lost: list[tuple[int, str, str]]
-) -> Iterator[tuple[int, str, Told | None]]:
+    trainer: Any, baseline: StageBaseline, encoder: ValueEncoder, lost: list[tuple[int, str, str]]
+) -> Iterator[tuple[int, str, EncodedValue | None]]:
     metrics, _ = trainer_stages.connectors_of(trainer)
     loops = trainer_stages.loops_of(trainer)
     holders = [trainer, metrics, *loops, trainer.profiler, *trainer.callbacks, *trainer.loggers]
     attributes = [(holder, name) for holder in holders for name in attributes_of(holder)]
-    for holder, name in (*attributes, *before.changed_attributes()):
-        number, value = before.shared.number_of(holder), attributes_of(holder).get(name)
+    for holder, name in (*attributes, *baseline.changed_attributes()):
+        number, value = baseline.shared.number_of(holder), attributes_of(holder).get(name)
         if number is not None:  # a new callback comes with the list that holds it
-            yield from _attribute(holder, number, name, value, before.shared, teller, lost)
-    for holder, name in before.vanished_attributes():
-        yield _number(before.shared, holder), name, None
+            yield from _attribute(holder, number, name, value, baseline.shared, encoder, lost)
+    for holder, name in baseline.removed_attributes():
+        yield _number(baseline.shared, holder), name, None
 
 
 def _attribute(
-    holder: Any, number: int, name: str, value: Any, shared: Shared, teller: Teller, lost: list[tuple[int, str, str]]
-) -> Iterator[tuple[int, str, Told]]:
+    holder: Any,
+    number: int,
+    name: str,
+    value: Any,
+    shared: SharedObjects,
+    encoder: ValueEncoder,
+    lost: list[tuple[int, str, str]],
+) -> Iterator[tuple[int, str, EncodedValue]]:
     if isinstance(value, FunctionType) or trainer_logging.is_bound_to_stage(value):
         return
     try:
-        yield number, name, teller.tell(value)
+        yield number, name, encoder.encode(value)
     except Exception as error:
         if name == WHOLE:  # one attribute that stays here does not keep the others here
             here = all_attributes(holder)
             for each, part in named_attributes_of(holder).items():
                 if part is here.get(each):
-                    yield from _attribute(holder, number, each, part, shared, teller, lost)
+                    yield from _attribute(holder, number, each, part, shared, encoder, lost)
                 else:
                     lost.append((number, each, f"its class pickles it in another form, and fails: {error}"))
             return
@@ -348,15 +362,15 @@ def _stays(value: Any, never: tuple[type, ...]) -> bool:
     )
 
 
-def _number(shared: Shared, obj: Any) -> int:
+def _number(shared: SharedObjects, obj: Any) -> int:
     number = shared.number_of(obj)
     assert number is not None
     return number
 
 
-def _told(teller: Teller, value: Any, what: str) -> Told | None:
+def _encode_or_warn(encoder: ValueEncoder, value: Any, what: str) -> EncodedValue | None:
     try:
-        return teller.tell(value)
+        return encoder.encode(value)
     except Exception as error:
         log.warning("%s does not come back from the workers, since it cannot be pickled: %s", what, error)
         return None

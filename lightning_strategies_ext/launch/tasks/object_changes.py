@@ -21,28 +21,28 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from lightning_strategies_ext.launch.stage.attributes import (
+from lightning_strategies_ext.launch.tasks.attributes import (
     WHOLE,
     OwnState,
     all_attributes,
     attributes_of,
     delete,
+    has_custom_pickling,
     in_slots,
     left_out_of,
-    pickles_own_state,
     put,
     slots_of,
 )
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, dump
-from lightning_strategies_ext.launch.transport.parametrized import own_state
-from lightning_strategies_ext.launch.transport.segments import Received
+from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
+from lightning_strategies_ext.launch.transport.parametrized import get_state
+from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump
 from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
 
 _NOT_OBJECTS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 @dataclass
-class Told:
+class EncodedValue:
     """A value for the main process, and what its own objects in it have become.
 
     Attributes:
@@ -53,7 +53,7 @@ class Told:
     value: Pickled
     states: list[Pickled]
 
-    def load(self, shared: Shared) -> Any:
+    def load(self, shared: SharedObjects) -> Any:
         """Updates the objects and returns the value.
 
         Raises:
@@ -66,7 +66,7 @@ class Told:
         return value
 
 
-class Teller:
+class ValueEncoder:
     """Writes values for the main process.
 
     Args:
@@ -75,31 +75,31 @@ class Teller:
         places: Where each tensor and array was then, by id.
     """
 
-    def __init__(self, shared: Shared, received: Received | None, places: Mapping[int, int]) -> None:
+    def __init__(self, shared: SharedObjects, received: ReceivedBuffers | None, places: Mapping[int, int]) -> None:
         self._shared = shared
         self._received = received
         self._places = places
-        self._told: set[int] = set()
+        self._encoded: set[int] = set()
 
-    def tell(self, value: Any) -> Told:
+    def encode(self, value: Any) -> EncodedValue:
         """Writes a value.
 
         Raises:
             Exception: Whatever pickle raises for an object that it cannot take; nothing counts as told then.
         """
-        told: set[int] = set()
+        encoded: set[int] = set()
         pickled, met = self._dump(value)
         states = []
-        while new := {number: obj for number, obj in met.items() if number not in self._told | told}:
-            told.update(new)
+        while new := {number: obj for number, obj in met.items() if number not in self._encoded | encoded}:
+            encoded.update(new)
             changed = [(number, obj) for number, obj in new.items() if not self._is_unchanged_memory(obj)]
             pickled_states, met = self._dump([(number, _state_of(obj)) for number, obj in changed])
             states.append(pickled_states)
-        self._told |= told
-        return Told(pickled, states)
+        self._encoded |= encoded
+        return EncodedValue(pickled, states)
 
     def _is_unchanged_memory(self, obj: Any) -> bool:
-        if not isinstance(obj, (Tensor, np.ndarray)) or self._places.get(id(obj)) != place_of(obj):
+        if not isinstance(obj, (Tensor, np.ndarray)) or self._places.get(id(obj)) != data_address(obj):
             return False
         if is_in_shared_memory(obj):
             return True
@@ -112,13 +112,13 @@ class Teller:
 
     def _dump(self, value: Any) -> tuple[Pickled, dict[int, Any]]:
         met: dict[int, Any] = {}
-        return dump(value, _Meeting(self._shared, met), returning=True), met
+        return dump(value, _TrackedObjects(self._shared, met), is_return=True), met
 
 
-class _Meeting(Shared):
+class _TrackedObjects(SharedObjects):
     """Notes which of the objects that a message held are met."""
 
-    def __init__(self, shared: Shared, met: dict[int, Any]) -> None:
+    def __init__(self, shared: SharedObjects, met: dict[int, Any]) -> None:
         self.never = shared.never
         self._number_of = shared.number_of
         self._met = met
@@ -130,7 +130,7 @@ class _Meeting(Shared):
         return number
 
 
-def place_of(obj: Tensor | np.ndarray[Any, Any]) -> int:
+def data_address(obj: Tensor | np.ndarray[Any, Any]) -> int:
     """Where the memory of a tensor or an array is; ``one.data = other.data`` gives a tensor that of another."""
     if isinstance(obj, np.ndarray):
         return obj.ctypes.data
@@ -143,7 +143,7 @@ def is_in_shared_memory(obj: Any) -> bool:
     return is_plain and obj.is_shared()
 
 
-def with_identity(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
+def identity_preserved(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
     """Those of which the user's own come back: what is updated in place, functions, objects that cannot be pickled.
 
     And classes that were defined in a function, which only a worker on Ray can have got.
@@ -186,8 +186,8 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
         contents = set(obj)
     elif isinstance(obj, tuple):  # it stays what it is, and what is in it may have changed
         contents = tuple(obj)
-    if pickles_own_state(obj):
-        state = own_state(obj)
+    if has_custom_pickling(obj):
+        state = get_state(obj)
         return contents, OwnState(state, left_out_of(obj, state))
     attributes, slots = dict(getattr(obj, "__dict__", {})), in_slots(obj)
     return contents, (attributes or None, slots) if slots else attributes
@@ -239,7 +239,7 @@ class Fingerprints:
         received: Where the memory of their tensors came in; None if nothing was sent.
     """
 
-    def __init__(self, holders: Iterable[Any], shared: Shared, received: Received | None) -> None:
+    def __init__(self, holders: Iterable[Any], shared: SharedObjects, received: ReceivedBuffers | None) -> None:
         self._shared = shared
         self._received = received
         self._before = {id(holder): (holder, dict(self._prints_of(holder))) for holder in holders}
@@ -251,7 +251,7 @@ class Fingerprints:
             if digest is None or before.get(name) != (digest, buffers) or not all(map(self._is_unchanged, buffers)):
                 yield name
 
-    def vanished(self, holder: Any) -> Iterator[str]:
+    def removed(self, holder: Any) -> Iterator[str]:
         """The names of the attributes that are not there any more."""
         yield from self._before[id(holder)][1].keys() - {WHOLE, *all_attributes(holder)}
 
@@ -262,7 +262,7 @@ class Fingerprints:
                 yield name, ((type(value), None if is_empty else value), [])
                 continue
             try:
-                pickled = dump(value, self._shared, returning=True)
+                pickled = dump(value, self._shared, is_return=True)
             except Exception:  # there is an open file in it, say
                 yield name, (None, [])
                 continue

@@ -6,34 +6,34 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_strategies_ext.launch.stage.attributes import in_slots, named_attributes_of
-from lightning_strategies_ext.launch.transport.messages import Dump, Shared
+from lightning_strategies_ext.launch.tasks.attributes import in_slots, named_attributes_of
+from lightning_strategies_ext.launch.transport.pickling import DumpFunction, SharedObjects
 from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
 
 
-def culprit(job: Any, error: Exception, dump: Dump) -> tuple[str, Exception]:
+def find_unpicklable(task: Any, error: Exception, dump: DumpFunction) -> tuple[str, Exception]:
     """What cannot be pickled, and why.
 
     Args:
-        job: A :class:`.StageJob`.
+        task: A :class:`.StageTask`.
         error: Why the whole cannot be.
         dump: What was to write it.
     """
-    for name, root in _roots(job):
+    for name, root in _roots(task):
         for inner, part in root.named_modules() if isinstance(root, Module) else [("", root)]:
-            reason = _why_not(part, job.shared, dump)
+            reason = _why_not(part, task.shared, dump)
             if reason is not None:
-                path, reason = _innermost(part, inner, reason, job.shared, dump)
+                path, reason = _innermost(part, inner, reason, task.shared, dump)
                 return (f"`{path}` of {name}" if path else name[0].upper() + name[1:]), reason
     return "The Trainer, or something that hangs on it,", error
 
 
-def _roots(job: Any) -> Iterator[tuple[str, Any]]:
-    trainer, strategy = job.trainer, job.trainer.strategy
+def _roots(task: Any) -> Iterator[tuple[str, Any]]:
+    trainer, strategy = task.trainer, task.trainer.strategy
     roots = [("the LightningModule", trainer.lightning_module), ("the profiler", trainer.profiler)]
     roots += [("the callback", callback) for callback in trainer.callbacks]
     roots += [("the logger", logger) for logger in trainer.loggers]
-    arguments = [arg for arg in [*job.args, *job.kwargs.values()] if arg is not trainer.lightning_module]
+    arguments = [arg for arg in [*task.args, *task.kwargs.values()] if arg is not trainer.lightning_module]
     roots += [("the argument", arg) for arg in arguments]
     roots += [("the accelerator", strategy.accelerator), ("the precision plugin", strategy.precision_plugin)]
     roots += [("the checkpoint plugin", strategy.checkpoint_io), ("the strategy", strategy)]
@@ -42,9 +42,11 @@ def _roots(job: Any) -> Iterator[tuple[str, Any]]:
     yield "the Trainer", trainer
 
 
-def _why_not(obj: Any, shared: Shared, dump: Dump) -> Exception | None:
+def _why_not(obj: Any, shared: SharedObjects, dump: DumpFunction) -> Exception | None:
     # Without the Trainer's other parts, each of which is looked at on its own. Data belong to what they are given in.
-    others = Shared([other for other in shared.objects if other is not obj and not isinstance(other, shared.never)])
+    others = SharedObjects(
+        [other for other in shared.objects if other is not obj and not isinstance(other, shared.never)]
+    )
     try:
         dump(obj, others)
     except Exception as error:
@@ -52,7 +54,9 @@ def _why_not(obj: Any, shared: Shared, dump: Dump) -> Exception | None:
     return None
 
 
-def _innermost(obj: Any, path: str, reason: Exception, shared: Shared, dump: Dump) -> tuple[str, Exception]:
+def _innermost(
+    obj: Any, path: str, reason: Exception, shared: SharedObjects, dump: DumpFunction
+) -> tuple[str, Exception]:
     seen = set()
     while id(obj) not in seen and not is_of_multiprocessing(obj):  # what is in such an object is no name of the user's
         seen.add(id(obj))

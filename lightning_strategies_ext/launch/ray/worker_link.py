@@ -1,10 +1,11 @@
-"""A line from each worker to the main process, for what cannot wait until a method of the actor returns.
+"""A TCP connection from each worker on Ray to the main process, beside the calls of the actor's methods.
 
-Signals go to the worker, output comes from it, both say what they have to in the middle of a job (:mod:`.words`), and
-each learns at once that the other is gone: a worker whose line breaks ends. It is a TCP connection that the worker
-makes. The main process sends a challenge, and the worker proves that it has the secret that it received through Ray.
+It carries signals to the worker, output from the worker, and the messages of a task that is running
+(:mod:`.control_messages`). Each end detects at once that the other is gone, and a worker whose link breaks exits. The
+worker connects. The main process sends a challenge, and the worker proves that it has the secret that it received
+through Ray.
 
-The contents of a line are not encrypted, as those of Ray's own connections are not.
+The contents of a link are not encrypted, as those of Ray's own connections are not.
 """
 
 import codecs
@@ -27,10 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_strategies_ext.launch.ray import words
+from lightning_strategies_ext.launch.ray import control_messages
 
 _HEADER = struct.Struct("!BI")  # what follows, and how many bytes of it
-_OUT, _ERR, _WORD, _SIGNAL, _LOSS = 1, 2, 3, 4, 5
+_OUT, _ERR, _MESSAGE, _SIGNAL, _LOSS = 1, 2, 3, 4, 5
 _NUMBER = struct.Struct("!I")
 _SECRET_BYTES = 32
 #: Length of a challenge, and of its answer, in bytes.
@@ -39,12 +40,12 @@ _CONNECT_S = 10.0
 #: Time in which a connection has to prove that it belongs to a worker, in seconds.
 _PROOF_S = 10.0
 #: Number of open connections without a proof; further ones wait in the listener's queue.
-_MOST_UNPROVED = 64
-_MOST_BYTES = 1 << 16
+_MAX_UNPROVED = 64
+_MAX_RECEIVED_BYTES = 1 << 16
 _FLUSH_S = 2.0
 
 
-def watch_peer(connected: socket.socket) -> None:
+def enable_worker_keepalive(connected: socket.socket) -> None:
     """Lets a connection break within half a minute when the other host is gone without a word."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -55,7 +56,7 @@ def watch_peer(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-class _Frames:
+class _FrameDecoder:
     """What comes over a connection, cut into what was sent."""
 
     def __init__(self) -> None:
@@ -80,29 +81,29 @@ def _framed(kind: int, data: bytes) -> bytes:
 # --- in the main process ---
 
 
-class Line:
+class WorkerLink:
     """A worker's line, in the main process.
 
     Args:
-        on_news: Called, in another thread, when the worker has said something to the main process, or is gone.
+        on_update: Called, in another thread, when the worker has said something to the main process, or is gone.
 
     Attributes:
         closed: Set when it is gone.
-        words: What it has said.
+        messages: What it has said.
     """
 
-    def __init__(self, on_news: Callable[[], None]) -> None:
+    def __init__(self, on_update: Callable[[], None]) -> None:
         self.closed = threading.Event()
-        self.words: deque[words.Word] = deque()
-        self._on_news = on_news
+        self.messages: deque[control_messages.ControlMessage] = deque()
+        self._on_update = on_update
         self._connected: socket.socket | None = None
         self._num_bytes = 0
-        self._heard = threading.Condition()
-        self._frames = _Frames()
+        self._received = threading.Condition()
+        self._frames = _FrameDecoder()
         self._decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in (_OUT, _ERR)}
 
     @property
-    def has_begun(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether the worker has made the connection, and it has not been closed."""
         return self._connected is not None
 
@@ -110,11 +111,11 @@ class Line:
         """Sends the worker a signal, if it is there."""
         self._send(_SIGNAL, bytes([signum]))
 
-    def say(self, word: words.Word) -> None:
+    def send(self, message: control_messages.ControlMessage) -> None:
         """Says something to the worker, if it is there."""
-        self._send(_WORD, words.encoded(word))
+        self._send(_MESSAGE, control_messages.encode(message))
 
-    def tell_of_loss(self, world: int) -> None:
+    def notify_peer_loss(self, world: int) -> None:
         """Lets a worker know, whatever it waits for, that another one of a world is gone."""
         self._send(_LOSS, _NUMBER.pack(world))
 
@@ -125,29 +126,29 @@ class Line:
             with suppress(OSError):
                 connected.sendall(_framed(kind, data))
 
-    def wait_until_heard(self, num_bytes: int) -> None:
+    def wait_for_output(self, num_bytes: int) -> None:
         """Waits until so much output has come and is shown, not for long if the line is broken."""
-        with self._heard:
-            self._heard.wait_for(lambda: self._num_bytes >= num_bytes or self.closed.is_set(), _FLUSH_S)
+        with self._received:
+            self._received.wait_for(lambda: self._num_bytes >= num_bytes or self.closed.is_set(), _FLUSH_S)
 
     def connect(self, connected: socket.socket) -> None:
         """Begins."""
         self._connected = connected
 
-    def hear(self, data: bytes) -> None:
+    def receive(self, data: bytes) -> None:
         """Takes what has come: shows what was printed, keeps what was said."""
         num_bytes = 0
         for kind, frame in self._frames.of(data):
-            if kind == _WORD:
-                self.words.append(words.decoded(frame))
-                self._on_news()
+            if kind == _MESSAGE:
+                self.messages.append(control_messages.decode(frame))
+                self._on_update()
             else:
                 self._show(kind, frame)
                 num_bytes += len(frame)
         if num_bytes:
-            with self._heard:
+            with self._received:
                 self._num_bytes += num_bytes
-                self._heard.notify_all()
+                self._received.notify_all()
 
     def _show(self, stream: int, data: bytes) -> None:
         shown = sys.stderr if stream == _ERR else sys.stdout
@@ -162,9 +163,9 @@ class Line:
             self._connected = None
         if not self.closed.is_set():
             self.closed.set()
-            with self._heard:
-                self._heard.notify_all()
-            self._on_news()
+            with self._received:
+                self._received.notify_all()
+            self._on_update()
 
 
 @dataclass
@@ -182,7 +183,7 @@ class _Unproved:
     received: bytes = b""
 
 
-class Switchboard:
+class LinkServer:
     """Where the lines of a pool's workers end.
 
     Args:
@@ -193,21 +194,21 @@ class Switchboard:
         self._listening = socket.create_server((address, 0))
         self.address = address, self._listening.getsockname()[1]
         self.secret = secrets.token_bytes(_SECRET_BYTES)
-        self._lines: dict[int, Line] = {}
+        self._links: dict[int, WorkerLink] = {}
         self._unproved: dict[Any, _Unproved] = {}
         self._selector = selectors.DefaultSelector()
         self._ours, self._theirs = socket.socketpair()
         threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext lines").start()
 
-    def expect(self, number: int, on_news: Callable[[], None]) -> Line:
+    def expect(self, number: int, on_update: Callable[[], None]) -> WorkerLink:
         """The line of a worker that is about to be started.
 
         Args:
             number: Which tells it from all others, also from those that are gone.
-            on_news: See :class:`Line`.
+            on_update: See :class:`WorkerLink`.
         """
-        line = self._lines[number] = Line(on_news)
-        return line
+        link = self._links[number] = WorkerLink(on_update)
+        return link
 
     def close(self) -> None:
         """Ends all lines."""
@@ -229,13 +230,13 @@ class Switchboard:
                     elif key.fileobj in self._unproved:
                         self._take_proof(key.fileobj)
                     else:
-                        self._hear(key)
+                        self._receive(key)
                 now = time.monotonic()
                 for connected in [each for each, state in self._unproved.items() if now > state.deadline]:
                     self._end_proof(connected)
                     connected.close()
-        for line in self._lines.values():
-            line.close()
+        for link in self._links.values():
+            link.close()
         for ours in (self._listening, self._ours, self._theirs, *self._unproved):
             ours.close()
 
@@ -248,7 +249,7 @@ class Switchboard:
             connected.send(challenge)
             self._unproved[connected] = _Unproved(challenge, time.monotonic() + _PROOF_S)
             self._selector.register(connected, selectors.EVENT_READ)
-            if len(self._unproved) == _MOST_UNPROVED:
+            if len(self._unproved) == _MAX_UNPROVED:
                 self._selector.unregister(self._listening)
 
     def _take_proof(self, connected: Any) -> None:
@@ -260,49 +261,49 @@ class Switchboard:
         if part and len(state.received) < _PROOF_BYTES + _NUMBER.size:
             return
         self._end_proof(connected)
-        line = self._line_of(state)
-        if line is None:
+        link = self._link_of(state)
+        if link is None:
             connected.close()
             return
         connected.setblocking(True)
-        watch_peer(connected)
-        line.connect(connected)
-        self._selector.register(connected, selectors.EVENT_READ, line)
+        enable_worker_keepalive(connected)
+        link.connect(connected)
+        self._selector.register(connected, selectors.EVENT_READ, link)
 
     def _end_proof(self, connected: Any) -> None:
-        if len(self._unproved) == _MOST_UNPROVED:
+        if len(self._unproved) == _MAX_UNPROVED:
             self._selector.register(self._listening, selectors.EVENT_READ)
         self._selector.unregister(connected)
         del self._unproved[connected]
 
-    def _line_of(self, state: _Unproved) -> Line | None:
+    def _link_of(self, state: _Unproved) -> WorkerLink | None:
         """Returns the line that a connection has proved to belong to, or None if there is no proof or no free line."""
         proof, number = state.received[:_PROOF_BYTES], state.received[_PROOF_BYTES:]
         # A process that sends the secret itself has it as well; workers of this version do not send it.
         expected = (_proof(self.secret, state.challenge, number), self.secret)
         if len(number) < _NUMBER.size or not any(hmac.compare_digest(proof, each) for each in expected):
             return None
-        line = self._lines.get(*_NUMBER.unpack(number))
-        return None if line is None or line.has_begun or line.closed.is_set() else line
+        link = self._links.get(*_NUMBER.unpack(number))
+        return None if link is None or link.is_connected or link.closed.is_set() else link
 
-    def _hear(self, key: selectors.SelectorKey) -> None:
-        connected, line = key.fileobj, key.data
+    def _receive(self, key: selectors.SelectorKey) -> None:
+        connected, link = key.fileobj, key.data
         assert isinstance(connected, socket.socket)
         data = b""
         with suppress(OSError):
-            data = connected.recv(_MOST_BYTES)
+            data = connected.recv(_MAX_RECEIVED_BYTES)
         with suppress(ValueError):  # what nobody says who got the secret: it is not heard any more
             if data:
-                line.hear(data)
+                link.receive(data)
                 return
         self._selector.unregister(connected)
-        line.close()
+        link.close()
 
 
 # --- in a worker ---
 
 
-class MainLine:
+class MainLink:
     """The line, in the worker: from here on, what the process prints goes over it.
 
     Args:
@@ -324,14 +325,14 @@ class MainLine:
             host, port = address
             raise OSError(f"the main process cannot be reached at {host}:{port} ({error})") from error
         self._connected.settimeout(None)
-        watch_peer(self._connected)
+        enable_worker_keepalive(self._connected)
         own_number = _NUMBER.pack(number)
         self._connected.sendall(_proof(secret, _received(self._connected, _PROOF_BYTES), own_number) + own_number)
         # The workers of its dataloaders must not hold the connection when this process is gone.
         os.register_at_fork(after_in_child=self._connected.close)
         self._num_bytes = 0
         self._sending = threading.Lock()
-        self.channel = LineChannel(self._say_word)
+        self.channel = LinkChannel(self._send_message)
         self._pipes: dict[int, int] = {}
         for stream in (_OUT, _ERR):
             read, write = os.pipe()
@@ -340,7 +341,7 @@ class MainLine:
             self._pipes[stream] = read
         sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), "utf-8", "replace", line_buffering=True)
         sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), "utf-8", "replace", line_buffering=True)
-        for target in (self._obey, self._say):
+        for target in (self._run_commands, self._forward_output):
             threading.Thread(target=target, daemon=True, name="lightning-strategies-ext line").start()
 
     def flush(self) -> int:
@@ -356,40 +357,40 @@ class MainLine:
             time.sleep(0.001)
         return self._num_bytes
 
-    def _obey(self) -> None:
-        frames = _Frames()
+    def _run_commands(self) -> None:
+        frames = _FrameDecoder()
         while True:
             data = b""
             with suppress(OSError):
-                data = self._connected.recv(_MOST_BYTES)
+                data = self._connected.recv(_MAX_RECEIVED_BYTES)
             if not data:  # the main process is gone
                 os.kill(os.getpid(), signal.SIGKILL)
             for kind, frame in frames.of(data):
                 if kind == _SIGNAL:
                     os.kill(os.getpid(), frame[0])
-                elif kind == _WORD:
+                elif kind == _MESSAGE:
                     self.channel.put(frame)
                 else:
-                    self.channel.on_loss(*_NUMBER.unpack(frame))
+                    self.channel.on_peer_loss(*_NUMBER.unpack(frame))
 
-    def _say_word(self, word: words.Word) -> None:
+    def _send_message(self, message: control_messages.ControlMessage) -> None:
         with self._sending:
-            self._connected.sendall(_framed(_WORD, words.encoded(word)))
+            self._connected.sendall(_framed(_MESSAGE, control_messages.encode(message)))
 
-    def _say(self) -> None:
+    def _forward_output(self) -> None:
         with selectors.DefaultSelector() as selector:
             for stream, pipe in self._pipes.items():
                 selector.register(pipe, selectors.EVENT_READ, stream)
             while True:
                 for key, _ in selector.select():
                     with self._sending:
-                        data = os.read(key.fd, _MOST_BYTES)
+                        data = os.read(key.fd, _MAX_RECEIVED_BYTES)
                         with suppress(OSError):  # the other thread notices
                             self._connected.sendall(_framed(key.data, data))
                         self._num_bytes += len(data)
 
 
-class LineChannel:
+class LinkChannel:
     """What :class:`.WorkerMembership` asks of a channel, over a line.
 
     Args:
@@ -397,33 +398,33 @@ class LineChannel:
 
     Attributes:
         socket: To wait on.
-        on_loss: Called, in another thread, with the number of a world of which another worker is gone, before the main
-            process says anything of the next.
+        on_peer_loss: Called, in another thread, with the number of a world of which another worker is gone, before
+            the main process says anything of the next.
     """
 
-    def __init__(self, say: Callable[[words.Word], None]) -> None:
-        self._say = say
-        self._heard: deque[bytes] = deque()
-        self.socket, self._bell = socket.socketpair()
-        self.on_loss: Callable[[int], None] = lambda world: None
+    def __init__(self, send: Callable[[control_messages.ControlMessage], None]) -> None:
+        self._send_to_main = send
+        self._received: deque[bytes] = deque()
+        self.socket, self._wakeup_fd = socket.socketpair()
+        self.on_peer_loss: Callable[[int], None] = lambda world: None
 
-    def put(self, heard: bytes) -> None:
+    def put(self, message: bytes) -> None:
         """Takes what has come; from any thread."""
-        self._heard.append(heard)
-        self._bell.send(b"!")
+        self._received.append(message)
+        self._wakeup_fd.send(b"!")
 
-    def send(self, word: Any) -> None:
+    def send(self, message: Any) -> None:
         """Says something.
 
         Raises:
             OSError: If the main process is gone.
         """
-        self._say(word)
+        self._send_to_main(message)
 
     def receive(self) -> Any:
         """Waits for what it says."""
         self.socket.recv(1)
-        return words.decoded(self._heard.popleft())
+        return control_messages.decode(self._received.popleft())
 
 
 def _proof(secret: bytes, challenge: bytes, number: bytes) -> bytes:

@@ -18,21 +18,27 @@ from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._system.peers import is_running, kill_with_forked_children, start_time
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
-from lightning_strategies_ext.launch.processes.conditions import Conditions, is_interactive
-from lightning_strategies_ext.launch.processes.starter import END_S
-from lightning_strategies_ext.launch.processes.worker import (
+from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, is_interactive
+from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S
+from lightning_strategies_ext.launch.processes.worker_main import (
     MAIN_NAME,
     MAIN_PATH,
-    Job,
+    WorkerTask,
     command,
     imports_main,
-    own_exit_handlers,
+    isolated_exit_handlers,
     serve,
 )
-from lightning_strategies_ext.launch.protocol import Order, Ping, Start
-from lightning_strategies_ext.launch.transport.channel import Channel, Packed
-from lightning_strategies_ext.launch.transport.messages import Pickled, Shared, WithMainPickler, dump, dump_with
-from lightning_strategies_ext.launch.transport.segments import KeptSegments
+from lightning_strategies_ext.launch.protocol import Ping, RunTask, WorkerSetup
+from lightning_strategies_ext.launch.transport.channel import Channel, PreparedMessage
+from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
+from lightning_strategies_ext.launch.transport.pickling import (
+    MainByValuePickler,
+    Pickled,
+    SharedObjects,
+    dump,
+    dump_with,
+)
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -43,27 +49,27 @@ class WorkerProcess:
     Args:
         rank: Its local rank.
         start_method: See :class:`.WorkerPool`.
-        inherited: See :class:`.WorkerPool`.
+        inherited_task: See :class:`.WorkerPool`.
 
     Attributes:
         channel: What it is talked to over.
         pid: Its process id.
     """
 
-    def __init__(self, rank: int, start_method: WorkerStartMethod, inherited: Job | None) -> None:
+    def __init__(self, rank: int, start_method: WorkerStartMethod, inherited_task: WorkerTask | None) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         with theirs:
             start = {"spawn": self._spawn, "fork": self._fork, "forkserver": self._fork_from_server}[start_method]
-            self.pid, self._exit_code = start(theirs, inherited)
+            self.pid, self._exit_code = start(theirs, inherited_task)
         self._started = start_time(self.pid)
         self._pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
             with suppress(OSError):
                 self._pidfd = os.pidfd_open(self.pid)
 
-    def _spawn(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
+    def _spawn(self, theirs: socket.socket, inherited_task: WorkerTask | None) -> tuple[int, Callable[[], int | None]]:
         process = subprocess.Popen(
             command(theirs, os.getpid()),
             pass_fds=[theirs.fileno()],
@@ -71,36 +77,38 @@ class WorkerProcess:
         )
         return process.pid, process.poll
 
-    def _fork(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
+    def _fork(self, theirs: socket.socket, inherited_task: WorkerTask | None) -> tuple[int, Callable[[], int | None]]:
         process = multiprocessing.get_context("fork").Process(
-            target=_serve_in_own_session, args=(theirs, os.getpid(), inherited)
+            target=_serve_in_own_session, args=(theirs, os.getpid(), inherited_task)
         )
         process.start()
         assert process.pid is not None
         return process.pid, lambda: process.exitcode
 
-    def _fork_from_server(self, theirs: socket.socket, inherited: Job | None) -> tuple[int, Callable[[], int | None]]:
+    def _fork_from_server(
+        self, theirs: socket.socket, inherited_task: WorkerTask | None
+    ) -> tuple[int, Callable[[], int | None]]:
         server = fork_server.get()
         pid = server.fork(theirs)
         return pid, lambda: server.exit_code(pid)
 
     @property
-    def where(self) -> str:
+    def description(self) -> str:
         """Which process it is, for people."""
         return f"pid {self.pid}"
 
     @property
-    def variables(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """Environment variables of its own: none."""
         return {}
 
     @property
-    def has_come(self) -> bool:
+    def is_connected(self) -> bool:
         """True: what it is told waits for it."""
         return True
 
     @property
-    def pollable(self) -> list[Any]:
+    def waitables(self) -> list[Any]:
         """What becomes ready when there is an answer, or the worker has died."""
         return [self.channel] if self._pidfd is None else [self.channel, self._pidfd]
 
@@ -112,17 +120,17 @@ class WorkerProcess:
         """
         self.channel.send(message)
 
-    def give(self, order: Order, job: Packed | None) -> None:
+    def submit(self, order: RunTask, task: PreparedMessage | None) -> None:
         """Orders it to run a job; None is the one that it inherited.
 
         Raises:
             OSError: If the worker is gone.
         """
         self.channel.send(order)
-        if job is not None:
-            job.send(self.channel)
+        if task is not None:
+            task.send(self.channel)
 
-    def has_said(self, timeout_s: float | None) -> bool:
+    def poll(self, timeout_s: float | None) -> bool:
         """Waits until there is something to receive, or the worker is gone; False if neither came in time."""
         return bool(wait([self.channel.socket], timeout_s))
 
@@ -134,32 +142,32 @@ class WorkerProcess:
         """
         return self.channel.receive()
 
-    def answer(self) -> Any:
+    def next_reply(self) -> Any:
         """The worker's answer to a job, its death if it died without one, or None for now.
 
-        In a job whose ranks may change also a :class:`.Ready` or :class:`.Arrived`.
+        In a job whose ranks may change also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`.
         """
         is_dead = not self.is_alive()  # asked first: a worker that answers and then dies has answered
         if wait([self.channel.socket], 0):
             with suppress(EOFError, OSError):
                 return self.channel.receive()
-        return self.death() if is_dead else None
+        return self.exit_error() if is_dead else None
 
-    def tell_of_loss(self, world: int) -> None:
+    def notify_peer_loss(self, world: int) -> None:
         """Does nothing: the kernel lets whoever waits for a process of this host know that it is gone."""
 
     def ping(self) -> None:
-        """Asks the worker, which waits for a job, to answer :meth:`is_there`."""
+        """Asks the worker, which waits for a job, to answer :meth:`is_responsive`."""
         with suppress(OSError):
             self.channel.send(Ping())
 
-    def is_there(self) -> bool:
+    def is_responsive(self) -> bool:
         """Waits for the answer to :meth:`ping`; False if the worker ended instead.
 
         A worker that was killed still counts as a running process for a moment; it does not answer any more.
         """
         while True:
-            wait(self.pollable, 1.0)  # its dataloaders' workers may hold its end of the channel open
+            wait(self.waitables, 1.0)  # its dataloaders' workers may hold its end of the channel open
             is_dead = not self.is_alive()
             if wait([self.channel.socket], 0):
                 with suppress(EOFError, OSError):
@@ -174,7 +182,7 @@ class WorkerProcess:
             return not wait([self._pidfd], 0)
         return is_running(self.pid, self._started)
 
-    def death(self) -> WorkerDiedError:
+    def exit_error(self) -> WorkerDiedError:
         """Describes how the worker ended; waits a moment for it to have ended."""
         self.wait(1.0)
         code = self._exit_code()
@@ -208,7 +216,7 @@ class WorkerProcess:
         """Kills the process, if it runs, and the workers of its loaders."""
         if self.is_alive():
             kill_with_forked_children(self.pid)
-        self.wait(END_S)
+        self.wait(EXIT_TIMEOUT_S)
 
     def close(self) -> None:
         """Frees what this process holds for it."""
@@ -222,16 +230,16 @@ class WorkerProcess:
 
 
 class ProcessStarter:
-    """Starts workers on this host, see :class:`.Starter`.
+    """Starts workers on this host, see :class:`.WorkerStarter`.
 
     Args:
         start_method: "spawn" starts Python anew for each; "fork" forks this process; "forkserver" forks a process
             that has imported torch and Lightning.
     """
 
-    conditions = Conditions
+    settings_class = ProcessSettings
     address = None if host_store.is_available() else "127.0.0.1"
-    ends_by_calls = False
+    closes_through_library = False
 
     def __init__(self, start_method: WorkerStartMethod) -> None:
         self._start_method: WorkerStartMethod = start_method
@@ -239,7 +247,7 @@ class ProcessStarter:
         self.forks = start_method == "fork"
 
     @property
-    def kind(self) -> Any:
+    def reuse_key(self) -> Any:
         """What has to be alike in two of them for the workers of one to be of use to the other."""
         return self._start_method
 
@@ -271,34 +279,38 @@ class ProcessStarter:
                 " leave the GPU alone until training starts."
             )
 
-    def start(self, rank: int, num_workers: int, inherited: Job | None) -> WorkerProcess:
+    def start(self, rank: int, num_workers: int, inherited_task: WorkerTask | None) -> WorkerProcess:
         """Starts a worker."""
-        return WorkerProcess(rank, self._start_method, inherited)
+        return WorkerProcess(rank, self._start_method, inherited_task)
 
     def prepare(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
         """Makes workers that have just been started like this process."""
         preparation = None if self.forks else _preparation()
         for worker in workers:
             with suppress(OSError):  # it died at once: who waits for its answer finds out why
-                worker.send(Start(worker.rank, preparation))
+                worker.send(WorkerSetup(worker.rank, preparation))
         return list(workers)
 
-    def replace(self, dead: WorkerProcess, num_workers: int, inherited: Job | None) -> WorkerProcess:
+    def replace(self, dead: WorkerProcess, num_workers: int, inherited_task: WorkerTask | None) -> WorkerProcess:
         """Starts a worker in the place of one that has died."""
-        (worker,) = self.prepare([self.start(dead.rank, num_workers, inherited)])
+        (worker,) = self.prepare([self.start(dead.rank, num_workers, inherited_task)])
         return worker
 
     def dump(
-        self, obj: Any, shared: Shared | None = None, returning: bool = False, found: dict[int, Any] | None = None
+        self,
+        obj: Any,
+        shared: SharedObjects | None = None,
+        is_return: bool = False,
+        received_objects: dict[int, Any] | None = None,
     ) -> Pickled:
         """Pickles a job, with what is defined in ``__main__`` if workers cannot import that."""
         if self.forks or imports_main(_preparation()):
-            return dump(obj, shared, returning, found)
-        return dump_with(WithMainPickler, obj, shared, returning, found)
+            return dump(obj, shared, is_return, received_objects)
+        return dump_with(MainByValuePickler, obj, shared, is_return, received_objects)
 
-    def pack(self, pickled: Pickled, kept: KeptSegments) -> Packed:
+    def pack(self, pickled: Pickled, cache: MemoryFileCache) -> PreparedMessage:
         """Writes a job into memory that workers can map."""
-        return Packed(pickled, kept)
+        return PreparedMessage(pickled, cache)
 
     def close(self) -> None:
         """Does nothing: the fork server is that of all pools."""
@@ -314,7 +326,7 @@ def _preparation() -> dict[str, Any]:
     return preparation
 
 
-def _serve_in_own_session(theirs: socket.socket, main_pid: int, inherited: Job | None) -> None:
+def _serve_in_own_session(theirs: socket.socket, main_pid: int, inherited_task: WorkerTask | None) -> None:
     os.setsid()
-    with own_exit_handlers():
-        serve(theirs, main_pid, inherited)
+    with isolated_exit_handlers():
+        serve(theirs, main_pid, inherited_task)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from lightning_strategies_ext.launch.processes.conditions import Conditions
+from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings
 
 #: Environment variables that describe a host, or a process or session on it. They are never sent to another host.
-OF_A_HOST = frozenset(
+HOST_VARIABLES = frozenset(
     {
         *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "LD_PRELOAD", "PATH"),
         *("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV", "HOSTNAME", "HOME", "USER", "LOGNAME", "SHELL", "SHLVL"),
@@ -28,8 +28,8 @@ _brought: set[str] = set()
 
 
 @dataclass
-class ConditionsElsewhere(Conditions):
-    """:class:`.Conditions` on a host that may have other directories, paths and devices."""
+class RemoteProcessSettings(ProcessSettings):
+    """:class:`.ProcessSettings` on a host that may have other directories, paths and devices."""
 
     def __post_init__(self) -> None:
         """Removes variables of the host and of Ray, with its token, before the main process sends them."""
@@ -96,7 +96,7 @@ def selected(environment: Mapping[str, str], names: Sequence[str] | None) -> dic
 
 
 def _is_of_a_host(name: str) -> bool:
-    return name in OF_A_HOST or name.startswith(_PREFIXES_OF_A_HOST)
+    return name in HOST_VARIABLES or name.startswith(_PREFIXES_OF_A_HOST)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
