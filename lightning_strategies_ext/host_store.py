@@ -209,7 +209,7 @@ class HostStore(dist.Store):
             connected: socket.socket = own.connection
             return connected
         while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection = _ClientSocket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.setblocking(False)  # the queue of the other end may be full, and never accepted
             try:
                 connection.connect(_address(self.name))
@@ -236,6 +236,13 @@ class HostStore(dist.Store):
         if getattr(self._of_thread, "pid", None) is not None:
             self._of_thread.connection.close()
             self._of_thread.pid = None
+
+
+class _ClientSocket(socket.socket):
+    """The connection of one thread. It ends with the thread or the store, without the warning of a plain socket."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _Connection:

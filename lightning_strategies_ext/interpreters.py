@@ -7,31 +7,81 @@ starts interpreters in turn.
 """
 
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
 
 from lightning_strategies_ext import discovery
 
-_FLAGS = ["-P"] if sys.version_info >= (3, 11) else []
+_SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
 
 
-def python(program: str, *arguments: str) -> list[str]:
-    """The command of a Python that runs a program.
+#: Flags of :data:`sys.flags` and names of ``-X`` options, by the environment variable with the same meaning.
+_FLAGS_BY_VARIABLE = {
+    "PYTHONOPTIMIZE": "optimize",
+    "PYTHONDONTWRITEBYTECODE": "dont_write_bytecode",
+    "PYTHONNOUSERSITE": "no_user_site",
+    "PYTHONSAFEPATH": "safe_path",
+    "PYTHONDEVMODE": "dev_mode",
+}
+_X_OPTIONS_BY_VARIABLE = {
+    "PYTHONUTF8": "utf8",
+    "PYTHONFAULTHANDLER": "faulthandler",
+    "PYTHONPROFILEIMPORTTIME": "importtime",
+    "PYTHONTRACEMALLOC": "tracemalloc",
+    "PYTHONNODEBUGRANGES": "no_debug_ranges",
+    "PYTHONINTMAXSTRDIGITS": "int_max_str_digits",
+}
+
+
+def python(program: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """Returns the command of an interpreter that runs a program.
 
     Args:
         program: Statements.
         arguments: For ``sys.argv[1:]``.
+        options: Options of the interpreter.
     """
-    return [sys.executable, *_FLAGS, "-c", f"import sys; sys.path[:] = {module_path()!r}; {program}", *arguments]
+    path = f"import sys; sys.path[:] = {module_path()!r}"
+    return [sys.executable, *_SAFE_PATH, *options, "-c", f"{path}; {program}", *arguments]
 
 
-def python_module(module: str, *arguments: str) -> list[str]:
-    """The command of a Python that runs a module as ``python -m`` does.
+def python_module(module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """Returns the command of an interpreter that runs a module as ``python -m`` does.
 
     Args:
         module: Its name.
         arguments: For ``sys.argv[1:]``.
+        options: Options of the interpreter.
     """
-    return python(f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)", *arguments)
+    program = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return python(program, *arguments, options=options)
+
+
+def current_options() -> list[str]:
+    """Returns the options that this interpreter was started with, such as ``-O``, ``-W error``, and ``-X dev``.
+
+    The private function of :mod:`subprocess` is the one with which multiprocessing starts its processes (Python 3.10 to
+    3.14).
+    """
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return options
+
+
+def current_options_as_variables() -> dict[str, str]:
+    """Returns the environment variables with the meaning of :func:`current_options`, for interpreters that Ray starts.
+
+    Variables that this process has already are left out. There are none for ``-E``, for the part of ``-I`` that ignores
+    environment variables, and for some ``-X`` options.
+    """
+    flags = {variable: getattr(sys.flags, name, 0) for variable, name in _FLAGS_BY_VARIABLE.items()}
+    variables = {variable: str(int(value)) for variable, value in flags.items() if value}
+    for variable, name in _X_OPTIONS_BY_VARIABLE.items():
+        if name in sys._xoptions:
+            variables[variable] = "1" if sys._xoptions[name] is True else str(sys._xoptions[name])
+    if sys.warnoptions:
+        variables["PYTHONWARNINGS"] = ",".join(sys.warnoptions)
+    return {name: value for name, value in variables.items() if os.environ.get(name) != value}
 
 
 def module_path() -> list[str]:

@@ -1,7 +1,8 @@
 """Command that starts another rank with the script of the current process.
 
 The other rank runs the script from its beginning. Its command is the one with which the current interpreter was
-started, in the initial directory, even if the script has removed arguments from ``sys.argv`` or changed the directory.
+started, with the same options, in the initial directory, even if the script has removed arguments from ``sys.argv`` or
+changed the directory.
 If ``sys.argv`` was set on purpose, as tests and sweeps do, the command follows it:
 
 - If ``sys.argv[0]`` is the path of another script or module, the command runs that with the arguments in ``sys.argv``,
@@ -14,6 +15,7 @@ import os
 import sys
 
 from lightning_strategies_ext import discovery
+from lightning_strategies_ext.interpreters import current_options
 
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
@@ -32,9 +34,9 @@ def find_command() -> tuple[list[str], str | None]:
     entry, arguments = sys.argv[0], sys.argv[1:]
     if spec is not None and spec.origin == entry and spec.name != "__main__":
         if kind != "-m" or _package(rest[0]) != _package(spec.name):
-            return [sys.executable, "-m", spec.name, *arguments], None
+            return [sys.executable, *current_options(), "-m", spec.name, *arguments], None
     elif entry != kind and os.path.isfile(entry):
-        return [sys.executable, os.path.abspath(entry), *arguments], None
+        return [sys.executable, *current_options(), os.path.abspath(entry), *arguments], None
     if kind in ("", "-"):
         raise RuntimeError(
             "The script was read from the standard input, so that it cannot run again for each rank. Save it to"
@@ -46,7 +48,12 @@ def find_command() -> tuple[list[str], str | None]:
         target, original = [_path_of_script(kind)], rest
     unmatched = iter(original)
     has_only_removed = all(argument in unmatched for argument in arguments)
-    return [sys.executable, *target, *(original if has_only_removed else arguments)], discovery.INITIAL_DIRECTORY
+    return [
+        sys.executable,
+        *current_options(),
+        *target,
+        *(original if has_only_removed else arguments),
+    ], discovery.INITIAL_DIRECTORY
 
 
 def _path_of_script(path: str) -> str:

@@ -25,6 +25,12 @@ _OPS = {
 }
 
 
+# torch 2.13 deprecates the name that older versions have.
+_all_gather_single: Callable[..., Any] = (
+    dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+)
+
+
 class TorchCollectives(Collectives):
     """The collectives of one rank of a torch.distributed process group.
 
@@ -100,13 +106,13 @@ class TorchCollectives(Collectives):
         if tensor.is_cpu and process_group.is_carried_by_gloo(group):
             self._check_sizes(tensor, group)
         try:
-            dist.all_gather_into_tensor(output, tensor, group=group)
+            _all_gather_single(output, tensor, group=group)
         except RuntimeError:
             moved = self._moved(tensor, group)
             if moved is None:
                 raise
             gathered = moved.new_empty(output.shape)
-            dist.all_gather_into_tensor(gathered, moved, group=group)
+            _all_gather_single(gathered, moved, group=group)
             output.copy_(gathered)
 
     def _moved(self, tensor: Tensor, group: Any) -> Tensor | None:
@@ -127,7 +133,7 @@ class TorchCollectives(Collectives):
     def _check_sizes(self, tensor: Tensor, group: Any) -> None:
         # gloo ends the process if sizes differ, and returns at once on a rank whose tensor is empty.
         sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes, torch.tensor([tensor.numel()]), group=group)
+        _all_gather_single(sizes, torch.tensor([tensor.numel()]), group=group)
         if (sizes != tensor.numel()).any():
             listed = ", ".join(f"rank {rank}: {size}" for rank, size in enumerate(sizes.tolist()))
             raise ValueError(

@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 
 from lightning_strategies_ext import names
 from lightning_strategies_ext._system import peers
-from lightning_strategies_ext.interpreters import python_module
+from lightning_strategies_ext.interpreters import current_options, python_module
 
 #: The module of ours with all that workers run, which the server imports before it forks, for the Lightning in use.
 _PRELOADED = "lightning_strategies_ext.pytorch.ddp_spawn"
@@ -39,7 +39,8 @@ class ForkServer:
         self._socket = ours
         with theirs:
             preloaded = names.in_use().path(_PRELOADED)
-            command = python_module(__name__, str(theirs.fileno()), str(os.getpid()), preloaded)
+            arguments = str(theirs.fileno()), str(os.getpid()), preloaded
+            command = python_module(__name__, *arguments, options=current_options())
             self._pid = os.getpid()
             # In a session of its own, so that Ctrl-C in a terminal reaches the main process alone, which tells workers.
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)

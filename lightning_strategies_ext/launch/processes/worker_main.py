@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_strategies_ext._system.peers import is_running, start_time
-from lightning_strategies_ext.interpreters import python
+from lightning_strategies_ext.interpreters import current_options, python
 from lightning_strategies_ext.launch.processes.process_settings import RngState
 from lightning_strategies_ext.launch.protocol import (
     JoinPending,
@@ -321,8 +321,8 @@ def exit_with_parent(pid: int) -> None:
 
 
 def command(connected: socket.socket, main_pid: int) -> list[str]:
-    """The command line that starts a worker in a Python of its own."""
+    """Returns the command that starts a worker in an interpreter of its own, with the options of this one."""
     # Collecting garbage while modules are imported takes a sixth of the time and finds none.
     program = "import gc, socket; gc.disable(); from lightning_strategies_ext.launch.processes import worker_main"
     program += f"; worker_main.serve(socket.socket(fileno={connected.fileno()}), {main_pid})"
-    return python(program)
+    return python(program, options=current_options())

@@ -14,6 +14,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lightning_strategies_ext import rank_variables
+from lightning_strategies_ext.interpreters import current_options_as_variables
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
 from lightning_strategies_ext.launch.protocol import WorkerRankInfo, WorkerSetup
 from lightning_strategies_ext.launch.ray import cluster
@@ -76,7 +77,7 @@ class RayStarter:
         self._link_server: LinkServer | RelayedLinkServer | None = None
         self._has_joined = False
         self._actor_class: Any = None
-        self._of_actors: dict[str, Any] = {}
+        self._is_env_of_actors = False  # the job has the runtime environment if this process has started the job
         self._number = 0  # of workers so far
         self._workers: list[RayWorker] = []  # by bundle, the newest of each
 
@@ -118,7 +119,7 @@ class RayStarter:
         if not self._has_joined:
             has_connected = cluster.connect(self._address, self._demand, num_workers, self._runtime_env)
             self._has_joined = True
-            self._of_actors = {} if has_connected or not self._runtime_env else {"runtime_env": self._runtime_env}
+            self._is_env_of_actors = not has_connected
             self._actor_class = ray.remote(WorkerActor)
             is_ray_client = cluster.is_ray_client()
             if is_ray_client and self._is_elastic:
@@ -139,7 +140,7 @@ class RayStarter:
             "num_cpus": self._demand.num_cpus,
             "num_gpus": self._demand.num_gpus,
             "resources": dict(self._demand.resources),
-            **self._of_actors,
+            **self._runtime_env_option(),
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -148,6 +149,15 @@ class RayStarter:
         }
         self._number += 1
         return RayWorker(rank, self._number, bundle, self._link_server, options, self._actor_class, self._is_elastic)
+
+    def _runtime_env_option(self) -> dict[str, Any]:
+        """Returns the option with the runtime environment of an actor; Ray completes it with that of the job."""
+        variables = (self._runtime_env or {}).get("env_vars", {})
+        options = {name: value for name, value in current_options_as_variables().items() if name not in variables}
+        environment = dict((self._runtime_env or {}) if self._is_env_of_actors else {})
+        if options:
+            environment["env_vars"] = {**options, **environment.get("env_vars", {})}
+        return {"runtime_env": environment} if environment else {}
 
     def _reserve(self, num_workers: int) -> None:
         demand = self._demand
