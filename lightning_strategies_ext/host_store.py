@@ -13,7 +13,6 @@ import pickle
 import secrets
 import selectors
 import socket
-import struct
 import sys
 import threading
 import time
@@ -26,11 +25,11 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
+from lightning_strategies_ext._system.frames import FrameDecoder, encode_frame
 from lightning_strategies_ext._system.peers import is_of_this_user, user_of
 
 log = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("!Q")
 #: How often a process tries to connect until the store is served, in seconds.
 _RETRY_S = 0.01
 #: How long the server accepts no connection after it has run out of descriptors, in seconds.
@@ -185,7 +184,7 @@ class HostStore(dist.Store):
         connection = self._connection(deadline, limit)
         try:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.sendall(_framed((operation, args)))
+            connection.sendall(_encode((operation, args)))
             is_done, answer = _receive(connection)
         except TimeoutError as error:
             self._drop()
@@ -255,7 +254,7 @@ class _Connection:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.waits_for: tuple[list[str], bool] | None = None
-        self._received = bytearray()
+        self._decoder = FrameDecoder()
         self._unsent = bytearray()
 
     def requests(self) -> Iterator[tuple[str, Any]]:
@@ -264,16 +263,16 @@ class _Connection:
         Raises:
             EOFError: If the client has closed the connection.
             OSError: If the connection is broken.
+            FrameTooLongError: If the client announces a request that is too long.
         """
         if not (chunk := self.end.recv(1 << 16)):
             raise EOFError
-        self._received += chunk
-        while (request := _taken_from(self._received)) is not None:
+        for _, request in self._decoder.decode(chunk):
             yield pickle.loads(request)
 
     def answer(self, is_done: bool, value: Any) -> None:
         """Adds an answer to what :meth:`send` sends."""
-        self._unsent += _framed((is_done, value))
+        self._unsent += _encode((is_done, value))
 
     def send(self) -> bool:
         """Sends what the client has room for; returns whether that was all.
@@ -440,30 +439,16 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def _framed(message: Any) -> bytes:
-    data = pickle.dumps(message)
-    return _LENGTH.pack(len(data)) + data
+def _encode(message: Any) -> bytes:
+    return encode_frame(pickle.dumps(message))
 
 
 def _receive(connection: socket.socket) -> Any:
-    received = bytearray()
-    while (message := _taken_from(received)) is None:
-        if not (chunk := connection.recv(1 << 16)):
-            raise EOFError
-        received += chunk
-    return pickle.loads(message)
-
-
-def _taken_from(received: bytearray) -> bytes | None:
-    """Takes the first whole message from what was received."""
-    if len(received) < _LENGTH.size:
-        return None
-    end = _LENGTH.size + _LENGTH.unpack_from(received)[0]
-    if len(received) < end:
-        return None
-    message = bytes(received[_LENGTH.size : end])
-    del received[:end]
-    return message
+    decoder = FrameDecoder()
+    while chunk := connection.recv(1 << 16):
+        for _, message in decoder.decode(chunk):
+            return pickle.loads(message)
+    raise EOFError
 
 
 def _close_inherited() -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_strategies_ext import host_store, rank_variables
+from lightning_strategies_ext._system.frames import encode_frame
 from lightning_strategies_ext.host_store import HostStore
 from lightning_strategies_ext.torch_distributed import process_group, rendezvous
 from tests.support.ranks import REPOSITORY, run_command, run_ranks, run_script, start_script
@@ -118,7 +119,7 @@ def connection_to(store: HostStore, *requests: Any) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(host_store._address(store.name))
     for request in requests:
-        connection.sendall(host_store._framed(request))
+        connection.sendall(host_store._encode(request))
     return connection
 
 
@@ -134,9 +135,10 @@ def test_a_client_that_does_not_read_its_answer_delays_no_other_and_gets_it_late
         assert (is_done, len(value)) == (True, size)
 
 
-def test_bytes_that_are_no_request_end_that_connection_only(store: HostStore):
+@pytest.mark.parametrize("received", [encode_frame(b"wrong"), b"\0\xff\xff\xff\xff"], ids=["pickle", "length"])
+def test_bytes_that_are_no_request_end_that_connection_only(store: HostStore, received: bytes):
     with connection_to(store) as other:
-        other.sendall(host_store._LENGTH.pack(5) + b"wrong")
+        other.sendall(received)
         other.settimeout(60)
         assert other.recv(1) == b""
     assert store.add("n", 1) == 1
@@ -144,7 +146,7 @@ def test_bytes_that_are_no_request_end_that_connection_only(store: HostStore):
 
 SERVE = """
 import os, sys, time
-from lightning_strategies_ext import host_store
+from lightning_strategies_ext import host_store, rank_variables
 store = host_store.serve(sys.argv[1])
 if sys.argv[2:] == ["fork"] and os.fork() == 0:
     time.sleep(100)
@@ -176,7 +178,7 @@ def test_a_client_that_ends_while_it_waits_ends_no_store():
         setting = connection_to(store)
         store.set("before", "")
         process.send_signal(signal.SIGSTOP)  # so that all that follows is there at once
-        setting.sendall(host_store._framed(("set", ("key", b"value"))))
+        setting.sendall(host_store._encode(("set", ("key", b"value"))))
         waiting.close()
         process.send_signal(signal.SIGCONT)
         assert store.get("key") == b"value"

@@ -2,16 +2,15 @@
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Generator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from threading import Lock
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import DistBackendError, Work
 from torch.futures import Future
-
-if TYPE_CHECKING:
-    from lightning_strategies_ext.shm.execution import Execution
 
 #: An operation under way: yields where it has to wait for others.
 Progress = Generator[None, None, None]
@@ -28,6 +27,29 @@ class Exchange(Protocol):
         """Sleeps until something came from others; a TimeoutError if nothing did."""
 
 
+class Completion(Protocol):
+    """Completes the operations of a process group: an :class:`.Execution`.
+
+    Attributes:
+        futures: Held while a future is created or fulfilled.
+        unclaimed: Handles that no thread has waited for yet, where torch loses them.
+    """
+
+    futures: Lock
+    unclaimed: OrderedDict["ShmWork", None]
+
+    def complete(self, work: "ShmWork", until: float = ...) -> bool:
+        """Waits until an operation has ended.
+
+        Args:
+            work: The operation.
+            until: Time on the monotonic clock, in seconds.
+
+        Returns:
+            Whether it has ended by then.
+        """
+
+
 class ShmWork(Work):
     """The handle of an operation that was started.
 
@@ -37,7 +59,7 @@ class ShmWork(Work):
         exchange: What to wait with then.
         outputs: What the future of the operation gives: a list of tensors.
         deadline: Until when others may be waited for, on the monotonic clock, in seconds.
-        execution: What carries it out.
+        execution: What completes it.
 
     Attributes:
         state: What is known of how far it is, for messages.
@@ -51,7 +73,7 @@ class ShmWork(Work):
         exchange: Exchange,
         outputs: Any,
         deadline: float,
-        execution: "Execution",
+        execution: Completion,
     ) -> None:
         super().__init__()
         self.name = name

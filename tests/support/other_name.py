@@ -22,7 +22,7 @@ _ALSO = {
 _REWRITTEN = ("tests", "benchmarks", "examples", "docs", "README.md")
 #: Tests of the sources themselves, and of how names are found: `tests/test_both_names.py` tests that for both.
 _OF_SOURCES = (
-    "test_floors",
+    "test_imports",
     "test_both_names",
     "test_versions_table",
     "test_discovery",
