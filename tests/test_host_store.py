@@ -146,7 +146,7 @@ def test_bytes_that_are_no_request_end_that_connection_only(store: HostStore, re
 
 SERVE = """
 import os, sys, time
-from lightning_strategies_ext import host_store, rank_variables
+from lightning_strategies_ext import host_store
 store = host_store.serve(sys.argv[1])
 if sys.argv[2:] == ["fork"] and os.fork() == 0:
     time.sleep(100)
