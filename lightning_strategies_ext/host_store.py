@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import secrets
-import selectors
 import socket
 import sys
 import threading
@@ -19,7 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext._system.frames import FrameDecoder, encode_frame
 from lightning_strategies_ext._system.peers import is_of_this_user, user_of
+from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
 log = logging.getLogger(__name__)
 
@@ -258,14 +259,18 @@ class _Connection:
         self._unsent = bytearray()
 
     def requests(self) -> Iterator[tuple[str, Any]]:
-        """Receives, and yields the requests that are whole.
+        """Yields the requests that are complete with what has arrived.
 
         Raises:
             EOFError: If the client has closed the connection.
             OSError: If the connection is broken.
             FrameTooLongError: If the client announces a request that is too long.
         """
-        if not (chunk := self.end.recv(1 << 16)):
+        try:
+            chunk = self.end.recv(1 << 16)
+        except BlockingIOError:
+            return
+        if not chunk:
             raise EOFError
         for _, request in self._decoder.decode(chunk):
             yield pickle.loads(request)
@@ -307,49 +312,38 @@ class _Server:
             "list_keys": lambda: list(self._values),
         }
         self._connections: dict[socket.socket, _Connection] = {}
-        self._accepts_again_at: float | None = None
         self._has_warned = False
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(_address(name))
         self._listening.listen(1024)
         self._listening.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listening, selectors.EVENT_READ)
+        self._loop = SelectorLoop()
+        self._loop.add(self._listening, self._accept)
         threading.Thread(target=self._run, name="lightning-strategies-ext host store", daemon=True).start()
 
     def close(self) -> None:
         """Closes all sockets, so that clients fail at once."""
         for each in (self._listening, *self._connections):
             each.close()
-        self._selector.close()
+        self._loop.close()
 
     def _run(self) -> None:
         try:
             while True:
-                self._serve()
+                self._loop.wait()
         finally:
             self.close()
 
-    def _serve(self) -> None:
-        timeout = None
-        if self._accepts_again_at is not None:
-            timeout = self._accepts_again_at - time.monotonic()
-            if timeout <= 0:
-                self._selector.register(self._listening, selectors.EVENT_READ)
-                self._accepts_again_at = timeout = None
-        for key, events in self._selector.select(timeout):
-            if key.fileobj is self._listening:
-                self._accept()
-            elif (connection := self._connections.get(cast("socket.socket", key.fileobj))) is not None:
-                try:
-                    if events & selectors.EVENT_READ:
-                        for operation, args in connection.requests():
-                            self._handle(connection, operation, args)
-                    self._send(connection)
-                except Exception:  # a client has ended, or has sent what is no request; the others continue
-                    self._drop(connection)
+    def _serve(self, connection: _Connection) -> bool:
+        try:
+            for operation, args in connection.requests():
+                self._handle(connection, operation, args)
+            self._send(connection)
+        except Exception:  # a client has exited, or has sent something other than a request; the others continue
+            self._drop(connection)
+        return False
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
         try:
             end, _ = self._listening.accept()
         except OSError as error:
@@ -357,15 +351,15 @@ class _Server:
                 if not self._has_warned:
                     log.warning("The store of these ranks cannot accept a connection: %s. Raise `ulimit -n`.", error)
                     self._has_warned = True
-                self._selector.unregister(self._listening)
-                self._accepts_again_at = time.monotonic() + _PAUSE_S
-            return
+                self._loop.pause(self._listening, _PAUSE_S)
+            return False
         if not is_of_this_user(end):
             end.close()
-            return
+            return False
         end.setblocking(False)
-        self._connections[end] = _Connection(end)
-        self._selector.register(end, selectors.EVENT_READ)
+        self._connections[end] = connection = _Connection(end)
+        self._loop.add(end, partial(self._serve, connection))
+        return False
 
     def _handle(self, connection: _Connection, operation: str, args: Any) -> None:
         if operation in _WAITING:
@@ -390,14 +384,11 @@ class _Server:
             self._drop(connection)
 
     def _send(self, connection: _Connection) -> None:
-        is_sent = connection.send()
-        events = selectors.EVENT_READ if is_sent else selectors.EVENT_READ | selectors.EVENT_WRITE
-        if self._selector.get_key(connection.end).events != events:
-            self._selector.modify(connection.end, events)
+        self._loop.wait_for_room(connection.end, is_waiting=not connection.send())
 
     def _drop(self, connection: _Connection) -> None:
         if self._connections.pop(connection.end, None) is not None:
-            self._selector.unregister(connection.end)
+            self._loop.remove(connection.end)
             connection.end.close()
 
     def _set(self, key: str, value: bytes) -> None:

@@ -27,6 +27,13 @@ class SelectorLoop:
         """
         self._selector.register(file, selectors.EVENT_READ, on_ready)
 
+    def wait_for_room(self, file: Any, is_waiting: bool) -> None:
+        """Sets whether the callback of a file is also called when the file has room for data to be written."""
+        key = self._selector.get_key(file)
+        events = selectors.EVENT_READ | selectors.EVENT_WRITE if is_waiting else selectors.EVENT_READ
+        if key.events != events:
+            self._selector.modify(file, events, key.data)
+
     def remove(self, file: Any) -> None:
         """Stops waiting for a file."""
         self._selector.unregister(file)
@@ -36,11 +43,12 @@ class SelectorLoop:
         on_ready = self._selector.unregister(file).data
         self._paused[file] = time.monotonic() + seconds, on_ready
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float = math.inf) -> None:
         """Handles events for the given number of seconds, until a callback returns True, or until :meth:`wake`."""
         until, is_urgent, left = time.monotonic() + seconds, False, seconds
         while not is_urgent and left >= 0:
-            for key, _ in self._selector.select(min(left, self._resume()) if self._paused else left):
+            timeout = min(left, self._resume()) if self._paused else left
+            for key, _ in self._selector.select(None if timeout == math.inf else timeout):
                 if self._selector.get_map().get(key.fd) == key:  # not removed with one before it
                     is_urgent |= key.data()
             left = until - time.monotonic()

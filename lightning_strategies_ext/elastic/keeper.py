@@ -11,9 +11,9 @@ take it first. Both ends of a connection compare users. Linux only.
 
 import hashlib
 import json
+import math
 import os
 import secrets
-import selectors
 import socket
 import subprocess
 import sys
@@ -22,12 +22,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext._system.peers import host_identity, is_of_this_user, is_running, start_time
+from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.interpreters import python_module
 
 #: What torchrun says to its ranks about the job.
@@ -209,26 +211,34 @@ def _for_this_user(path: str, flags: int) -> int:
 
 
 def _hold(listener: socket.socket, agent: int | None, is_agent_running: Callable[[], bool]) -> None:
-    selector = selectors.DefaultSelector()
-    if agent is not None:
-        selector.register(agent, selectors.EVENT_READ)
-    selector.register(listener, selectors.EVENT_READ)
+    loop = SelectorLoop()
     kept: dict[str, int] = {}
-    while agent is not None or is_agent_running():
-        for key, _ in selector.select(None if agent is not None else _AGENT_POLL_S):
-            if key.fileobj == agent:
-                return
-            if key.fileobj is listener:
-                connection, _ = listener.accept()
-                if is_of_this_user(connection):
-                    selector.register(connection, selectors.EVENT_READ)
-                else:
-                    connection.close()
-                continue
-            assert isinstance(key.fileobj, socket.socket)
-            if not _answer(key.fileobj, kept):
-                selector.unregister(key.fileobj)
-                key.fileobj.close()
+    has_agent_exited = False
+
+    def on_exit() -> bool:
+        nonlocal has_agent_exited
+        has_agent_exited = True
+        return True
+
+    def on_request(connection: socket.socket) -> bool:
+        if not _answer(connection, kept):
+            loop.remove(connection)
+            connection.close()
+        return False
+
+    def on_connection() -> bool:
+        connection, _ = listener.accept()
+        if is_of_this_user(connection):
+            loop.add(connection, partial(on_request, connection))
+        else:
+            connection.close()
+        return False
+
+    if agent is not None:
+        loop.add(agent, on_exit)
+    loop.add(listener, on_connection)
+    while not has_agent_exited and (agent is not None or is_agent_running()):
+        loop.wait(_AGENT_POLL_S if agent is None else math.inf)
 
 
 def _answer(connection: socket.socket, kept: dict[str, int]) -> bool:
