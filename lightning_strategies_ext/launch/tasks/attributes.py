@@ -15,7 +15,7 @@ from lightning_strategies_ext.launch.transport.parametrized import get_state, or
 _TREE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
 #: Name that stands for the whole state of an object whose class customizes pickling.
 WHOLE = ""
-# Pickled objects of these libraries may lack attributes, but have no changed ones.
+# Classes of these libraries may omit attributes from their pickled state, but change none.
 _PLAIN_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 # Functions with which pickle creates an empty object; their first argument is its class.
 _MAKERS = tuple(getattr(copyreg, name) for name in ("__newobj__", "__newobj_ex__", "_reconstructor"))
@@ -85,7 +85,7 @@ class OwnState:
     def restore(self, obj: Any, kept: Iterable[str] = ()) -> None:
         """Restores an object in place to what unpickling would create.
 
-        The object keeps its values of the attributes that ``state`` lacks, unless its class sets them.
+        The object keeps its values of the attributes in ``left_out``, unless its class sets them.
 
         Args:
             obj: The object.
