@@ -203,7 +203,7 @@ class ListInterpretations:
         self._known: dict[tuple[int, ...], bool] = {}
 
     def has_entry_per_sample(self, values: list[Any], num_samples: int, position: tuple[int, ...]) -> bool | None:
-        """Whether a list that can be split has one entry per sample; None if unknown. ``position`` is its path in the output."""
+        """Whether a list that can be split has one entry per sample; None if unknown. ``position``: the path to it."""
         may_be_entries = len(values) == num_samples
         if may_be_entries and all(can_be_split(value, num_samples, (type(None),)) for value in values):
             return self._known.get(position)
