@@ -53,7 +53,7 @@ class ModuleTree:
         self._parts = {id(holder): (holder, _parts_of(holder)) for holder in module.modules()}
 
     def values(self, module: Module) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors that were sent, and buffers that replace sent ones, each with the name that was sent.
+        """Yields sent tensors and buffers that have replaced sent ones, by the names under which they were sent.
 
         Args:
             module: The module after the stage.
