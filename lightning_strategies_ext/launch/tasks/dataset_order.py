@@ -177,7 +177,7 @@ class SampleLayout:
     """Properties that outputs must share for their samples to be in one batch.
 
     Args:
-        kind: Type of the value; :func:`.identity_of` the type of a collection.
+        kind: Type of the value; for a collection, :func:`.identity_of` its type.
         details: Dtype, device, and shape of a row of a tensor or array; the keys of a mapping; ``ENTRY_PER_SAMPLE``;
             the value of a constant.
         parts: Layouts of a collection's values.

@@ -41,23 +41,16 @@ def _names_of_libraries() -> frozenset[str]:
 
 
 def warn_of_lost(trainer: Any, holder: Any, name: str, reason: Any) -> None:
-    """Warns once that an attribute keeps the value that it had before the stage.
-
-    Args:
-        trainer: The Trainer.
-        holder: Object of the main process that has the attribute.
-        name: Name of the attribute.
-        reason: Why the new value cannot be transferred.
-    """
+    """Warns once that attribute ``name`` of an object of the main process keeps its value from before the stage."""
     text = (
-        "%s was not returned from the workers (%s). It keeps its value from before the stage. To return it, store"
-        " objects that can be pickled and unpickled."
+        "%s was not returned from the workers and is unchanged in the main process (%s). To return it, store objects"
+        " that can be pickled and unpickled."
     )
     _warn_once(trainer, holder, name, text, reason)
 
 
 def warn_of_share(trainer: Any, holder: Any, name: str) -> None:
-    """Warns once that an attribute holds what only rank 0 has collected in ``predict``."""
+    """Warns once that attribute ``name`` holds only what rank 0 has collected in ``predict``."""
     text = (
         "%s has only what rank 0, one of %d ranks, collected in `predict`. Use the return value of"
         " `predict(return_predictions=True)`, write a file on each rank, or gather the data in the callback"
@@ -108,11 +101,7 @@ class Collections:
         self._before = [(holder, dict(_extents(holder))) for holder in holders]
 
     def collected(self, trainer: Any) -> Iterator[tuple[Any, str]]:
-        """Yields attributes that have grown, if each rank had a shard of the samples and no predictions are returned.
-
-        Args:
-            trainer: The Trainer, after the stage.
-        """
+        """Yields attributes that have grown, if ranks had shards of the samples and no predictions are returned."""
         if not self._before or trainer.world_size == 1 or trainer.predict_loop.return_predictions:
             return
         if _has_all_samples(trainer):

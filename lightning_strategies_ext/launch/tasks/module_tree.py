@@ -41,7 +41,7 @@ def make_private(module: Module) -> None:
 
 
 class ModuleTree:
-    """Records a module's tree, to find how it changes.
+    """Records a module's tree, to find the changes in the module that is passed to a method after the stage.
 
     Args:
         module: The module as it was sent.
@@ -53,11 +53,7 @@ class ModuleTree:
         self._parts = {id(holder): (holder, _parts_of(holder)) for holder in module.modules()}
 
     def values(self, module: Module) -> Iterator[tuple[str, Tensor]]:
-        """Yields sent tensors and buffers that have replaced sent ones, by the names under which they were sent.
-
-        Args:
-            module: The module after the stage.
-        """
+        """Yields sent tensors and buffers that have replaced sent ones, by the names under which they were sent."""
         now, yielded = self._ids_in(module), set()
         for holder in module.modules():
             for kind, leaf, part in _leaves(holder):
@@ -67,11 +63,7 @@ class ModuleTree:
                     yield name, part
 
     def changes(self, module: Module) -> Iterator[tuple[Module, Parts]]:
-        """Yields the modules that were sent and whose parts have changed, with their new parts.
-
-        Args:
-            module: The module after the stage.
-        """
+        """Yields the modules that were sent and whose parts have changed, with their new parts."""
         now = self._ids_in(module)
         for holder in module.modules():
             if id(holder) in self._parts:

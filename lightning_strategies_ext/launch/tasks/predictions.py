@@ -25,12 +25,7 @@ class RankPredictions:
 
     @classmethod
     def from_trainer(cls, trainer: Any, value: Any) -> "RankPredictions":
-        """Returns the predictions of a Trainer.
-
-        Args:
-            trainer: The Trainer, after ``predict``.
-            value: Return value of ``predict`` in this process.
-        """
+        """Returns the predictions of a Trainer whose ``predict`` has returned ``value`` in this process."""
         loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
         outputs = [value] if len(loaders) == 1 else value
         keys, batch_sizes = [], []

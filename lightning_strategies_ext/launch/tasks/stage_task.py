@@ -67,14 +67,7 @@ class WorkerContext:
 
 
 class StageTask(WorkerTask):
-    """A stage of the Trainer.
-
-    Args:
-        trainer: The Trainer.
-        function: Function that the Trainer passes to its launcher.
-        args: Positional arguments of the function.
-        kwargs: Keyword arguments of the function.
-    """
+    """A stage of the Trainer: the function that it passes to its launcher, with arguments."""
 
     def __init__(self, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.trainer = trainer
@@ -87,10 +80,7 @@ class StageTask(WorkerTask):
         return {**vars(self), "shared": self.shared.objects}
 
     def pickled(self, dump: DumpFunction = dump) -> Pickled:
-        """Pickles the task, and records the objects that the workers receive.
-
-        Args:
-            dump: Function that pickles.
+        """Pickles the task with ``dump``, and records the objects that the workers receive.
 
         Raises:
             TypeError: If a part of the task cannot be pickled; the message names the part.
@@ -321,12 +311,7 @@ class FunctionTask(WorkerTask):
 def pickle_or_explain(
     task: StageTask | FunctionTask, dump: DumpFunction = dump, received_objects: dict[int, Any] | None = None
 ) -> Pickled:
-    """Pickles a task.
-
-    Args:
-        task: The task.
-        dump: Function that pickles.
-        received_objects: Receives all objects in the task, see :func:`.dump`.
+    """Pickles a task with ``dump``, which adds its objects to ``received_objects``.
 
     Raises:
         TypeError: If a part of the task cannot be pickled; the message names the part.

@@ -184,12 +184,7 @@ class TrainerSnapshot:
 
     @classmethod
     def collect(cls, trainer: Any, baseline: StageBaseline, value: Any) -> "TrainerSnapshot":
-        """Collects the state after a stage.
-
-        Args:
-            trainer: The Trainer.
-            baseline: State before the stage.
-            value: Return value of the stage.
+        """Collects the state after a stage that has returned ``value``.
 
         Raises:
             Exception: If an item in the user's queue or the return value cannot be pickled.
@@ -225,12 +220,7 @@ class TrainerSnapshot:
     # --- in the main process ---
 
     def restore(self, trainer: Any, shared: SharedObjects) -> Any:
-        """Restores the state into the main process's objects, and returns the stage's return value.
-
-        Args:
-            trainer: The Trainer.
-            shared: Objects that the workers had as well, including those in the message.
-        """
+        """Restores the state into the main process's objects, and returns the stage's return value."""
         module, strategy = trainer.lightning_module, trainer.strategy
         for number, pickled in self.classes:
             shared.object_of(number).__class__ = pickled.load()

@@ -12,13 +12,7 @@ from lightning_strategies_ext.launch.transport.shared_objects import is_of_multi
 
 
 def find_unpicklable(task: Any, error: Exception, dump: DumpFunction) -> tuple[str, Exception]:
-    """Returns the name of the part that cannot be pickled, and the exception.
-
-    Args:
-        task: A :class:`.StageTask`.
-        error: Exception that pickling the task has raised.
-        dump: Function that pickles.
-    """
+    """Returns name and error of the part of a :class:`.StageTask` that cannot be pickled; ``error`` is the task's."""
     for name, root in _roots(task):
         for inner, part in root.named_modules() if isinstance(root, Module) else [("", root)]:
             reason = _pickling_error(part, task.shared, dump)
