@@ -144,7 +144,7 @@ def is_in_shared_memory(obj: Any) -> bool:
 
 
 def identity_preserved(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
-    """Returns the objects that are returned as references to the main process's own.
+    """Returns the objects in whose place the main process receives its own.
 
     These are updatable objects, functions, multiprocessing's objects, and objects that cannot be pickled; also classes
     that were defined in a function, which only a worker on Ray can have received.

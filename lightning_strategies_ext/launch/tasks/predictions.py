@@ -50,7 +50,7 @@ class RankPredictions:
         yield chunk
 
     def gathered(self, world_size: int) -> Any:
-        """Returns the merged predictions of all ranks of all hosts. Collective: all ranks call it."""
+        """Returns the predictions of all ranks on all hosts, in dataset order. Collective: all ranks call it."""
         plans: list[Any] = [None] * world_size
         dist.all_gather_object(plans, self)
         return merge_predictions(

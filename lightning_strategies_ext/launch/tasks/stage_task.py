@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 #: Size of a chunk of the module's tensors in bytes, which is the memory that their transfer needs.
 CHUNK_NUM_BYTES = 32 << 20
-#: Part of the error of pickling a compiled function: a class of torch, to which it refers (torch 2.5 to 2.13).
+#: Class of torch's settings, which the error of pickling a compiled function names (torch 2.5 to 2.13).
 _COMPILED_MARKER = "ConfigModuleInstance"
 
 

@@ -133,7 +133,7 @@ class StageBaseline:
                 yield holder, name
 
     def removed_attributes(self) -> Iterator[tuple[Any, str]]:
-        """Yields removed attributes of these objects, and of callbacks and loggers."""
+        """Yields removed attributes of the module, its submodules, the datamodule, callbacks, and loggers."""
         for holder in self._holders:
             for name in self._fingerprints.removed(holder):
                 yield holder, name
@@ -300,7 +300,8 @@ def _classes(baseline: StageBaseline) -> Iterator[tuple[int, Pickled]]:
         try:
             yield _number(baseline.shared, holder), dump(type(holder))
         except Exception as error:
-            log.warning("An object keeps its class, because %s cannot be pickled: %s", type(holder).__name__, error)
+            text = "The new class %s of an object cannot be pickled. The main process keeps the old class: %s"
+            log.warning(text, type(holder).__name__, error)
 
 
 def _attributes(
@@ -332,7 +333,7 @@ def _attribute(
     try:
         yield number, name, encoder.encode(value)
     except Exception as error:
-        if name == WHOLE:  # sends each attribute that can be sent
+        if name == WHOLE:  # sends its attributes separately
             own = all_attributes(holder)
             for attribute, part in named_attributes_of(holder).items():
                 if part is own.get(attribute):
