@@ -1,4 +1,4 @@
-"""What does not come back from a stage of ``ddp_spawn_ext`` is named in one warning per attribute."""
+"""What is not returned from a stage of ``ddp_spawn_ext`` is named in one warning per attribute."""
 
 import threading
 import weakref
@@ -80,7 +80,7 @@ def test_an_attribute_that_stays_in_the_worker_does_not_keep_the_others_there(ca
     assert changing.history is history
     assert history == [1, 1]
     assert (has_loader.steps, has_loader.loader, has_loader.both) == (2, None, {"steps": 0})
-    (said,) = [record.getMessage() for record in caplog.records if "does not come back" in record.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "was not returned" in record.getMessage()]
     assert said.startswith("`both` of the callback HasLoader")
 
 
@@ -103,8 +103,8 @@ def test_each_attribute_that_cannot_come_back_is_named_once(strategy, caplog):
     trainer.fit(model, datamodule=data)
     trainer.test(model, datamodule=data, verbose=False)
     assert (callback.average, callback.steps) == (None, 2)
-    said = [record.getMessage() for record in caplog.records if "does not come back" in record.getMessage()]
-    parts = Counter(message.partition(" does not come back")[0] for message in said)
+    said = [record.getMessage() for record in caplog.records if "was not returned" in record.getMessage()]
+    parts = Counter(message.partition(" was not returned")[0] for message in said)
     assert parts == {
         "`average` of the callback Averages": 1,
         "`guard` of the LightningModule HasLockFromSetup": 1,

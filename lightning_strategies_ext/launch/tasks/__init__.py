@@ -1,1 +1,1 @@
-"""A stage of the Trainer as a job for workers, and how its results come back."""
+"""A stage of the Trainer as a task for workers, and the transfer of its results."""

@@ -1,4 +1,4 @@
-"""The attributes of an object as they go to another process and are set there again, as pickle does, but in place."""
+"""Attributes of objects, collected to be sent to another process and set there as pickle sets them, but in place."""
 
 import copyreg
 from collections.abc import Iterable
@@ -13,42 +13,42 @@ from lightning_strategies_ext.launch.transport import parametrized
 from lightning_strategies_ext.launch.transport.parametrized import get_state, original_class
 
 _TREE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
-#: In place of an attribute's name: the whole state of an object that pickles itself in its own way.
+#: Name that stands for the whole state of an object whose class customizes pickling.
 WHOLE = ""
-# Their classes leave attributes out when they are pickled, and do not change any.
+# Classes of these libraries may omit attributes from their pickled state, but change none.
 _PLAIN_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
-# What pickle calls to have an object that is empty yet; the first argument is its class.
+# Functions with which pickle creates an empty object; their first argument is its class.
 _MAKERS = tuple(getattr(copyreg, name) for name in ("__newobj__", "__newobj_ex__", "_reconstructor"))
 
 
 def has_custom_pickling(obj: Any) -> bool:
-    """Whether an object's class says itself what pickle takes of it."""
+    """Whether an object's class defines ``__getstate__``."""
     # Every object has the method from Python 3.11 on.
     return getattr(original_class(obj), "__getstate__", None) is not getattr(object, "__getstate__", None)
 
 
 def slots_of(kind: type) -> list[str]:
-    """The names that a class has in ``__slots__``, as attributes."""
+    """Returns the attribute names of the ``__slots__`` of a class."""
     names: list[str] = copyreg._slotnames(kind)  # type: ignore[attr-defined]  # as pickle does
     return names
 
 
 def in_slots(obj: Any) -> dict[str, Any]:
-    """What an object has in ``__slots__``."""
+    """Returns the attributes of an object that are in slots."""
     return {name: getattr(obj, name) for name in slots_of(type(obj)) if hasattr(obj, name)}
 
 
 @dataclass
 class OwnState:
-    """What an object's class says that pickle takes of it.
+    """State of an object as its class pickles it.
 
     Attributes:
-        state: What is set as its state.
-        left_out: The attributes that this state does not have, or has as None.
-        make: What pickle calls to make the object, and its arguments; None makes an empty one.
-        items: The items of a list.
-        pairs: The items of a dictionary.
-        set_state: What sets the state in place of ``__setstate__``.
+        state: State that pickle sets.
+        left_out: Names of the attributes that ``state`` lacks or has as None.
+        make: Callable with which pickle creates the object, and its arguments; None creates an empty object.
+        items: Items of a list.
+        pairs: Keys and values of a dictionary.
+        set_state: Callable that sets the state in place of ``__setstate__``.
     """
 
     state: Any
@@ -60,10 +60,10 @@ class OwnState:
 
     @classmethod
     def of(cls, obj: Any) -> "OwnState | None":
-        """That of an object; None if pickle takes the object for a name.
+        """Returns the state of an object; None if pickle stores the object by name.
 
         Raises:
-            Exception: Whatever its class raises.
+            Exception: Any exception of the object's class.
         """
         reduced = parametrized.reduce_parametrized(obj)
         if reduced is NotImplemented:
@@ -83,14 +83,16 @@ class OwnState:
         )
 
     def restore(self, obj: Any, kept: Iterable[str] = ()) -> None:
-        """Makes an object so as pickle would make a new one, in place; what was left out it keeps, if it has it.
+        """Restores an object in place to what unpickling would create.
+
+        The object keeps its values of the attributes in ``left_out``, unless its class sets them.
 
         Args:
             obj: The object.
-            kept: The names of attributes that it keeps as they are.
+            kept: Names of further attributes that the object keeps.
 
         Raises:
-            Exception: Whatever its class raises; the object is as before then.
+            Exception: Any exception of the object's class; the object is unchanged then.
         """
         before = all_attributes(obj)
         elements = obj.copy() if isinstance(obj, (list, dict)) else None
@@ -127,7 +129,7 @@ class OwnState:
         else:
             made = function(*args)
             if type(made) is not type(obj):
-                raise TypeError(f"pickle would make a {type(made).__name__} of it")
+                raise TypeError(f"unpickling creates a {type(made).__name__} instead of a {type(obj).__name__}")
             if made is not obj:
                 _clear(obj, kept)
                 put(obj, {name: obj if part is made else part for name, part in all_attributes(made).items()})
@@ -147,7 +149,7 @@ class OwnState:
 
 
 def left_out_of(obj: Any, state: Any) -> list[str]:
-    """The attributes that an object has and its pickled state does not have, or has as None."""
+    """Returns the names of the attributes that an object has and its pickled state lacks or has as None."""
     if isinstance(state, tuple) and all(part is None or isinstance(part, dict) for part in state):
         state = dict(chain.from_iterable((part or {}).items() for part in state))
     if not isinstance(state, dict):
@@ -156,7 +158,7 @@ def left_out_of(obj: Any, state: Any) -> list[str]:
 
 
 def all_attributes(obj: Any) -> dict[str, Any]:
-    """What an object has in its dictionary and in slots."""
+    """Returns the attributes in an object's dictionary and in its slots."""
     return {**getattr(obj, "__dict__", {}), **in_slots(obj)}
 
 
@@ -166,7 +168,7 @@ def _clear(obj: Any, kept: set[str]) -> None:
 
 
 def delete(obj: Any, name: str) -> None:
-    """Deletes an attribute, in the object's dictionary or a slot."""
+    """Deletes an attribute from the object's dictionary or a slot."""
     if name in getattr(obj, "__dict__", {}):
         del vars(obj)[name]
     else:
@@ -174,7 +176,7 @@ def delete(obj: Any, name: str) -> None:
 
 
 def put(obj: Any, attributes: dict[str, Any]) -> None:
-    """Sets attributes as they are, past `__setattr__` and properties."""
+    """Sets attributes directly, without ``__setattr__`` and properties."""
     slots = slots_of(type(obj))
     for name, value in attributes.items():
         if name in slots:
@@ -184,19 +186,19 @@ def put(obj: Any, attributes: dict[str, Any]) -> None:
 
 
 def attributes_of(holder: Any) -> dict[str, Any]:
-    """An object's attributes, without those that it empties for pickling, and without what makes a module a tree.
+    """Returns an object's attributes, without those that it empties for pickling, and without a module's parts.
 
-    Of an object that pickles itself in its own way, its :class:`OwnState` alone, under :data:`WHOLE`.
+    An object whose class customizes pickling has only its :class:`OwnState`, under :data:`WHOLE`.
     """
-    with suppress(Exception):  # where workers are forked, they may have what pickle cannot take
-        if _is_of_its_own_way(holder):
+    with suppress(Exception):  # forked workers may have objects that cannot be pickled
+        if _customizes_pickling(holder):
             own = OwnState.of(holder)
             return {} if own is None else {WHOLE: own}
     return named_attributes_of(holder)
 
 
 def named_attributes_of(holder: Any) -> dict[str, Any]:
-    """An object's attributes by name, as in :func:`attributes_of`."""
+    """Returns an object's attributes as :func:`attributes_of` does, but always by name."""
     state = all_attributes(holder)
     if isinstance(holder, Module):
         state = {name: value for name, value in state.items() if name not in _TREE_ATTRIBUTES}
@@ -204,16 +206,16 @@ def named_attributes_of(holder: Any) -> dict[str, Any]:
         own: Any = None
         with suppress(Exception):
             own = get_state(holder)
-        if isinstance(own, dict):  # what it empties is this process's, and the main process has its own
+        if isinstance(own, dict):  # the main process has its own values of emptied attributes
             return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
     return state
 
 
 def set_attribute(holder: Any, name: str, value: Any) -> None:
-    """Sets an attribute that :func:`attributes_of` gave.
+    """Sets an attribute that :func:`attributes_of` returned.
 
     Raises:
-        Exception: Whatever the class of an object raises that pickles itself; it is as before then.
+        Exception: Any exception of a class that customizes pickling; the object is unchanged then.
     """
     if name == WHOLE:
         value.restore(holder, _TREE_ATTRIBUTES if isinstance(holder, Module) else ())
@@ -222,13 +224,13 @@ def set_attribute(holder: Any, name: str, value: Any) -> None:
 
 
 def delete_attribute(holder: Any, name: str) -> None:
-    """Deletes an attribute if it is there."""
+    """Deletes an attribute if the object has it."""
     if name in all_attributes(holder):
         delete(holder, name)
 
 
-def _is_of_its_own_way(obj: Any) -> bool:
-    """Whether pickle does more for an object than to take some of its attributes and to set them."""
+def _customizes_pickling(obj: Any) -> bool:
+    """Whether pickle does more for an object than read some of its attributes and set them again."""
     kind = original_class(obj)
     if kind in copyreg.dispatch_table or isinstance(obj, (list, dict)):
         return True

@@ -1,13 +1,12 @@
-"""The predictions of several ranks, in the order in which one process would have made them.
+"""Predictions of several ranks, in the order in which one process would have made them.
 
-Each rank predicted its share of the samples. ``in_dataset_order`` sorts the samples by their position in the dataset
-and cuts them into batches again. It knows no processes: a rank is a list of keys and an iterator over outputs, and
-each output is asked for as late, and let go as early, as the order allows.
+Each rank predicted a shard of the samples. :func:`in_dataset_order` sorts the samples by their position in the dataset
+and splits them into batches again. It needs no processes: a rank is a list of keys and an iterator over outputs. Each
+output is read as late and released as early as the order allows.
 
-What it does not promise: the bits of one process (a model may give other values for other batches), that every output
-is cut into samples (one that cannot be stays whole), that a batch is full (it ends early where the next sample has
-another shape, dtype or structure; nothing is padded), or copies of objects that are neither tensors, arrays nor
-collections of these.
+Limitations: the result may differ bitwise from that of one process, because a model may return other values for other
+batches. An output that cannot be split into samples stays whole. A batch ends early if the next sample has another
+shape, dtype, or structure; nothing is padded. Only tensors, arrays, and collections of these are copied.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -23,8 +22,8 @@ from lightning_strategies_ext.nested import MAPPINGS, identity_of, is_collection
 
 IntArray = npt.NDArray[np.int64]
 
-#: Dtypes whose rows torch cannot put at given positions (float8 in 2.5, the others still in 2.13), and those of the
-#: same size whose rows it can.
+#: Dtypes whose rows torch cannot write to given positions (float8 in 2.5, the others still in 2.13), each with a dtype
+#: of the same size that supports it.
 CARRIERS = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
@@ -35,18 +34,17 @@ CARRIERS = {
     torch.float8_e5m2fnuz: torch.int8,
 }
 
-
-#: What is the same for each sample of a batch. Numbers are not: they may be computed from all samples.
+#: Types of values that hold for each sample of a batch. Numbers do not: they may be computed from all samples.
 CONSTANTS = (str, bool, type(None))
 
 
 @dataclass
 class KeyedOutputs:
-    """What one rank predicted.
+    """Predictions of one rank.
 
     Args:
         keys: For each batch, the position of each of its samples in the dataset. A key may occur more than once.
-        outputs: Yields what ``predict_step`` returned, for each batch in turn. Asking for an item may be expensive.
+        outputs: Yields the return value of ``predict_step`` for each batch. Reading an item may be expensive.
     """
 
     keys: list[list[int]]
@@ -54,18 +52,18 @@ class KeyedOutputs:
 
 
 def in_dataset_order(ranks: Sequence[KeyedOutputs], batch_size: int) -> list[Any]:
-    """Returns the batches that a single process would have returned: samples by ascending key, none twice.
+    """Returns the batches that a single process would have returned: samples by ascending key, without duplicates.
 
-    Of samples with the same key the lowest rank's is kept, and of this rank's the earliest. An output that cannot be
-    cut into samples stays whole, at the position of the smallest of its kept keys. Tensors and arrays are copied,
-    without their autograd history. Every iterator is read to its end.
+    Of samples with the same key, the first of the lowest rank is kept. An output that cannot be split into samples
+    stays whole, at the position of the smallest of its kept keys. Tensors and arrays are copied, without their autograd
+    history. All iterators are read to their ends.
 
     Args:
-        ranks: By rank. They may have different numbers of batches, or none.
-        batch_size: The number of samples in each batch of the result, but for the last.
+        ranks: Predictions of each rank, by rank. Ranks may have different numbers of batches, or none.
+        batch_size: Number of samples in each batch of the result, except the last.
 
     Raises:
-        ValueError: If a rank has more or fewer outputs than lists of keys.
+        ValueError: If ``batch_size`` is less than 1, or a rank has more or fewer outputs than lists of keys.
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` must be at least 1, not {batch_size}.")
@@ -84,12 +82,12 @@ def in_dataset_order(ranks: Sequence[KeyedOutputs], batch_size: int) -> list[Any
 
 
 class OutputReader:
-    """The outputs of all ranks, numbered in rank order, each held from the first use of it to the last.
+    """Outputs of all ranks, numbered in rank order, each held from its first use to its last.
 
     Args:
-        ranks: Whose iterators are read.
-        sizes: For each output, its number of samples.
-        rows_left: For each output, how many of its samples are kept, that is, will be asked for.
+        ranks: Predictions of each rank, by rank.
+        sizes: Number of samples of each output.
+        rows_left: For each output, the number of its samples that are in the result.
     """
 
     def __init__(self, ranks: Sequence[KeyedOutputs], sizes: list[int], rows_left: list[int]) -> None:
@@ -104,10 +102,10 @@ class OutputReader:
         self._interpretations = ListInterpretations()
 
     def assemble(self, batches: IntArray, rows: IntArray) -> list[Any]:
-        """Returns row ``rows[i]`` of output ``batches[i]`` for each i, as one batch unless something cuts it."""
+        """Returns row ``rows[i]`` of output ``batches[i]`` for each i, as one batch if their layouts agree."""
         present, counts = np.unique(batches, return_counts=True)
         numbers: dict[SampleLayout, int] = {}
-        layouts = np.empty(len(batches), dtype=np.int64)  # where it changes, the batch is cut
+        layouts = np.empty(len(batches), dtype=np.int64)  # a change of layout splits the batch
         stays = np.ones(len(batches), dtype=bool)
         for batch in present.tolist():
             self._read_through(batch)
@@ -137,16 +135,16 @@ class OutputReader:
         return result
 
     def exhaust(self) -> None:
-        """Reads every rank's iterator to its end.
+        """Reads the iterators of all ranks to their ends.
 
         Raises:
-            ValueError: If one yields another number of outputs than the rank has lists of keys.
+            ValueError: If a rank has more or fewer outputs than lists of keys.
         """
         for rank, iterator in enumerate(self._iterators):
             while self._next[rank] < self._ends[rank]:
                 self._read(rank)
             if next(iterator, self) is not self:
-                raise ValueError(f"Rank {rank} has more outputs than lists of keys. Give the keys of each batch.")
+                raise ValueError(f"Rank {rank} has more outputs than lists of keys. Pass the keys of each batch.")
 
     def _gather(self, layout: "SampleLayout", batches: IntArray, rows: IntArray) -> Any:
         present = np.unique(batches).tolist()
@@ -176,13 +174,13 @@ class OutputReader:
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """What outputs must have in common for their samples to share a batch.
+    """Properties that outputs must share for their samples to be in one batch.
 
     Args:
-        kind: The type of the value; of a collection, what tells it from others.
-        details: Dtype, device and shape of a row of a tensor or array; the keys of a dict; ``ENTRY_PER_SAMPLE``; the
-            value of a constant.
-        parts: The forms of a collection's values.
+        kind: Type of the value; for a collection, :func:`.identity_of` its type.
+        details: Dtype, device, and shape of a row of a tensor or array; the keys of a mapping; ``ENTRY_PER_SAMPLE``;
+            the value of a constant.
+        parts: Layouts of a collection's values.
     """
 
     kind: Any
@@ -194,18 +192,18 @@ ENTRY_PER_SAMPLE = "one entry per sample"
 
 
 class ListInterpretations:
-    """Which lists hold one entry per sample, and which are collections of values that are cut each on its own.
+    """Records which lists have one entry per sample, and which are collections whose values are split separately.
 
-    A list of as many entries as samples, each of which could be cut into samples, may be either. It is read like the
-    other lists at the same position in the outputs. Where none has told yet, the output stays whole, which is never
-    wrong.
+    A list with as many entries as samples, each of which can be split into samples, may be either. It is interpreted
+    like an unambiguous list at the same position in an earlier output. Without such a list the output stays whole,
+    which is always correct.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], bool] = {}
 
     def has_entry_per_sample(self, values: list[Any], num_samples: int, position: tuple[int, ...]) -> bool | None:
-        """Tells for a list that can be split, at a position given by the position in each collection around it."""
+        """Whether a list that can be split has one entry per sample; None if unknown. ``position``: the path to it."""
         may_be_entries = len(values) == num_samples
         if may_be_entries and all(can_be_split(value, num_samples, (type(None),)) for value in values):
             return self._known.get(position)
@@ -214,15 +212,15 @@ class ListInterpretations:
 
 
 def can_be_split(value: Any, num_samples: int, constants: tuple[type, ...] = CONSTANTS) -> bool:
-    """Whether each sample's part of an output, or of a value in it, can be told.
+    """Whether an output, or a value in it, can be split into the parts of each sample.
 
     Args:
         value: The output, or a value in it.
-        num_samples: The number of samples that it is for.
-        constants: Types of objects that are taken as the same for each sample.
+        num_samples: Number of samples of the output.
+        constants: Types of values that hold for each sample.
     """
     if isinstance(value, torch.Tensor):
-        # Only such tensors have rows that can be indexed and joined.
+        # Rows of other tensors cannot be indexed and joined.
         plain = value.layout == torch.strided and not value.is_nested and not value.is_quantized
         return plain and value.ndim > 0 and value.shape[0] == num_samples
     if isinstance(value, np.ndarray):
@@ -230,7 +228,7 @@ def can_be_split(value: Any, num_samples: int, constants: tuple[type, ...] = CON
     if isinstance(value, list) and len(value) == num_samples:
         return True
     if isinstance(value, tuple) and len(value) == num_samples and any(isinstance(part, str) for part in value):
-        return False  # one string per sample, or strings for the whole batch
+        return False  # ambiguous: a string per sample, or strings for the whole batch
     if is_collection(value):
         return all(can_be_split(part, num_samples, constants) for part in parts_of(value))
     return isinstance(value, constants)
@@ -239,7 +237,7 @@ def can_be_split(value: Any, num_samples: int, constants: tuple[type, ...] = CON
 def layout_of(
     value: Any, num_samples: int, interpretations: ListInterpretations, position: tuple[int, ...] = ()
 ) -> SampleLayout | None:
-    """Returns how an output is cut into samples, or None if it cannot be."""
+    """Returns how an output is split into samples, or None if it cannot be split."""
     if not can_be_split(value, num_samples):
         return None
     if isinstance(value, torch.Tensor):
@@ -262,7 +260,7 @@ def layout_of(
 
 
 def is_of_batch(layout: SampleLayout) -> bool:
-    """Whether an output has a string or bool, and nothing of single samples: as the name of a file with a batch."""
+    """Whether an output has strings or bools and no values of single samples, as the name of a file with a batch."""
     leaves = [layout]
     for leaf in leaves:
         leaves += leaf.parts
@@ -271,11 +269,11 @@ def is_of_batch(layout: SampleLayout) -> bool:
 
 
 def gather(layout: SampleLayout, values: list[Any], rows: list[IntArray], positions: list[IntArray]) -> Any:
-    """Returns one batch, in which row ``rows[i][j]`` of ``values[i]`` stands at ``positions[i][j]``."""
+    """Returns one batch that has row ``rows[i][j]`` of ``values[i]`` at ``positions[i][j]``."""
     if layout.kind in CONSTANTS:
         return layout.details
     if layout.kind is torch.Tensor:
-        # Allocated once, with no other tensor of its size beside it that would leave holes between those that stay.
+        # One allocation, without a temporary tensor of the same size, which would fragment memory.
         tensor = values[0].new_empty((sum(map(len, rows)), *values[0].shape[1:]))
         dtype = CARRIERS.get(tensor.dtype, tensor.dtype)
         for value, row, position in zip(values, rows, positions, strict=True):
@@ -298,7 +296,7 @@ def gather(layout: SampleLayout, values: list[Any], rows: list[IntArray], positi
 
 
 def as_slice(positions: IntArray) -> Any:
-    """The same positions as a slice where they are evenly spaced, which needs no copy in between."""
+    """Returns evenly spaced positions as a slice, which avoids a copy; others unchanged."""
     steps = np.unique(np.diff(positions))
     if len(steps) > 1 or (len(steps) == 1 and steps[0] <= 0):
         return positions
@@ -307,7 +305,7 @@ def as_slice(positions: IntArray) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """Returns the value with every tensor, array and collection in it copied, and other objects as they are."""
+    """Returns the value with copies of all tensors, arrays, and collections in it; other objects are shared."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Warnings about what a stage has made of the user's attributes that the main process does not get."""
+"""Warnings about what a stage stores in attributes of the user and the main process does not receive."""
 
 import logging
 import weakref
@@ -28,7 +28,7 @@ _warned: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary(
 
 
 def is_of_user(holder: Any, name: str) -> bool:
-    """Whether an attribute is the user's, and not one of a library's class or one that Lightning gives a module."""
+    """Whether an attribute is the user's: neither of a library's class, nor one that Lightning gives a module."""
     is_of_library = type(holder).__module__.partition(".")[0] in _LIBRARIES
     if isinstance(holder, Module):
         return name not in _names_of_libraries() and not (is_of_library and name.startswith("_"))
@@ -41,24 +41,20 @@ def _names_of_libraries() -> frozenset[str]:
 
 
 def warn_of_lost(trainer: Any, holder: Any, name: str, reason: Any) -> None:
-    """Warns that an attribute stays as it is, once.
-
-    Args:
-        trainer: The Trainer.
-        holder: The object that has it, in the main process.
-        name: The attribute.
-        reason: Why.
-    """
-    text = "%s does not come back from the workers, and is what it was before the stage: %s"
+    """Warns once that attribute ``name`` of an object of the main process keeps its value from before the stage."""
+    text = (
+        "%s was not returned from the workers and is unchanged in the main process (%s). To return it, store objects"
+        " that can be pickled and unpickled."
+    )
     _warn_once(trainer, holder, name, text, reason)
 
 
 def warn_of_share(trainer: Any, holder: Any, name: str) -> None:
-    """Warns that an attribute has what rank 0 has collected in ``predict``, once; arguments as above."""
+    """Warns once that attribute ``name`` holds only what rank 0 has collected in ``predict``."""
     text = (
-        "%s has what rank 0 collected in `predict`, which is the share of one of %d ranks. Use what"
-        " `predict(return_predictions=True)` returns, write each rank's part to a file, or gather the parts in the"
-        " callback (`trainer.strategy.all_gather`, `torch.distributed.all_gather_object`)."
+        "%s has only what rank 0, one of %d ranks, collected in `predict`. Use the return value of"
+        " `predict(return_predictions=True)`, write a file on each rank, or gather the data in the callback"
+        " (`trainer.strategy.all_gather`, `torch.distributed.all_gather_object`)."
     )
     _warn_once(trainer, holder, name, text, trainer.num_devices * trainer.num_nodes)
 
@@ -66,15 +62,15 @@ def warn_of_share(trainer: Any, holder: Any, name: str) -> None:
 def _warn_once(trainer: Any, holder: Any, name: str, text: str, *args: Any) -> None:
     if not is_of_user(holder, name):
         return
-    with suppress(TypeError):  # an object without a hash is named each time
+    with suppress(TypeError):  # for an unhashable object, the warning is repeated
         warned = _warned.setdefault(holder, set())
         if name + text in warned:
             return
         warned.add(name + text)
-    log.warning(text, _described(trainer, holder, name), *args)
+    log.warning(text, _attribute_text(trainer, holder, name), *args)
 
 
-def _described(trainer: Any, holder: Any, name: str) -> str:
+def _attribute_text(trainer: Any, holder: Any, name: str) -> str:
     kind, prefix = "object", ""
     module = trainer.lightning_module
     if isinstance(holder, Module) and module is not None:
@@ -93,7 +89,7 @@ def _described(trainer: Any, holder: Any, name: str) -> str:
 
 
 class Collections:
-    """What the user's callbacks and LightningModule hold before ``predict``, to find what they collect in it.
+    """Sizes of collections in the user's callbacks and LightningModule before ``predict``, to find those that grow.
 
     Args:
         trainer: The Trainer, before the stage.
@@ -105,24 +101,20 @@ class Collections:
         self._before = [(holder, dict(_extents(holder))) for holder in holders]
 
     def collected(self, trainer: Any) -> Iterator[tuple[Any, str]]:
-        """The attributes that have grown, where each rank had a share of the samples and no predictions are returned.
-
-        Args:
-            trainer: The Trainer, after the stage.
-        """
+        """Yields attributes that have grown, if ranks had shards of the samples and no predictions are returned."""
         if not self._before or trainer.world_size == 1 or trainer.predict_loop.return_predictions:
             return
-        if _has_everything(trainer):
+        if _has_all_samples(trainer):
             return
         for holder, before in self._before:
             for name, (kind, extent) in _extents(holder):
                 kind_before, extent_before = before.get(name, (None, 0))
-                # A tensor that was not there before may be anything; a list is what a callback collects in.
+                # A new tensor may hold anything; callbacks collect in lists.
                 if extent > extent_before and (kind is kind_before or not issubclass(kind, (Tensor, np.ndarray))):
                     yield holder, name
 
 
-def _has_everything(trainer: Any) -> bool:
+def _has_all_samples(trainer: Any) -> bool:
     loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
     samplers = [getattr(getattr(loader, "batch_sampler", None), "sampler", None) for loader in loaders]
     return all(isinstance(sampler, (SequentialSampler, RandomSampler)) for sampler in samplers)
@@ -136,12 +128,12 @@ def _extents(holder: Any) -> Iterator[tuple[str, tuple[type, int]]]:
 
 
 def _extent(value: Any, depth: int) -> int:
-    """How many elements containers have, with those inside of them, and how many rows tensors and arrays."""
+    """Returns the number of elements of a container and of those in it, and of rows of tensors and arrays."""
     if isinstance(value, (Tensor, np.ndarray)):
         return len(value) if value.ndim else 0
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, (list, tuple, set, deque)):
         return 0
-    # The elements of a long one are not looked at: it may be large data of the user's.
+    # Elements of long containers are not counted: they may be large data of the user.
     return len(value) + (sum(_extent(item, depth - 1) for item in value) if depth and len(value) <= _MANY else 0)

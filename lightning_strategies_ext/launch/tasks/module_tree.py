@@ -1,7 +1,7 @@
-"""What a stage has done to the tree of the LightningModule: what is new in it, gone, renamed, wrapped or elsewhere.
+"""Changes of a stage to the tree of the LightningModule: new, removed, renamed, wrapped, and moved parts.
 
-A ``setup`` may compile a part of the module or put it into another one, a callback may prune it, which renames its
-parameters. What was there keeps its identity, wherever it hangs now: it is told by which object it is, not by name.
+A ``setup`` may compile a part of the module or move it into another part; a callback may prune it, which renames its
+parameters. Parts that were sent are recognized by identity, not by name, wherever they are in the tree.
 """
 
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ from torch.nn import Module
 
 from lightning_strategies_ext.launch.tasks.object_changes import is_in_shared_memory
 
-#: Where a module has its parts, by name and in order.
+#: Attributes in which a module has its parts, by name and in order.
 KINDS = "_parameters", "_buffers", "_modules"
 
-#: The parts of one module, by kind.
+#: Parts of one module, by kind and name.
 Parts = dict[str, dict[str, Any]]
 
 
 def tensors_of(module: Module) -> dict[str, Tensor]:
-    """All parameters and buffers of a module by name, each once, also the buffers that no checkpoint holds."""
+    """Returns all parameters and buffers of a module by name, once each, including non-persistent buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def make_private(module: Module) -> None:
-    """Copies parameters and buffers in shared memory to private memory, as Lightning's launchers do.
+    """Copies parameters and buffers from shared to private memory, as Lightning's launchers do.
 
     DDP keeps one copy per rank and synchronizes them; optimizers of several ranks must not update the same memory.
     """
@@ -41,7 +41,7 @@ def make_private(module: Module) -> None:
 
 
 class ModuleTree:
-    """Notes a module's tree, to tell afterwards what has become of it.
+    """Records a module's tree, to find the changes in the module that is passed to a method after the stage.
 
     Args:
         module: The module as it was sent.
@@ -49,29 +49,21 @@ class ModuleTree:
 
     def __init__(self, module: Module) -> None:
         self._names = {id(tensor): name for name, tensor in tensors_of(module).items()}
-        # These references keep the ids from being another object's.
+        # Holds the modules and parts, so that no other object gets their ids.
         self._parts = {id(holder): (holder, _parts_of(holder)) for holder in module.modules()}
 
     def values(self, module: Module) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that were sent, and the buffers in the place of others, as they are now, by the names then.
-
-        Args:
-            module: The module as it is now.
-        """
-        now, told = self._ids_in(module), set()
+        """Yields sent tensors and buffers that have replaced sent ones, by the names under which they were sent."""
+        now, yielded = self._ids_in(module), set()
         for holder in module.modules():
             for kind, leaf, part in _leaves(holder):
                 name = self._names.get(id(self._sent_for(holder, kind, leaf, part, now)))
-                if name is not None and id(part) not in told:
-                    told.add(id(part))
+                if name is not None and id(part) not in yielded:
+                    yielded.add(id(part))
                     yield name, part
 
     def changes(self, module: Module) -> Iterator[tuple[Module, Parts]]:
-        """Modules that were sent and have other parts now, with these.
-
-        Args:
-            module: The module as it is now.
-        """
+        """Yields the modules that were sent and whose parts have changed, with their new parts."""
         now = self._ids_in(module)
         for holder in module.modules():
             if id(holder) in self._parts:
@@ -87,9 +79,9 @@ class ModuleTree:
         return {id(tensor) for tensor in tensors_of(module).values()}
 
     def _sent_for(self, holder: Module, kind: str, leaf: str, part: Any, now: set[int]) -> Any:
-        """What was sent: the part itself, or the buffer that it has replaced, which then gets its values.
+        """Returns the part itself, or the sent buffer that it has replaced, which then receives its values.
 
-        A new parameter stays what it is, for the optimizers have it, too.
+        A new parameter replaces the sent one, because the optimizers refer to the new one.
         """
         if kind != "_buffers" or part is None or id(part) in self._names or id(holder) not in self._parts:
             return part
@@ -98,7 +90,7 @@ class ModuleTree:
 
 
 def put_parts(holder: Module, parts: Parts) -> None:
-    """Gives a module these parts in place of those that it has."""
+    """Replaces the parts of a module."""
     for kind, of_kind in parts.items():
         own = vars(holder)[kind]
         own.clear()

@@ -1,9 +1,9 @@
-"""What a stage has changed of the objects that the main process sent: told by the worker, applied in the main process.
+"""Changes of a stage to the objects that the main process sent: encoded by a worker, applied in the main process.
 
-What the user holds in the main process keeps its identity: a list, a tensor, an object of a class of the user's is
-updated in place, wherever it hangs, as if the stage had run there. What is new comes as it is. An object of a class
-that pickles itself in its own way is restored by that way: in place, except that an object with ``__reduce__`` that is
-no part of the Trainer or the LightningModule is replaced by what it has become.
+Objects that the user holds in the main process keep their identity: a list, a tensor, or an object of a user's class is
+updated in place, wherever it is referenced, as if the stage had run in the main process. New objects are sent whole. An
+object whose class customizes pickling is restored in place by its class. Exception: an object with ``__reduce__`` that
+is no part of the Trainer or the LightningModule is replaced by a new object.
 """
 
 import copyreg
@@ -43,11 +43,11 @@ _NOT_OBJECTS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 @dataclass
 class EncodedValue:
-    """A value for the main process, and what its own objects in it have become.
+    """A value for the main process, and the new states of the main process's own objects in it.
 
     Attributes:
         value: The value, in which these objects are numbers.
-        states: (number, state) of each, where nobody has told it before.
+        states: (number, state) of each of these objects, unless an earlier value has it.
     """
 
     value: Pickled
@@ -57,7 +57,7 @@ class EncodedValue:
         """Updates the objects and returns the value.
 
         Raises:
-            Exception: Whatever a class raises, or is missing; nothing has been updated then.
+            Exception: If a class raises or cannot be imported. No object is updated if unpickling fails.
         """
         states = [states.load(shared) for states in self.states]
         value = self.value.load(shared)
@@ -67,12 +67,12 @@ class EncodedValue:
 
 
 class ValueEncoder:
-    """Writes values for the main process.
+    """Encodes values for the main process.
 
     Args:
-        shared: What it has, with what it sent.
-        received: Where the memory of tensors came in; None if nothing was sent.
-        places: Where each tensor and array was then, by id.
+        shared: Objects of the main process, including those in its message.
+        received: Memory files of the received message; None if it had none.
+        places: Data address of each tensor and array before the stage, by id.
     """
 
     def __init__(self, shared: SharedObjects, received: ReceivedBuffers | None, places: Mapping[int, int]) -> None:
@@ -82,18 +82,18 @@ class ValueEncoder:
         self._encoded: set[int] = set()
 
     def encode(self, value: Any) -> EncodedValue:
-        """Writes a value.
+        """Encodes a value.
 
         Raises:
-            Exception: Whatever pickle raises for an object that it cannot take; nothing counts as told then.
+            Exception: If pickle raises; no state counts as sent then.
         """
         encoded: set[int] = set()
-        pickled, met = self._dump(value)
+        pickled, found = self._dump(value)
         states = []
-        while new := {number: obj for number, obj in met.items() if number not in self._encoded | encoded}:
+        while new := {number: obj for number, obj in found.items() if number not in self._encoded | encoded}:
             encoded.update(new)
             changed = [(number, obj) for number, obj in new.items() if not self._is_unchanged_memory(obj)]
-            pickled_states, met = self._dump([(number, _state_of(obj)) for number, obj in changed])
+            pickled_states, found = self._dump([(number, _state_of(obj)) for number, obj in changed])
             states.append(pickled_states)
         self._encoded |= encoded
         return EncodedValue(pickled, states)
@@ -111,48 +111,49 @@ class ValueEncoder:
         return is_plain and self._received.is_unchanged_memory(obj.ctypes.data, obj.nbytes)
 
     def _dump(self, value: Any) -> tuple[Pickled, dict[int, Any]]:
-        met: dict[int, Any] = {}
-        return dump(value, _TrackedObjects(self._shared, met), is_return=True), met
+        found: dict[int, Any] = {}
+        return dump(value, _TrackedObjects(self._shared, found), is_return=True), found
 
 
 class _TrackedObjects(SharedObjects):
-    """Notes which of the objects that a message held are met."""
+    """Records the updatable objects of the received message that are pickled."""
 
-    def __init__(self, shared: SharedObjects, met: dict[int, Any]) -> None:
+    def __init__(self, shared: SharedObjects, found: dict[int, Any]) -> None:
         self.never = shared.never
         self._number_of = shared.number_of
-        self._met = met
+        self._found = found
 
     def number_of(self, obj: Any) -> int | None:
         number = self._number_of(obj)
         if number is not None and number < 0 and _is_updatable(obj):
-            self._met[number] = obj
+            self._found[number] = obj
         return number
 
 
 def data_address(obj: Tensor | np.ndarray[Any, Any]) -> int:
-    """Where the memory of a tensor or an array is; ``one.data = other.data`` gives a tensor that of another."""
+    """Returns the address of an array's or strided CPU tensor's data, which ``tensor.data = ...`` changes; else 0."""
     if isinstance(obj, np.ndarray):
         return obj.ctypes.data
     return obj.data_ptr() if obj.device.type == "cpu" and obj.layout == torch.strided and not is_lazy(obj) else 0
 
 
 def is_in_shared_memory(obj: Any) -> bool:
-    """Whether an object is a tensor in CPU memory that other processes can map. A sent one has the sender's memory."""
+    """Whether an object is a CPU tensor in memory that other processes can map. A sent one has the sender's memory."""
     is_plain = isinstance(obj, Tensor) and obj.device.type == "cpu" and obj.layout == torch.strided and not is_lazy(obj)
     return is_plain and obj.is_shared()
 
 
 def identity_preserved(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
-    """Those of which the user's own come back: what is updated in place, functions, objects that cannot be pickled.
+    """Returns the objects in whose place the main process receives its own.
 
-    And classes that were defined in a function, which only a worker on Ray can have got.
+    These are updatable objects, functions, multiprocessing's objects, and objects that cannot be pickled; also classes
+    that were defined in a function, which only a worker on Ray can have received.
     """
-    kept = {id(obj) for obj in unpicklable}
+    unpicklable_ids = {id(obj) for obj in unpicklable}
     return {
         number: obj
         for number, obj in objects.items()
-        if id(obj) in kept
+        if id(obj) in unpicklable_ids
         or isinstance(obj, FunctionType)
         or is_of_multiprocessing(obj)
         or (isinstance(obj, type) and "<locals>" in obj.__qualname__)
@@ -172,7 +173,7 @@ def _is_updatable(obj: Any) -> bool:
 
 
 def _state_of(obj: Any) -> tuple[Any, Any]:
-    """What an object holds, in objects of its own that are not shared, and its attributes as pickle has them."""
+    """Returns an object's contents, in a new object that is not shared, and its attributes as pickle has them."""
     if isinstance(obj, Tensor):
         return obj.detach(), None
     if isinstance(obj, np.ndarray):
@@ -184,7 +185,7 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
         contents = dict(obj)
     elif isinstance(obj, set):
         contents = set(obj)
-    elif isinstance(obj, tuple):  # it stays what it is, and what is in it may have changed
+    elif isinstance(obj, tuple):  # a tuple is immutable, but objects in it may have changed
         contents = tuple(obj)
     if has_custom_pickling(obj):
         state = get_state(obj)
@@ -231,12 +232,12 @@ def _write(target: Tensor, value: Tensor) -> None:
 
 
 class Fingerprints:
-    """What some objects' attributes were, to find those that have changed.
+    """Fingerprints of objects' attributes, to find those that change.
 
     Args:
         holders: The objects.
-        shared: What the main process has.
-        received: Where the memory of their tensors came in; None if nothing was sent.
+        shared: Objects of the main process.
+        received: Memory files of the received message; None if it had none.
     """
 
     def __init__(self, holders: Iterable[Any], shared: SharedObjects, received: ReceivedBuffers | None) -> None:
@@ -245,25 +246,25 @@ class Fingerprints:
         self._before = {id(holder): (holder, dict(self._prints_of(holder))) for holder in holders}
 
     def changed(self, holder: Any) -> Iterator[str]:
-        """The names of the attributes that are new or have changed."""
+        """Yields the names of the attributes that are new or have changed."""
         before = self._before[id(holder)][1]
         for name, (digest, buffers) in self._prints_of(holder):
             if digest is None or before.get(name) != (digest, buffers) or not all(map(self._is_unchanged, buffers)):
                 yield name
 
     def removed(self, holder: Any) -> Iterator[str]:
-        """The names of the attributes that are not there any more."""
+        """Yields the names of the attributes that were removed."""
         yield from self._before[id(holder)][1].keys() - {WHOLE, *all_attributes(holder)}
 
     def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
         for name, value in attributes_of(holder).items():
             is_empty = isinstance(value, (dict, set)) and not value
-            if is_empty or value is None or isinstance(value, (bool, int, float, str)):  # as most are, of a module
+            if is_empty or value is None or isinstance(value, (bool, int, float, str)):  # most attributes of a module
                 yield name, ((type(value), None if is_empty else value), [])
                 continue
             try:
                 pickled = dump(value, self._shared, is_return=True)
-            except Exception:  # there is an open file in it, say
+            except Exception:  # for example, it holds an open file
                 yield name, (None, [])
                 continue
             arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in pickled.buffers]

@@ -1,4 +1,4 @@
-"""What ``trainer.predict`` returned in one worker, on its way to the main process: sample by sample accounted for."""
+"""Predictions of each worker, sent to the main process with the position of each sample, and merged there."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from torch.utils.data import DistributedSampler
 from lightning_strategies_ext.launch.tasks.dataset_order import KeyedOutputs, in_dataset_order
 from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
 
-#: How much of the predictions travels in one piece, in bytes.
+#: Size of a chunk of predictions in bytes.
 CHUNK_NUM_BYTES = 8 << 20
 
 
 @dataclass
 class RankPredictions:
-    """A rank's predictions, per dataloader: the keys of each batch's samples, the size of a full batch, the outputs."""
+    """Predictions of one rank, per dataloader: keys of each batch's samples, size of a full batch, outputs."""
 
     keys: list[list[list[int]]]
     batch_sizes: list[int]
@@ -25,12 +25,7 @@ class RankPredictions:
 
     @classmethod
     def from_trainer(cls, trainer: Any, value: Any) -> "RankPredictions":
-        """Those that a Trainer has just made.
-
-        Args:
-            trainer: The Trainer, after ``predict``.
-            value: What ``predict`` returned in this process.
-        """
+        """Returns the predictions of a Trainer whose ``predict`` has returned ``value`` in this process."""
         loaders = CombinedLoader(trainer.predict_dataloaders, "sequential").flattened
         outputs = [value] if len(loaders) == 1 else value
         keys, batch_sizes = [], []
@@ -41,7 +36,7 @@ class RankPredictions:
         return cls(keys, batch_sizes, outputs)
 
     def chunks(self) -> Iterator[Any]:
-        """What to send: the plan, then the outputs in pieces."""
+        """Yields what the worker sends: this object without outputs (the plan), then the outputs in chunks."""
         yield RankPredictions(self.keys, self.batch_sizes, [])
         chunk: list[Pickled] = []
         size = 0
@@ -55,7 +50,7 @@ class RankPredictions:
         yield chunk
 
     def gathered(self, world_size: int) -> Any:
-        """The predictions of all ranks on all hosts, in order; called by all ranks together."""
+        """Returns the predictions of all ranks on all hosts, in dataset order. Collective: all ranks call it."""
         plans: list[Any] = [None] * world_size
         dist.all_gather_object(plans, self)
         return merge_predictions(
@@ -64,15 +59,15 @@ class RankPredictions:
 
 
 def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[list[list[int]], int]:
-    """For each batch of a loader the positions of its samples in the order of a single process; the full batch size."""
+    """Returns each batch's sample positions in the order of a single process, and the full batch size."""
     batch_sampler = loader.batch_sampler if hasattr(loader, "batch_sampler") else None
-    batches = getattr(batch_sampler, "seen_batch_indices", [])[:num_batches]  # Lightning's wrapper has noted them
+    batches = getattr(batch_sampler, "seen_batch_indices", [])[:num_batches]  # of Lightning's wrapper
     if len(batches) < num_batches:
         return [[number * world_size + rank] for number in range(num_batches)], 1
     batch_size = getattr(batch_sampler, "batch_size", None) or max(map(len, batches), default=1)
     sampler = getattr(batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler) and not sampler.shuffle:
-        # The sampler deals the samples out in turn. It may have added some at the end, to be fair to all.
+        # The sampler assigns samples round-robin, and may repeat some at the end, so that all ranks have equally many.
         num_samples = len(sampler.dataset)  # type: ignore[arg-type]
         position = sampler.rank
         keys = []
@@ -85,11 +80,11 @@ def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[li
 
 
 def merge_predictions(plans: list[RankPredictions], sources: list[Iterator[Any]]) -> Any:
-    """What ``predict`` returns: batches in the order of the dataset; a list of those if there are several dataloaders.
+    """Returns the batches of all ranks in the order of the dataset; a list per dataloader if there are several.
 
     Args:
-        plans: The first item of each rank's :meth:`RankPredictions.chunks`.
-        sources: The other items.
+        plans: First item of each rank's :meth:`RankPredictions.chunks`.
+        sources: Remaining items of each rank.
     """
     outputs = [_flattened(source) for source in sources]
     merged = []

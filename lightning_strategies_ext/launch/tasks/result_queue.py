@@ -1,4 +1,4 @@
-"""The queue of Lightning 1.5's spawn hooks: what a worker puts, the main process gets, in order."""
+"""Queue of Lightning 1.5's spawn hooks: the main process gets the items that a worker has put."""
 
 import inspect
 from collections import deque
@@ -10,31 +10,31 @@ import torch
 
 
 class ResultQueue:
-    """First in, first out. It travels from the first worker to the main process when the stage has ended.
+    """A first-in, first-out queue, which the first worker sends to the main process after the stage.
 
     Args:
-        items: What it holds at first.
+        items: Initial items.
     """
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
         self._items = deque(items)
 
     def put(self, item: Any) -> None:
-        """Appends an item: anything that can be pickled; tensors travel through shared memory."""
+        """Appends an item that can be pickled; tensors are sent through shared memory."""
         self._items.append(item)
 
     def get(self) -> Any:
-        """Takes the oldest item.
+        """Removes and returns the oldest item, without waiting: the queue arrives with all its items.
 
         Raises:
-            queue.Empty: If there is none. It never waits: whatever was put is there.
+            queue.Empty: If the queue is empty.
         """
         if not self._items:
             raise Empty("`get` was called more often in the main process than `put` in the worker.")
         return self._items.popleft()
 
     def empty(self) -> bool:
-        """Whether there is nothing to get."""
+        """Whether the queue is empty."""
         return not self._items
 
     def __iter__(self) -> Iterator[Any]:
@@ -42,23 +42,23 @@ class ResultQueue:
 
 
 def put_metrics(trainer: Any, queue: ResultQueue) -> None:
-    """Puts ``trainer.callback_metrics`` as NumPy arrays (bfloat16 as float32)."""
+    """Puts ``trainer.callback_metrics`` into the queue, as NumPy arrays (bfloat16 as float32)."""
     metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
     queue.put({name: (v.float() if v.dtype == torch.bfloat16 else v).numpy() for name, v in metrics.items()})
 
 
 def get_metrics(trainer: Any, queue: ResultQueue) -> None:
-    """Gets what :func:`put_metrics` has put, as tensors."""
+    """Updates ``trainer.callback_metrics`` from :func:`put_metrics`, as tensors."""
     trainer.callback_metrics.update({name: torch.as_tensor(value) for name, value in queue.get().items()})
 
 
 def fill_queue(trainer: Any, queue: ResultQueue) -> None:
-    """Calls the LightningModule's ``add_to_queue`` where it has one, the strategy's otherwise."""
+    """Calls the LightningModule's ``add_to_queue`` if it has one, else the strategy's."""
     _call("add_to_queue", put_metrics, trainer, queue)
 
 
 def read_queue(trainer: Any, queue: ResultQueue) -> None:
-    """Calls the LightningModule's ``get_from_queue`` where it has one, the strategy's otherwise."""
+    """Calls the LightningModule's ``get_from_queue`` if it has one, else the strategy's."""
     _call("get_from_queue", get_metrics, trainer, queue)
 
 

@@ -1,8 +1,8 @@
-"""One stage of the Trainer (``fit``, ``validate``, ``test``, ``predict``) as a job for workers.
+"""One stage of the Trainer (``fit``, ``validate``, ``test``, ``predict``) as a task for workers.
 
-The main process sends the Trainer with all that hangs on it. A worker runs the stage on its copy. Afterwards the main
-process pulls the results from the first worker: the module's tensors in pieces, which are copied into the module that
-the user holds, then the state of everything else (:mod:`.trainer_state`). Predictions come from all workers.
+The main process sends the Trainer with all objects that it refers to. A worker runs the stage on its copy. Then the
+main process pulls the results from the first worker: the module's tensors in chunks, which are copied into the user's
+module, then the state of all other objects (:mod:`.trainer_state`). Predictions are pulled from all workers.
 """
 
 import logging
@@ -17,11 +17,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
-from lightning_strategies_ext.launch.processes.worker_main import TaskFailedError, WorkerState
+from lightning_strategies_ext.launch.processes.worker_main import TaskFailedError, WorkerState, WorkerTask
 from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 from lightning_strategies_ext.launch.strategy_protocols import InWorkerStrategy, announcing_failures
 from lightning_strategies_ext.launch.tasks.module_tree import make_private, tensors_of
@@ -35,22 +36,22 @@ from lightning_strategies_ext.launch.transport.pickling import DumpFunction, Pic
 
 log = logging.getLogger(__name__)
 
-#: How much of the module's tensors travels in one piece, in bytes: what bringing it back costs in memory.
+#: Size of a chunk of the module's tensors in bytes, which is the memory that their transfer needs.
 CHUNK_NUM_BYTES = 32 << 20
-#: In the error of pickling a compiled function: the class of torch's settings, to which it refers (torch 2.5 to 2.13).
-_OF_TORCH_COMPILE = "ConfigModuleInstance"
+#: Class of torch's settings, which the error of pickling a compiled function names (torch 2.5 to 2.13).
+_COMPILED_MARKER = "ConfigModuleInstance"
 
 
 @dataclass
 class WorkerContext:
-    """What a strategy knows in a worker, and only there.
+    """Context of a strategy in a worker.
 
     Attributes:
-        is_continuation: Whether this stage goes on where an earlier one of the same Trainer ended.
-        received: What came from the main process, to tell what has changed since; None if it was inherited in a fork.
-        channel: To the main process, for a stage whose ranks may change.
-        is_joining: Whether the others are in the middle of the stage.
-        rank_info: See :class:`.WorkerSetup`.
+        is_continuation: Whether this stage continues where an earlier stage of the same Trainer ended.
+        received: Memory files of the received message, to find changed tensors; None if it had none, as after a fork.
+        channel: Channel to the main process, for an elastic stage.
+        is_joining: Whether the other ranks are in the middle of the stage.
+        rank_info: Rank info of a worker that may be on another host than other workers.
     """
 
     is_continuation: bool
@@ -60,20 +61,13 @@ class WorkerContext:
     rank_info: WorkerRankInfo | None = None
 
     def is_module_unchanged(self, module: Module) -> bool:
-        """Whether no tensor of the module differs from what the main process sent, to all workers alike."""
+        """Whether all tensors of the module are as the main process sent them to all workers."""
         received = self.received
         return received is not None and all(received.is_unchanged(tensor) for tensor in tensors_of(module).values())
 
 
-class StageTask:
-    """A stage, ready to be sent.
-
-    Args:
-        trainer: The Trainer.
-        function: What the Trainer asked its launcher to run.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
+class StageTask(WorkerTask):
+    """A stage of the Trainer: the function that it passes to its launcher, with arguments."""
 
     def __init__(self, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.trainer = trainer
@@ -86,37 +80,34 @@ class StageTask:
         return {**vars(self), "shared": self.shared.objects}
 
     def pickled(self, dump: DumpFunction = dump) -> Pickled:
-        """Pickles it, and notes what the workers know then.
-
-        Args:
-            dump: What writes it.
+        """Pickles the task with ``dump``, and records the objects that the workers receive.
 
         Raises:
-            TypeError: If a part of it cannot be pickled; says which.
+            TypeError: If a part of the task cannot be pickled; the message names the part.
         """
         sent: dict[int, Any] = {}
         pickled = pickle_or_explain(self, dump, sent)
-        # It is in its own message, and would keep itself and all else until the next collection of garbage.
+        # The task is in its own message. The cycle would hold all objects until the next garbage collection.
         del sent[next(number for number, obj in sent.items() if obj is self)]
         self.shared = self.shared.with_message(sent)
         return pickled
 
     @property
     def restart_policy(self) -> RestartPolicy | None:
-        """What may happen to workers in the middle of the stage; None if they all have to come to its end."""
+        """Restart policy of an elastic stage; None if all workers have to finish the stage."""
         is_fitting = self.trainer.state.fn == TrainerFn.FITTING
         return getattr(self.trainer.strategy, "restart_policy", None) if is_fitting else None
 
     def record_inherited(self) -> None:
-        """Notes what the workers know where they get it by being forked."""
+        """Records the objects that forked workers inherit."""
         objects, unpicklable = walk(self)
         known = identity_preserved(objects, unpicklable)
         self.shared = self.shared.with_message({number: obj for number, obj in known.items() if obj is not self})
 
     # --- in a worker ---
 
+    @override
     def run(self, state: WorkerState, message: ReceivedMessage) -> Iterator[Any]:
-        """Runs the stage; see :class:`.WorkerTask`."""
         trainer = self.trainer
         inherited: Mapping[int, Any] = {}
         if isinstance(self.shared, list):
@@ -129,7 +120,7 @@ class StageTask:
             received = ReceivedBuffers(message.parts)
         baseline = None
         is_elastic = self.restart_policy is not None
-        if state.rank == 0 or is_elastic:  # any may be the first rank in the end
+        if state.rank == 0 or is_elastic:  # any worker may be rank 0 at the end
             baseline = StageBaseline(
                 trainer, self.shared, inherited or identity_preserved(message.received_objects), received
             )
@@ -144,7 +135,7 @@ class StageTask:
             state.on_interrupt = None
             strategy.end_stage()
         except BaseException as exception:
-            state.on_interrupt = lambda: None  # the results are still to be handed over
+            state.on_interrupt = lambda: None  # the results are still to be sent
             exception = strategy.explain_exception(exception)
             strategy.announce_failure(exception)
             results = None if baseline is None else self._results(baseline, None)
@@ -152,7 +143,7 @@ class StageTask:
         predictions = None
         if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
             predictions = RankPredictions.from_trainer(trainer, value)
-            if trainer.num_nodes > 1 and state.rank_info is None:  # each host has a main process of its own
+            if trainer.num_nodes > 1 and state.rank_info is None:  # each host has its own main process
                 value, predictions = predictions.gathered(trainer.world_size), None
             else:
                 value = None
@@ -182,12 +173,12 @@ class StageTask:
     # --- in the main process ---
 
     def pull_results(self, pool: WorkerPool, has_results: set[int], timeout_s: float | None = None) -> Any:
-        """Pulls the results of all workers, puts them where they belong and returns the stage's return value.
+        """Pulls the results of all workers into the main process's objects, and returns the stage's return value.
 
         Args:
-            pool: The workers.
-            has_results: The local ranks that have results.
-            timeout_s: How long rank 0 may take for each.
+            pool: Pool of the workers.
+            has_results: Local ranks that have results.
+            timeout_s: Maximum time that rank 0 may take for each result, in seconds.
         """
         module = self.trainer.lightning_module
         results = pool.pull(0, timeout_s)
@@ -208,9 +199,9 @@ class StageTask:
 
 @dataclass
 class _TensorChunk:
-    """Some of the module's tensors, or slices of large ones: (name, shape, first element) → elements."""
+    """Tensors of the module, or slices of large ones: (name, shape, first element) → elements."""
 
-    is_only_read = True  # they are copied into the module that the user holds
+    is_only_read = True  # they are copied into the user's module
 
     tensors: dict[tuple[str, torch.Size, int | None], Tensor]
 
@@ -232,7 +223,7 @@ class _TensorChunk:
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    # A tensor beyond the size of a piece is cut, unless the receiver's may have other strides.
+    # A tensor larger than a chunk is split, unless the main process's tensor may have other strides.
     if tensor.nbytes <= CHUNK_NUM_BYTES or not tensor.is_contiguous():
         yield (name, tensor.shape, None), tensor
         return
@@ -245,8 +236,8 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
 def _save(trainer: Any, path: str) -> None:
     try:
         checkpoint = trainer_stages.dump_checkpoint(trainer)
-    except Exception:  # a hook of the user's, perhaps the one that did not let the results go
-        log.warning("The weights alone are saved, since the rest of the checkpoint failed:", exc_info=True)
+    except Exception:  # of a user's hook, perhaps the one that made the transfer fail
+        log.warning("Saving only the weights, because the full checkpoint failed:", exc_info=True)
         checkpoint = {"state_dict": trainer.lightning_module.state_dict()}
     trainer.strategy.checkpoint_io.save_checkpoint(checkpoint, path)
 
@@ -261,19 +252,19 @@ def _try(function: Callable[..., Any], *args: Any) -> None:
     try:
         function(*args)
     except Exception:
-        log.debug("clean-up after a failed stage failed too", exc_info=True)
+        log.debug("The cleanup after a failed stage failed.", exc_info=True)
 
 
-class FunctionTask:
-    """A function of the user's as a job, see ``DDPSpawnStrategy.spawn``.
+class FunctionTask(WorkerTask):
+    """A function of the user as a task, see ``DDPSpawnStrategy.spawn``.
 
     Args:
-        strategy: The strategy, which joins the process group in each worker.
+        strategy: Strategy that joins the process group in each worker.
         function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        return_result: Whether the first worker's return value comes back.
-        joins_process_group: Whether workers join the process group first; Fabric's functions do it themselves.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
+        return_result: Whether the first worker sends its return value.
+        joins_process_group: Whether workers join the process group first; Fabric's functions join it themselves.
     """
 
     def __init__(
@@ -293,23 +284,16 @@ class FunctionTask:
         self.joins_process_group = joins_process_group
 
     def pickled(self, dump: DumpFunction = dump) -> Pickled:
-        """Pickles it.
-
-        Args:
-            dump: What writes it.
-
-        Raises:
-            TypeError: If a part of it cannot be pickled; says which.
-        """
+        """Pickles the task; raises as :meth:`StageTask.pickled`."""
         return pickle_or_explain(self, dump)
 
     restart_policy = None
 
     def record_inherited(self) -> None:
-        """Does nothing: only the function's value comes back."""
+        """Does nothing: only the function's value is sent back."""
 
+    @override
     def run(self, state: WorkerState, message: ReceivedMessage) -> Iterator[Any]:
-        """Runs the function; see :class:`.WorkerTask`."""
         os.environ["LOCAL_RANK"] = str(state.local_rank)
         for argument in (*self.args, *self.kwargs.values()):
             if isinstance(argument, Module):
@@ -327,30 +311,26 @@ class FunctionTask:
 def pickle_or_explain(
     task: StageTask | FunctionTask, dump: DumpFunction = dump, received_objects: dict[int, Any] | None = None
 ) -> Pickled:
-    """Pickles a job.
-
-    Args:
-        task: The job.
-        dump: What writes it.
-        received_objects: See :func:`.dump`.
+    """Pickles a task with ``dump``, which adds its objects to ``received_objects``.
 
     Raises:
-        TypeError: If a part of it cannot be pickled; says which.
+        TypeError: If a part of the task cannot be pickled; the message names the part.
     """
     try:
         return dump(task, received_objects=received_objects)
     except Exception as error:
-        what, reason = (
-            ("What the workers need", error) if isinstance(task, FunctionTask) else find_unpicklable(task, error, dump)
-        )
-        if _OF_TORCH_COMPILE in str(reason):
+        if isinstance(task, FunctionTask):
+            what, reason = "The function, an argument, or the strategy", error
+        else:
+            what, reason = find_unpicklable(task, error, dump)
+        if _COMPILED_MARKER in str(reason):
             raise TypeError(
-                f"{what} was made by `torch.compile`, and what is compiled cannot be sent to the worker processes"
+                f"{what} was made by `torch.compile`, and compiled code cannot be sent to the worker processes"
                 f" ({reason}). Compile in `configure_model`, which runs in the workers, or use"
-                " `strategy='ddp_fork_ext'`, whose workers get everything by being forked."
+                " `strategy='ddp_fork_ext'`, whose workers inherit all objects."
             ) from error
         raise TypeError(
-            f"{what} cannot be sent to the worker processes: {reason}. Keep open files, locks and the like out of"
-            " attributes (`setup` runs in the workers, and can make them), or use `strategy='ddp_fork_ext'`, whose"
-            " workers get everything by being forked."
+            f"{what} cannot be sent to the worker processes: {reason}. Do not store open files, locks, or similar"
+            " objects in attributes (`setup` runs in the workers and can create them), or use"
+            " `strategy='ddp_fork_ext'`, whose workers inherit all objects."
         ) from error

@@ -1,9 +1,9 @@
-"""What the main process learns from a worker about a Trainer that has run there, but for the module's tensors.
+"""State of a Trainer after a stage in a worker, without the module's tensors, and its transfer to the main process.
 
-It goes by attributes, not by ``state_dict``: every attribute of a callback, a logger, the LightningModule and its parts
-or the datamodule comes back, also what its author never thought of saving. Of the last three, which may be large, only
-what the stage has changed. An attribute that cannot be pickled (an open file, a progress bar, a thread) stays as it is
-in the main process. Objects that the user holds keep their identity (:mod:`.changes`).
+The state consists of attributes, not of a ``state_dict``, so that it includes attributes that no checkpoint has: all
+attributes of callbacks and loggers, and those attributes of the LightningModule, its submodules, and the datamodule,
+which may be large, that the stage has changed. An attribute that cannot be pickled (an open file, a progress bar, a
+thread) keeps its value in the main process. Objects that the user holds keep their identity (:mod:`.object_changes`).
 """
 
 import logging
@@ -47,18 +47,18 @@ from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedOb
 
 log = logging.getLogger(__name__)
 
-# Loaders and data stay in the worker that made them: the main process has the user's. A profiler that runs is of no use
-# anywhere else, and pickle takes it nevertheless.
+# Loaders and data stay in the worker that created them: the main process has the user's. A running profiler is useless
+# in another process, although it can be pickled.
 _UNSENDABLE_TYPES = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
 
 
 def shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) -> SharedObjects:
-    """The objects of a Trainer that the main process and the workers both have.
+    """Returns the objects of a Trainer that the main process and the workers have.
 
     Args:
         trainer: The Trainer.
-        arguments: What the stage was called with: loaders, datamodules.
-        objects: In a worker, the objects as they were received.
+        arguments: Arguments of the stage: loaders, datamodules.
+        objects: In a worker, the received objects.
     """
     if objects:
         return SharedObjects(objects, _UNSENDABLE_TYPES)
@@ -86,20 +86,20 @@ def _data_in(value: Any) -> Iterator[Any]:
 
 
 class StageBaseline:
-    """What the first worker notes before a stage, to tell afterwards what has changed.
+    """State that the first worker records before a stage, to find what the stage changes.
 
     Args:
         trainer: The Trainer.
-        shared: What the main process has, without what it sent.
-        sent: What it sent.
-        received: Where that came in.
+        shared: Objects that the main process has, without those in its message.
+        sent: Objects in the message, by number.
+        received: Memory files of the message; None if it had none.
 
     Attributes:
         tree: The module's tree.
-        collections: What the user's callbacks hold, if the stage is ``predict``.
-        shared: What the main process has, with what it sent.
-        received: Where that came in.
-        places: Where its tensors and arrays are, by id.
+        collections: Sizes of the user's collections, if the stage is ``predict``.
+        shared: Objects that the main process has, including those in its message.
+        received: Memory files of the message; None if it had none.
+        places: Data addresses of the tensors and arrays that were sent, by id.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class StageBaseline:
         module = trainer.lightning_module
         self.tree = ModuleTree(module)
         self.received = received
-        # The stage itself gives the Trainer its datamodule, later.
+        # The stage sets the Trainer's datamodule later.
         datamodules = {id(obj): obj for obj in shared.objects if isinstance(obj, LightningDataModule)}
         self._holders = [*module.modules(), *datamodules.values()]
         self._classes = [_class_of(holder) for holder in self._holders]
@@ -117,23 +117,23 @@ class StageBaseline:
         self.collections = Collections(trainer)
         self.shared = shared.with_message(sent)
         tensors = (*module.parameters(), *module.buffers(), *sent.values())
-        self._sent = [obj for obj in tensors if isinstance(obj, (Tensor, np.ndarray))]  # their ids are theirs alone
+        self._sent = [obj for obj in tensors if isinstance(obj, (Tensor, np.ndarray))]  # keeps ids unique
         self.places = {id(obj): data_address(obj) for obj in self._sent}
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one that was sent, where it was, with the values that it had."""
+        """Whether a tensor was sent and still has the same memory and values."""
         if self.places.get(id(tensor)) != data_address(tensor):
             return False
         return is_in_shared_memory(tensor) or (self.received is not None and self.received.is_unchanged(tensor))
 
     def changed_attributes(self) -> Iterator[tuple[Any, str]]:
-        """Attributes of the LightningModule, of its submodules and of the datamodule that are new or have changed."""
+        """Yields attributes of the LightningModule, its submodules, and the datamodule that are new or have changed."""
         for holder in self._holders:
             for name in self._fingerprints.changed(holder):
                 yield holder, name
 
     def removed_attributes(self) -> Iterator[tuple[Any, str]]:
-        """Those that are not there any more, and those of callbacks and loggers."""
+        """Yields removed attributes of the module, its submodules, the datamodule, callbacks, and loggers."""
         for holder in self._holders:
             for name in self._fingerprints.removed(holder):
                 yield holder, name
@@ -143,7 +143,7 @@ class StageBaseline:
                     yield holder, name
 
     def changed_classes(self) -> Iterator[Any]:
-        """Those that are of another class now: a lazy layer is once it has seen a batch, a parametrized one is."""
+        """Yields modules and datamodules with a new class: lazy layers after their first batch, parametrized layers."""
         for holder, before in zip(self._holders, self._classes, strict=True):
             if _class_of(holder) != before:
                 yield holder
@@ -151,21 +151,21 @@ class StageBaseline:
 
 @dataclass
 class TrainerSnapshot:
-    """The state of a Trainer, ready to be sent.
+    """State of a Trainer, encoded for the main process.
 
     Attributes:
-        classes: (number of a shared object, its class).
-        attributes: (number of a shared object, attribute, value); no value for an attribute that vanished.
-        training: What has changed in the module's tree, optimizers and schedulers, in one message since they refer to
-            each other; of another stage than ``fit`` the first alone.
+        classes: (number of a shared object, its new class).
+        attributes: (number of a shared object, attribute, value); the value is None if the attribute was removed.
+        training: Changes of the module's tree; after ``fit`` also optimizers, schedulers, and the state of the gradient
+            exchange. Encoded together, since they refer to each other.
         modes: ``training`` of each submodule by name.
         trainable: ``requires_grad`` of each parameter by name.
-        loaders: Where the training loaders are, of those that say it.
+        loaders: Positions of the training loaders that have a ``state_dict``.
         precision: State of the precision plugin.
-        queue: What ``add_to_queue`` put.
-        value: What the stage returned.
-        lost: (number of a shared object, attribute, why it does not come back).
-        shares: (number of a shared object, attribute) of what a callback has collected of this rank's share of samples.
+        queue: Items that ``add_to_queue`` has put.
+        value: Return value of the stage.
+        lost: (number of a shared object, attribute, reason why it cannot be transferred).
+        shares: (number of a shared object, attribute) of data that a callback has collected from this rank's samples.
     """
 
     classes: list[tuple[int, Pickled]]
@@ -184,15 +184,10 @@ class TrainerSnapshot:
 
     @classmethod
     def collect(cls, trainer: Any, baseline: StageBaseline, value: Any) -> "TrainerSnapshot":
-        """Collects the state after a stage.
-
-        Args:
-            trainer: The Trainer.
-            baseline: What was noted before it.
-            value: What the stage returned.
+        """Collects the state after a stage that has returned ``value``.
 
         Raises:
-            Exception: If what the user put in the queue, or what the stage returned, cannot be pickled.
+            Exception: If an item in the user's queue or the return value cannot be pickled.
         """
         module, shared = trainer.lightning_module, baseline.shared
         encoder = ValueEncoder(shared, baseline.received, baseline.places)
@@ -204,7 +199,7 @@ class TrainerSnapshot:
             training = _encode_or_warn(encoder, parts, "The optimizers' state")
             loaders = _encode_or_warn(encoder, strategy.states_of_loaders, "The position in the training data")
         if training is None and tree:
-            training = _encode_or_warn(encoder, (tree,), "What is new in the LightningModule")
+            training = _encode_or_warn(encoder, (tree,), "The new structure of the LightningModule")
         queue = ResultQueue()
         fill_queue(trainer, queue)
         lost: list[tuple[int, str, str]] = []
@@ -225,12 +220,7 @@ class TrainerSnapshot:
     # --- in the main process ---
 
     def restore(self, trainer: Any, shared: SharedObjects) -> Any:
-        """Makes the main process's objects so, and returns what the stage returned.
-
-        Args:
-            trainer: The Trainer.
-            shared: What the workers had of it, with what was sent.
-        """
+        """Restores the state into the main process's objects, and returns the stage's return value."""
         module, strategy = trainer.lightning_module, trainer.strategy
         for number, pickled in self.classes:
             shared.object_of(number).__class__ = pickled.load()
@@ -266,26 +256,26 @@ class TrainerSnapshot:
         return None if self.value is None else self.value.load(shared)
 
     def _restore(self, shared: SharedObjects, number: int, name: str, encoded: EncodedValue) -> None:
-        """Sets an attribute. A list, dictionary or the like that the user may hold is filled in place."""
+        """Sets an attribute. A container that the user may hold is updated in place."""
         holder = shared.object_of(number)
         try:
             value = encoded.load(shared)
             before = all_attributes(holder)
             if name == WHOLE:
                 set_attribute(holder, name, value)
-                for each, new in all_attributes(holder).items():
-                    if _is_filled(shared, before.get(each), new):
-                        put(holder, {each: before[each]})
-            elif not _is_filled(shared, before.get(name), value):
+                for attribute, new in all_attributes(holder).items():
+                    if _update_in_place(shared, before.get(attribute), new):
+                        put(holder, {attribute: before[attribute]})
+            elif not _update_in_place(shared, before.get(name), value):
                 set_attribute(holder, name, value)
         except Exception as error:
-            log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
+            log.debug("%s.%s keeps its value in the main process: %s", type(holder).__name__, name, error)
             self.lost.append((number, name, str(error)))
 
 
-def _is_filled(shared: SharedObjects, old: Any, new: Any) -> bool:
-    """Whether a list or the like that the user may hold gets the elements of the one that was to replace it."""
-    # One that the workers had is another attribute's now, or of no more use.
+def _update_in_place(shared: SharedObjects, old: Any, new: Any) -> bool:
+    """Copies the elements of a new container into the old one, which the user may hold. Returns whether it has."""
+    # An old container that the workers had now belongs to another attribute, or is unused.
     if type(old) is not type(new) or old is new or shared.number_of(old) is not None:
         return False
     if isinstance(old, list):
@@ -310,7 +300,8 @@ def _classes(baseline: StageBaseline) -> Iterator[tuple[int, Pickled]]:
         try:
             yield _number(baseline.shared, holder), dump(type(holder))
         except Exception as error:
-            log.warning("A %s stays what it was in the main process: %s", type(holder).__name__, error)
+            text = "The new class %s of an object cannot be pickled. The main process keeps the old class: %s"
+            log.warning(text, type(holder).__name__, error)
 
 
 def _attributes(
@@ -322,7 +313,7 @@ def _attributes(
     attributes = [(holder, name) for holder in holders for name in attributes_of(holder)]
     for holder, name in (*attributes, *baseline.changed_attributes()):
         number, value = baseline.shared.number_of(holder), attributes_of(holder).get(name)
-        if number is not None:  # a new callback comes with the list that holds it
+        if number is not None:  # a new callback is sent with the list that holds it
             yield from _attribute(holder, number, name, value, baseline.shared, encoder, lost)
     for holder, name in baseline.removed_attributes():
         yield _number(baseline.shared, holder), name, None
@@ -342,23 +333,23 @@ def _attribute(
     try:
         yield number, name, encoder.encode(value)
     except Exception as error:
-        if name == WHOLE:  # one attribute that stays here does not keep the others here
-            here = all_attributes(holder)
-            for each, part in named_attributes_of(holder).items():
-                if part is here.get(each):
-                    yield from _attribute(holder, number, each, part, shared, encoder, lost)
+        if name == WHOLE:  # sends its attributes separately
+            own = all_attributes(holder)
+            for attribute, part in named_attributes_of(holder).items():
+                if part is own.get(attribute):
+                    yield from _attribute(holder, number, attribute, part, shared, encoder, lost)
                 else:
-                    lost.append((number, each, f"its class pickles it in another form, and fails: {error}"))
+                    lost.append((number, attribute, f"its class pickles it in another form, which fails: {error}"))
             return
-        log.debug("%s.%s stays as it is in the main process: %s", type(holder).__name__, name, error)
-        if not _stays(value, shared.never):
+        log.debug("%s.%s keeps its value in the main process: %s", type(holder).__name__, name, error)
+        if not _is_unsendable(value, shared.never):
             lost.append((number, name, str(error)))
 
 
-def _stays(value: Any, never: tuple[type, ...]) -> bool:
-    """Whether a value is a dataset, a loader or the like, or a list of such, which stay in the worker."""
+def _is_unsendable(value: Any, never: tuple[type, ...]) -> bool:
+    """Whether a value is of an unsendable type, such as a dataset or loader, or a list or tuple of such values."""
     return isinstance(value, never) or (
-        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(each, never) for each in value)
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, never) for item in value)
     )
 
 
@@ -372,5 +363,5 @@ def _encode_or_warn(encoder: ValueEncoder, value: Any, what: str) -> EncodedValu
     try:
         return encoder.encode(value)
     except Exception as error:
-        log.warning("%s does not come back from the workers, since it cannot be pickled: %s", what, error)
+        log.warning("%s cannot be pickled, so it was not returned from the workers: %s", what, error)
         return None

@@ -1,4 +1,4 @@
-"""Finds what in a job cannot be pickled, to tell the user by the names that the user gave."""
+"""Finds the part of a task that cannot be pickled, and its name in the user's code."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,20 +12,14 @@ from lightning_strategies_ext.launch.transport.shared_objects import is_of_multi
 
 
 def find_unpicklable(task: Any, error: Exception, dump: DumpFunction) -> tuple[str, Exception]:
-    """What cannot be pickled, and why.
-
-    Args:
-        task: A :class:`.StageTask`.
-        error: Why the whole cannot be.
-        dump: What was to write it.
-    """
+    """Returns name and error of the part of a :class:`.StageTask` that cannot be pickled; ``error`` is the task's."""
     for name, root in _roots(task):
         for inner, part in root.named_modules() if isinstance(root, Module) else [("", root)]:
-            reason = _why_not(part, task.shared, dump)
+            reason = _pickling_error(part, task.shared, dump)
             if reason is not None:
                 path, reason = _innermost(part, inner, reason, task.shared, dump)
                 return (f"`{path}` of {name}" if path else name[0].upper() + name[1:]), reason
-    return "The Trainer, or something that hangs on it,", error
+    return "The Trainer, or an object that it refers to,", error
 
 
 def _roots(task: Any) -> Iterator[tuple[str, Any]]:
@@ -42,8 +36,8 @@ def _roots(task: Any) -> Iterator[tuple[str, Any]]:
     yield "the Trainer", trainer
 
 
-def _why_not(obj: Any, shared: SharedObjects, dump: DumpFunction) -> Exception | None:
-    # Without the Trainer's other parts, each of which is looked at on its own. Data belong to what they are given in.
+def _pickling_error(obj: Any, shared: SharedObjects, dump: DumpFunction) -> Exception | None:
+    # Without the Trainer's other parts, which are checked separately. Data are checked within the object that has them.
     others = SharedObjects(
         [other for other in shared.objects if other is not obj and not isinstance(other, shared.never)]
     )
@@ -58,10 +52,10 @@ def _innermost(
     obj: Any, path: str, reason: Exception, shared: SharedObjects, dump: DumpFunction
 ) -> tuple[str, Exception]:
     seen = set()
-    while id(obj) not in seen and not is_of_multiprocessing(obj):  # what is in such an object is no name of the user's
+    while id(obj) not in seen and not is_of_multiprocessing(obj):  # whose attributes are not the user's
         seen.add(id(obj))
         for step, child in _children(obj):
-            inner = None if id(child) in seen else _why_not(child, shared, dump)
+            inner = None if id(child) in seen else _pickling_error(child, shared, dump)
             if inner is not None:
                 obj, path, reason = child, f"{path}{step}".removeprefix("."), inner
                 break
@@ -76,6 +70,6 @@ def _children(obj: Any) -> Iterator[tuple[str, Any]]:
     elif not isinstance(obj, type):
         attributes: dict[str, Any] = in_slots(obj)
         if hasattr(obj, "__dict__"):
-            with suppress(Exception):  # what the object's class says of itself may be what fails
+            with suppress(Exception):  # the class's ``__getstate__`` may be what fails
                 attributes.update(named_attributes_of(obj))
         yield from ((f".{name}", value) for name, value in attributes.items())
