@@ -79,7 +79,7 @@ class ForkServer:
 
     @contextmanager
     def _exchange(self) -> Generator[None, None, None]:
-        """Context for a request and its reply. An interruption kills the server: the next request would read its reply."""
+        """Context for a request and its reply. An interruption kills the server: the next request would get the reply."""
         try:
             with suppress(OSError):
                 yield
