@@ -326,8 +326,8 @@ class _ElasticRun:
             self._num_resets_without_exit = self._num_resets_without_exit + 1 if is_without_exit else 0
             if self._num_resets_without_exit == _MAX_RESETS_WITHOUT_EXIT:
                 return RuntimeError(
-                    f"The workers failed to form a new world {_MAX_RESETS_WITHOUT_EXIT} times in a row, although none of"
-                    f" them exited. Last reason: {self._leave_reason}"
+                    f"The workers failed to form a new world {_MAX_RESETS_WITHOUT_EXIT} times in a row, although none"
+                    f" of them exited. Last reason: {self._leave_reason}"
                 )
             self._form(candidates)
             return None

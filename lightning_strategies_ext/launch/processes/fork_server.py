@@ -79,7 +79,7 @@ class ForkServer:
 
     @contextmanager
     def _exchange(self) -> Generator[None, None, None]:
-        """Context for a request and its reply. An interruption kills the server: the next request would get the reply."""
+        """Context for a request and its reply. Kills the server if interrupted: the next request would get the reply."""
         try:
             with suppress(OSError):
                 yield
