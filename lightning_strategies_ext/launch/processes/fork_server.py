@@ -79,7 +79,7 @@ class ForkServer:
 
     @contextmanager
     def _exchange(self) -> Generator[None, None, None]:
-        """Context for a request and its reply. Kills the server if interrupted: the next request would get the reply."""
+        """Context for a request. If interrupted, it kills the server, whose reply the next request would receive."""
         try:
             with suppress(OSError):
                 yield
