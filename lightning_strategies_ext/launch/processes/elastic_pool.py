@@ -54,8 +54,8 @@ class RestartPolicy:
         min_workers: Minimum number of workers of a world; fewer workers wait for restarted ones.
         max_restarts: Maximum number of restarts within ``window_s``.
         window_s: Time window of ``max_restarts``, in seconds.
-        wait_timeout_s: Seconds that fewer than ``min_workers`` workers wait for others; None for no limit, if nothing
-            can prevent the others from starting.
+        wait_timeout_s: Seconds that fewer than ``min_workers`` workers wait for restarted ones; None for no limit, if
+            nothing can prevent these from starting.
         leaves_by: Types of exceptions with which a worker leaves its world while the other workers continue.
     """
 

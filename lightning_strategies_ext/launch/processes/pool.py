@@ -323,7 +323,7 @@ class WorkerPool:
         """
         exits = [reply for reply in replies.values() if isinstance(reply, WorkerDiedError)]
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, TaskFailed)}
-        # Ranks that a failure monitor has terminated or killed are not the cause, if there is another one.
+        # A rank that a failure monitor has terminated or killed is not the cause, if another cause is known.
         is_hang = any(getattr(failure.exception, "is_stuck", False) for failure in failures.values())
         monitor_codes = (MONITOR_EXIT_CODE, -signal.SIGKILL) if is_hang else (MONITOR_EXIT_CODE,)
         exits = [error for error in exits if error.exit_code not in monitor_codes] or ([] if failures else exits)
@@ -334,11 +334,11 @@ class WorkerPool:
                 f"{cause}{secondary}", cause.error_index, cause.error_pid, cause.exit_code, cause.signal_name
             )
             first = next((failure.first_failure for failure in failures.values() if failure.first_failure), None)
-            if first is not None and first.ranks == (cause.error_index,):  # only this process knows how it exited
+            if first is not None and first.ranks == (cause.error_index,):  # other ranks cannot see its exit code
                 first = replace(first, headline=str(cause))
             error.first_failure = first
             return error
-        # A rank that failed, or was terminated, because of another one was not the first, even if it replied first.
+        # A rank that failed, or was terminated, because of another rank is not the first, even if it replied first.
         rank = min(failures, key=lambda rank: (failures[rank].is_secondary, failures[rank].time))
         failure = failures[rank]
         exception = failure.exception

@@ -92,8 +92,8 @@ class Worker(Protocol):
         """Returns the next reply to a task.
 
         Returns:
-            The reply; in an elastic task also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`. The :meth:`exit_error`
-            if the worker has exited without a reply. None if there is neither yet.
+            The reply, in an elastic task also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`; the :meth:`exit_error`
+            if the worker has exited without a reply; None if neither has happened yet.
         """
 
     def notify_peer_loss(self, world: int) -> None:
@@ -179,7 +179,7 @@ class WorkerStarter(Protocol):
         """Prepares new workers for tasks, and returns them in the order of their ranks."""
 
     def replace(self, dead: Any, num_workers: int, inherited_task: WorkerTask | None) -> Worker:
-        """Starts a worker that replaces another one, and prepares it for tasks while the other workers run.
+        """Starts a worker that replaces an exited one, and prepares it for tasks while the other workers run.
 
         Args:
             dead: The worker that has exited, closed.

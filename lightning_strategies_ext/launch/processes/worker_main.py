@@ -82,7 +82,7 @@ class WorkerState:
 
     Attributes:
         rank: Index of the worker in its pool.
-        rank_info: Rank info of a worker that may run on another host than others.
+        rank_info: Rank info of a worker that may run on another host, else None.
         channel: Channel to the main process, for elastic tasks; None if tasks must not use one.
         is_continuation: Whether the task continues where an earlier one of this pool ended.
         is_joining: Whether the other workers are running the task already.
@@ -296,7 +296,7 @@ def _prepare(start: WorkerSetup) -> None:
 
 
 def imports_main(preparation: Mapping[str, Any]) -> bool:
-    """Whether a worker imports the user's script; there is none in a notebook or for ``python -c``.
+    """Whether a worker imports the user's script; a notebook and ``python -c`` have none.
 
     Args:
         preparation: Preparation data, see :class:`.WorkerSetup`.
