@@ -1,4 +1,4 @@
-"""The messages between the main process and a worker.
+"""Messages between the main process and a worker.
 
 The main process sends :class:`WorkerSetup` once, and :class:`RunTask` for each task, followed by the task itself unless
 the worker inherited it in a fork. The worker replies with :class:`TaskDone` or :class:`TaskFailed`. The main process
@@ -27,17 +27,17 @@ from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
 
 @dataclass(frozen=True)
 class WorkerRankInfo:
-    """Where a worker sits among those of all hosts; on one host, its rank says all.
+    """Rank info of a worker; workers of one host need only their rank.
 
     Attributes:
-        rank: Among all.
-        world_size: Number of all.
-        local_rank: Among those of its host.
-        local_world_size: Number of those.
-        host_rank: Of its host among hosts.
-        num_hosts: Number of hosts.
-        address: Where all meet: that of the first worker's host.
-        port: The same.
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_rank: Rank among the workers of its host.
+        local_world_size: Number of workers on its host.
+        node_rank: Rank of its host among the hosts.
+        num_nodes: Number of hosts.
+        main_address: Address of rank 0's host, at which the ranks connect.
+        main_port: Port at that address.
     """
 
     rank: int
@@ -52,12 +52,12 @@ class WorkerRankInfo:
 
 @dataclass
 class WorkerSetup:
-    """The first message to a worker: what makes it like the main process.
+    """First message to a worker, which prepares it for tasks.
 
     Attributes:
-        rank: Among the pool's workers.
-        preparation: As ``multiprocessing.spawn.get_preparation_data`` gives it; None in a forked worker.
-        rank_info: Of a worker that may be on another host than others.
+        rank: Index of the worker in its pool.
+        preparation: Result of ``multiprocessing.spawn.get_preparation_data``; None for a forked worker.
+        rank_info: Rank info of a worker that may run on another host, else None.
     """
 
     rank: int
@@ -67,12 +67,13 @@ class WorkerSetup:
 
 @dataclass
 class RunTask:
-    """Tells a worker to run a job.
+    """Request to run a task.
 
     Attributes:
-        is_continuation: Whether the job goes on where an earlier one ended.
-        is_inherited: Whether the job is the one that the worker was forked with; otherwise the next message holds it.
-        is_joining: Whether the others are in the middle of the job.
+        settings: State of the main process to apply first.
+        is_continuation: Whether the task continues where an earlier one ended.
+        is_inherited: Whether the worker has inherited the task in a fork; otherwise the next message contains it.
+        is_joining: Whether the other workers are running the task already.
     """
 
     settings: ProcessSettings
@@ -82,15 +83,15 @@ class RunTask:
 
 
 class Ping:
-    """Asks a worker whether it is there. The worker answers with the same."""
+    """Request to reply with the same message."""
 
 
 @dataclass
 class ReadyToJoin:
-    """Says that a worker has left the world that it was in, if it was in one, and waits for a :class:`RankAssignment`.
+    """Request for a :class:`RankAssignment`, of a worker that is in no world or has left its world.
 
     Attributes:
-        why: What has befallen it, if not all have agreed to leave.
+        reason: Why the worker has left its world, if the ranks have not agreed to leave.
     """
 
     reason: str | None = None
@@ -98,14 +99,14 @@ class ReadyToJoin:
 
 @dataclass
 class RankAssignment:
-    """Gives a worker its place in the next world; it answers :class:`JoinedWorld`.
+    """Rank of a worker in the next world. The worker replies with :class:`JoinedWorld`.
 
     Attributes:
-        rank: None if there is no use for the worker any more.
+        rank: Rank in the world; None if the worker is not needed any more.
         size: Number of ranks.
-        number: Of the world, also among those of other jobs.
-        store: Where the key-value store is that all worlds share: address and port, or the name of a
-            :class:`.HostStore` where all workers are on one host.
+        world_number: Number of the world, unique among the worlds of all tasks.
+        store: Address and port of the store that all worlds share, or the name of a :class:`.HostStore` if all workers
+            run on one host.
     """
 
     rank: int | None
@@ -116,10 +117,10 @@ class RankAssignment:
 
 @dataclass
 class JoinedWorld:
-    """Says that a worker has its place.
+    """Reply to a :class:`RankAssignment`.
 
     Attributes:
-        member: What the others should know of it.
+        member: Description of the worker for the other ranks.
     """
 
     member: Any
@@ -127,36 +128,36 @@ class JoinedWorld:
 
 @dataclass
 class WorldMembers:
-    """Tells a worker who is in its world, in the order of ranks; None if one of them has died, and there is none."""
+    """Members of a worker's world, in the order of ranks; None if no world is formed, because a member has exited."""
 
     members: list[Any] | None
 
 
 class JoinPending:
-    """Tells a worker that another waits to join its world. It is read when the world has been left."""
+    """Notification that another worker waits to join. A worker reads it after it has left its world."""
 
 
 class PullResult:
-    """Asks a worker for the next of its job's results."""
+    """Request for the next result of a task."""
 
 
 @dataclass
 class SaveState:
-    """Asks a worker to write the state of its stage to a file, since it could not be pulled.
+    """Request to save the state of the last stage to a file, because it could not be pulled.
 
-    The worker answers with a :class:`TaskDone`, or a :class:`TaskFailed`.
+    The worker replies with :class:`TaskDone` or :class:`TaskFailed`.
     """
 
     path: str
 
 
 class Shutdown:
-    """Tells a worker to end. Also the answer to a :class:`PullResult` when there are no more results."""
+    """Request to exit. Also the reply to :class:`PullResult` if no results remain."""
 
 
 @dataclass
 class TaskDone:
-    """A worker's answer to a job: it has run."""
+    """Reply of a worker that has run a task."""
 
     rng: RngState
 
@@ -183,16 +184,16 @@ def _rebuilt(make: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
 
 @dataclass
 class TaskFailed:
-    """A worker's answer to a job: it has failed.
+    """Reply of a worker in which a task has failed.
 
     Attributes:
-        pickled: The exception, if it can be pickled; otherwise None.
-        summary: Its class, and the first line of its message.
-        trace: Its trace, as text.
-        time: When, on the clock that all processes of a host share.
-        has_results: Whether there are results to pull.
-        is_secondary: Whether another rank's failure is why.
-        first: What failed first, as far as the worker's watch knows.
+        pickled: The exception; None if it cannot be pickled.
+        summary: Class of the exception, and the first line of its message.
+        traceback: Traceback of the exception, as text.
+        time: Time of the failure, on the monotonic clock that the processes of a host share, in seconds.
+        has_results: Whether the worker has results to pull.
+        is_secondary: Whether the failure of another rank is the cause.
+        first_failure: First failure that the worker's failure monitor knows of, or None.
     """
 
     pickled: Pickled | None
@@ -205,19 +206,19 @@ class TaskFailed:
 
     @classmethod
     def of(cls, exception: BaseException, has_results: bool = False) -> "TaskFailed":
-        """Describes an exception that was caught."""
-        headline, trace = texts_of_exception(exception)
+        """Returns the reply for an exception."""
+        headline, traceback = texts_of_exception(exception)
         pickled = None
         with suppress(Exception):
             pickled = dump(_Raised(exception), is_return=True)
         lines = headline.partition(f"{type(exception).__qualname__}: ")[2].strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
         is_secondary = isinstance(exception, RankFailedError)
-        return cls(pickled, summary, trace, time.monotonic(), has_results, is_secondary, known_failure())
+        return cls(pickled, summary, traceback, time.monotonic(), has_results, is_secondary, known_failure())
 
     @property
     def exception(self) -> BaseException | None:
-        """The exception, or None if it cannot be rebuilt here."""
+        """The exception, or None if this process cannot rebuild it."""
         with suppress(Exception):
             loaded = None if self.pickled is None else self.pickled.load()
             return loaded if isinstance(loaded, BaseException) else None

@@ -1,4 +1,4 @@
-"""What launchers and workers ask of a strategy, the Trainer's or Fabric's."""
+"""Interfaces of strategies that launchers and workers use, for the Trainer and for Fabric."""
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def announcing_failures(strategy: Any) -> Generator[None, None, None]:
-    """Says to the other ranks if what is done in it fails, and raises what the user should see.
+    """Announces an exception of the context to the other ranks, and raises the exception that the user should see.
 
     Args:
-        strategy: Its ``explain_exception`` and ``announce_failure`` do both.
+        strategy: The strategy, of which ``explain_exception`` and ``announce_failure`` are called.
     """
     try:
         yield
     except BaseException as exception:
-        # Before the callbacks' `on_exception`, which may save a checkpoint, with a barrier, and take long.
+        # Before the callbacks' `on_exception`, which may take long, for example to save a checkpoint with a barrier.
         explained = strategy.explain_exception(exception)
         strategy.announce_failure(explained)
         if explained is exception:
@@ -35,15 +35,15 @@ class StrategyWithWorkers(Protocol):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this host."""
+        """Number of ranks on this host."""
 
     @property
     def num_nodes(self) -> int:
-        """Hosts."""
+        """Number of hosts."""
 
 
 class LaunchableStrategy(StrategyWithWorkers, Protocol):
-    """A strategy of the Trainer's."""
+    """A strategy of the Trainer."""
 
     optimizers: list[Any]
     lr_scheduler_configs: list[Any]
@@ -51,36 +51,36 @@ class LaunchableStrategy(StrategyWithWorkers, Protocol):
 
     @property
     def has_joined(self) -> bool:
-        """Whether this process has met the other ranks."""
+        """Whether this process has connected to the other ranks."""
 
     def check_before_launch(self, trainer: Any) -> None:
-        """Refuses, before processes start, a run that cannot work."""
+        """Rejects a stage that cannot work, before processes start."""
 
     def announce_failure(self, exception: BaseException) -> None:
-        """Says to the other ranks that this one has failed."""
+        """Notifies the other ranks that this rank has failed."""
 
     def explain_exception(self, exception: BaseException) -> BaseException:
-        """The exception that the user should see."""
+        """Returns the exception that the user should see."""
 
 
 class StageStrategy(LaunchableStrategy, Protocol):
-    """A strategy of the Trainer's whose stages run in workers."""
+    """A strategy of the Trainer whose stages run in workers."""
 
     def wrap_stage(self, trainer: Any) -> AbstractContextManager[None]:
-        """What the main process does around a stage."""
+        """Returns the context in which the main process runs a stage."""
 
 
 class InWorkerStrategy(LaunchableStrategy, Protocol):
-    """A strategy of the Trainer's, as a worker has it."""
+    """A strategy of the Trainer in a worker."""
 
     def enter_worker(self, context: "WorkerContext") -> None:
-        """Called first, with what is known only there."""
+        """Receives the context of the worker. Called before all other methods."""
 
     def setup_distributed(self) -> None:
         """Joins the process group."""
 
     def end_stage(self) -> None:
-        """Called when all of a stage is over."""
+        """Finishes a stage, after all of its hooks."""
 
     def request_interrupt(self) -> None:
-        """Lets all ranks stop before the same step, as after Ctrl-C."""
+        """Requests that all ranks stop before the same step, as after Ctrl-C."""

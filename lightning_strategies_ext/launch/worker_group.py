@@ -1,4 +1,4 @@
-"""The workers of one strategy: started when they are first needed, replaced when they are of no more use."""
+"""Worker group: the workers of one strategy, started when they are first needed and replaced when they are unusable."""
 
 import logging
 import os
@@ -34,11 +34,11 @@ _all: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
 
 
 class WorkerGroup:
-    """What launchers of both front ends start workers with. They end with this object at the latest.
+    """The workers of a strategy, for launchers of both front ends. The workers exit with this object at the latest.
 
     Args:
-        strategy: The strategy, Trainer's or Fabric's.
-        starter: What starts the workers.
+        strategy: The strategy, for the Trainer or for Fabric.
+        starter: Starter of the workers.
     """
 
     def __init__(self, strategy: StrategyWithWorkers, starter: WorkerStarter) -> None:
@@ -50,27 +50,27 @@ class WorkerGroup:
         self._rng: list[RngState] = []
         self._has_run = False
         self._is_in_use = False
-        self._must_end = False  # since the job may have changed them
+        self._must_close = False  # the task may have changed the workers
         self._cache = MemoryFileCache()
         _all.add(self)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of those that are there, in order of ranks."""
+        """Process IDs of the running workers, in order of ranks."""
         return [] if self._pool is None else self._pool.pids
 
     @property
     def pool(self) -> WorkerPool:
-        """The pool that ran the last job."""
+        """The pool that has run the last task."""
         assert self._pool is not None
         return self._pool
 
     def check_can_start(self) -> None:
-        """Refuses to start workers where that cannot work.
+        """Checks that workers can be started from this process.
 
         Raises:
-            RuntimeError: In a worker that is importing the script; in a process that cannot be forked.
-            ValueError: If the processes are there already, started by torchrun or the like.
+            RuntimeError: In a worker that is importing the script, or in a process that cannot be forked.
+            ValueError: If another launcher, such as torchrun, has started the processes already.
         """
         if is_importing_main():
             raise RuntimeError(
@@ -81,15 +81,15 @@ class WorkerGroup:
         num_processes = self._strategy.num_processes
         if environment is not None and environment.creates_processes_externally and num_processes > 1:
             raise ValueError(
-                f"`{self._starter.name}` would start {num_processes} workers in each of the"
-                f" processes that were started for {type(environment).__name__} already. Use"
-                f" `strategy='ddp_ext'`, or start the script once. {rank_variables.inherited_text()}"
+                f"`{self._starter.name}` would start {num_processes} workers in each of the processes that have"
+                f" already been started for {type(environment).__name__}. Use `strategy='ddp_ext'`, or start the script"
+                f" only once. {rank_variables.inherited_text()}"
             )
         self._starter.check_can_start()
 
     @contextmanager
     def in_use(self) -> Generator[None, None, None]:
-        """Keeps other strategies from taking them over: from before a job is sent until its results are pulled."""
+        """Keeps other strategies from taking over the workers, from before a task is sent until results are pulled."""
         self._is_in_use = True
         try:
             yield
@@ -97,10 +97,10 @@ class WorkerGroup:
             self._is_in_use = False
 
     def run(self, task: StageTask | FunctionTask) -> TaskOutcome:
-        """Runs a job in each worker; its results can be pulled from :attr:`pool` then. Call it :meth:`in_use`.
+        """Runs a task in each worker; :attr:`pool` then has its results. Call it within :meth:`in_use`.
 
         Raises:
-            TypeError: If something that the workers need cannot be pickled.
+            TypeError: If an object that the workers need cannot be pickled.
         """
         pickled: Pickled | None = None
         try:
@@ -115,7 +115,7 @@ class WorkerGroup:
             self.close()
             task.record_inherited()
             outcome = self._run(task, None)
-        self._has_run, self._must_end = True, task.restart_policy is not None
+        self._has_run, self._must_close = True, task.restart_policy is not None
         return outcome
 
     def _run(self, task: StageTask | FunctionTask, pickled: Pickled | None) -> TaskOutcome:
@@ -125,9 +125,9 @@ class WorkerGroup:
         del pickled  # it may be large
         try:
             now = RngState.now()
-            goes_on = bool(self._rng) and self._rng[0].is_same(now)
+            is_rng_unchanged = bool(self._rng) and self._rng[0].is_same(now)
             num_threads = self._num_threads()
-            # For libraries that read it when they are loaded, and for processes that a worker starts.
+            # For libraries that read OMP_NUM_THREADS when they are loaded, and for processes that a worker starts.
             variables = {
                 "OMP_NUM_THREADS": str(num_threads),
                 **self._starter.environment(),
@@ -137,7 +137,7 @@ class WorkerGroup:
                 self._starter.settings_class(
                     os.getcwd(),
                     _with_store({**variables, **worker.environment}),
-                    self._rng[worker.rank] if goes_on else now,
+                    self._rng[worker.rank] if is_rng_unchanged else now,
                     num_threads,
                 )
                 for worker in pool.workers
@@ -153,8 +153,8 @@ class WorkerGroup:
         return outcome
 
     def close_unless_kept(self) -> None:
-        """Ends them after a job if the strategy wants that."""
-        if self._must_end or not getattr(self._strategy, "keep_workers", True):
+        """Shuts the workers down after a task, unless the strategy keeps them."""
+        if self._must_close or not getattr(self._strategy, "keep_workers", True):
             self.close()
 
     def call(
@@ -165,18 +165,18 @@ class WorkerGroup:
         return_result: bool = True,
         joins_process_group: bool = True,
     ) -> Any:
-        """Runs any function in each worker and returns the first worker's value.
+        """Runs a function in each worker and returns the value of the first worker.
 
         Args:
             function: The function.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            return_result: Whether the value is wanted.
+            return_result: Whether to return the value.
             joins_process_group: Whether workers join the process group first.
 
         Raises:
-            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
-            WorkerDiedError: If a worker died.
+            WorkerRaisedError: If a worker raised; the same exception of all workers is raised unchanged.
+            WorkerDiedError: If a worker exited.
         """
         self.check_can_start()
         with self.in_use():
@@ -191,86 +191,86 @@ class WorkerGroup:
         return value
 
     def restore_rng(self, outcome: TaskOutcome) -> None:
-        """Sets this process's random generators to rank 0's, and lets each rank go on with its own next time."""
+        """Sets the random state of this process to that of rank 0; the next task continues with each rank's own."""
         outcome.rng[0].apply()
-        self._rng = [] if self._must_end else outcome.rng
+        self._rng = [] if self._must_close else outcome.rng
 
     def signal(self, signum: int) -> None:
-        """Sends a signal to those that are there."""
+        """Sends a signal to the running workers."""
         if self._pool is not None:
             self._pool.signal(signum)
 
     def close(self) -> None:
-        """Ends them; the next job starts new ones."""
+        """Shuts the workers down; the next task starts new ones."""
         self._cache.close()
         if self._pool is not None:
             self._pool.close()
-            self._let_go()
+            self._detach_pool()
 
     def _usable_pool(self, inherited_task: StageTask | FunctionTask | None) -> WorkerPool:
-        # A forked worker knows what was defined when it was forked, and in a notebook more is defined all the time.
+        # A forked worker has the definitions from when it was forked, and a notebook may have added others.
         must_be_new = inherited_task is not None or (self._starter.forks and is_interactive())
         if self._pool is not None and (must_be_new or not self._pool.is_usable()):
             self.close()
         if self._pool is None:
-            # A forked worker has the globals of then: another Trainer's may have changed since.
-            taken = self._take_over_idle_pool(must_be_new or self._starter.forks)
-            if taken is None:
+            # A forked worker has the globals from when it was forked, which may have changed since.
+            pool = self._take_over_idle_pool(must_be_new or self._starter.forks)
+            if pool is None:
                 self._rendezvous_variables = _rendezvous_environment(self._strategy)
                 reraised_types = (trainer_stages.TunerExitException, SIGTERMException, KeyboardInterrupt)
-                wait_until_closed()  # what they had may be needed
-                starter = copy(self._starter)  # each pool has its own, and may be another strategy's later
-                taken = WorkerPool(self._strategy.num_processes, starter, reraised_types, inherited_task)
-            self._pool = taken
+                wait_until_closed()  # the new workers may need the resources of the closed pools
+                starter = copy(self._starter)  # each pool has its own, because another strategy may take the pool over
+                pool = WorkerPool(self._strategy.num_processes, starter, reraised_types, inherited_task)
+            self._pool = pool
             self._finalizer = weakref.finalize(self, self._pool.close_in_background)
-            self._finalizer.atexit = False  # all pools are closed then
+            self._finalizer.atexit = False  # the exit handler of the pools closes them
         return self._pool
 
     def _num_threads(self) -> int:
-        """How many threads a worker computes in."""
-        wanted = os.environ.get("OMP_NUM_THREADS", "")
-        num_threads = int(wanted) if wanted.isdecimal() else 0
+        """Returns the number of threads in which a worker computes."""
+        value = os.environ.get("OMP_NUM_THREADS", "")
+        num_threads = int(value) if value.isdecimal() else 0
         if self._starter.forks:
             if num_threads > 1 and not self._has_run:
                 log.warning(
-                    "OMP_NUM_THREADS=%s: forked workers compute in one thread each all the same, since OpenMP's threads"
-                    " do not survive a fork. Those of `strategy='ddp_spawn_ext'` take it.",
-                    wanted,
+                    "OMP_NUM_THREADS=%s has no effect on forked workers, which compute in one thread each, because"
+                    " OpenMP threads do not survive a fork. Use `strategy='ddp_spawn_ext'` for several threads.",
+                    value,
                 )
             return 1
         return num_threads or self._starter.num_cpus(self._strategy.num_processes)
 
     def _take_over_idle_pool(self, must_be_new: bool) -> WorkerPool | None:
-        """Takes over the workers of another strategy of this process that is idle, and ends those that do not fit.
+        """Takes over usable workers of another, idle strategy of this process, and shuts down all other idle workers.
 
-        So a search over many Trainers has the workers of one, and no more of them idle at any time. Forked ones fit no
-        other: the point of a fork is to have what the main process has then.
+        A search over many Trainers therefore has the workers of one Trainer at a time. Forked workers are not taken
+        over: they have the objects of the main process from when it was forked.
         """
-        taken: WorkerPool | None = None
+        usable: WorkerPool | None = None
         for other in [other for other in _all if other is not self and not other._is_in_use]:
             pool = other._pool
             if (
                 pool is not None
-                and taken is None
+                and usable is None
                 and not must_be_new
                 and other._reuse_key == self._reuse_key
                 and pool.is_usable()
             ):
-                other._let_go()
-                taken, self._rendezvous_variables = pool, other._rendezvous_variables
+                other._detach_pool()
+                usable, self._rendezvous_variables = pool, other._rendezvous_variables
                 self._cache, other._cache = other._cache, MemoryFileCache()  # the next Trainer may have the same data
             else:
                 other.close()
-        return taken
+        return usable
 
     @property
     def _reuse_key(self) -> tuple[Any, ...]:
-        """What has to be alike in strategies for one's workers to be of use to the other: their process group is."""
+        """Key by which two strategies are equal if their workers would have the same process group."""
         names = ("_process_group_backend", "_timeout", "_process_group_options", "num_nodes", "parallel_devices")
         group = [getattr(self._strategy, name, None) for name in names]
         return self._starter.reuse_key, self._strategy.num_processes, type(self._strategy.cluster_environment), *group
 
-    def _let_go(self) -> None:
+    def _detach_pool(self) -> None:
         self._pool = None
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -281,10 +281,10 @@ class WorkerGroup:
 
 
 def _rendezvous_environment(strategy: StrategyWithWorkers) -> dict[str, str]:
-    """Environment variables by which the workers find each other, the same for all of them.
+    """Returns the environment variables by which the workers connect to each other, the same for all workers.
 
-    Workers that this process starts on one host share a store with a new name: workers stay, and the store of another
-    Trainer may still be in use. ``MASTER_PORT`` is for process groups of the user's own.
+    Workers that this process starts on one host share a store with a new name, because workers persist, and the store
+    of another Trainer may still be in use. ``MASTER_PORT`` is for process groups that the user creates.
     """
     environment = strategy.cluster_environment
     if strategy.num_nodes > 1 or not isinstance(environment, LightningEnvironment):
@@ -298,17 +298,17 @@ def _rendezvous_environment(strategy: StrategyWithWorkers) -> dict[str, str]:
 
 
 def _with_store(variables: dict[str, str]) -> dict[str, str]:
-    """Completes the variable of the store with the port of the worker's launch, which may be another one on Ray."""
+    """Completes the store variable with the worker's ``MASTER_PORT``, which may differ on Ray."""
     value = rank_variables.store_variable(variables[rank_variables.STORE], variables["MASTER_PORT"])
     return {**variables, rank_variables.STORE: value}
 
 
 def raise_with_report(error: BaseException, directory: str) -> NoReturn:
-    """Raises what a job has failed with. If nobody catches it, what failed first is shown in place of its long trace.
+    """Raises the error of a task. If no caller catches it, the first failure is printed in place of its long traceback.
 
     Args:
         error: The error.
-        directory: In which there is a directory of failures, or will be: for the trace.
+        directory: Directory in which the failure report with the traceback is written.
     """
     first = getattr(error, "first_failure", None) or getattr(error.__cause__, "first_failure", None)
     if first is not None:

@@ -1,7 +1,7 @@
-"""The launchers: of scripts that run once more for each device, and of workers, for the Trainer and for Fabric.
+"""Launchers of script processes and of workers, for the Trainer and for Fabric.
 
-They refuse what is known to be impossible while there is still one process, so that the user sees one error and there
-is nothing to clean up.
+The launchers reject what cannot work before they start processes, so that the user sees one error and no process has to
+be cleaned up.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, trainer_signals
 from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
@@ -30,18 +31,19 @@ log = logging.getLogger(__name__)
 
 
 class ScriptLauncher(launching.SubprocessScriptLauncher):
-    """Runs the user's script once more for each further device of this host (``start_method="popen"``).
+    """Runs the user's script again for each further device of this host (``start_method="popen"``).
 
     Args:
-        strategy: Its ``check_before_launch(trainer)`` raises to refuse a run.
+        strategy: The strategy; its ``check_before_launch(trainer)`` raises to reject a stage.
     """
 
     def __init__(self, strategy: LaunchableStrategy) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
+    @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Starts the processes if they are not there yet, and runs ``function`` in this one."""
+        """Starts the processes unless they run already, and calls ``function`` in this process."""
         strategy = self._strategy
         strategy.check_before_launch(trainer)
         with script_launcher.running_script_processes(self, lambda: strategy.has_joined), announcing_failures(strategy):
@@ -49,34 +51,35 @@ class ScriptLauncher(launching.SubprocessScriptLauncher):
 
 
 class FabricScriptLauncher(launching.FabricSubprocessScriptLauncher):
-    """The same for Fabric.
+    """Runs the user's script again for each further device of this host, for Fabric.
 
     Args:
-        strategy: Its ``has_joined`` says whether the ranks have met.
+        strategy: The strategy; its ``has_joined`` is whether the ranks have connected.
     """
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
 
+    @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Starts the processes if they are not there yet, and runs ``function`` in this one."""
+        """Starts the processes unless they run already, and calls ``function`` in this process."""
         strategy = self._strategy
         with script_launcher.running_script_processes(self, lambda: strategy.has_joined):
             return function(*args, **kwargs)
 
 
 class WorkerLauncher(launching.Launcher):
-    """Runs the Trainer's stages in worker processes and brings everything back to this one.
+    """Runs the Trainer's stages in worker processes, and transfers the results to this process.
 
-    The workers stay for the next stage. They end with this object, with the interpreter, and after a failure.
+    The workers stay for the next stage. They exit with this object, with the interpreter, and after a failure.
 
     Args:
-        strategy: The strategy; its ``check_before_launch(trainer)`` raises to refuse a run.
-        starter: What starts the workers.
+        strategy: The strategy; its ``check_before_launch(trainer)`` raises to reject a stage.
+        starter: Starter of the workers.
 
     Attributes:
-        workers: The workers.
+        workers: Group of the workers.
     """
 
     def __init__(self, strategy: StageStrategy, starter: WorkerStarter) -> None:
@@ -84,35 +87,37 @@ class WorkerLauncher(launching.Launcher):
         self.workers = WorkerGroup(strategy, starter)
 
     @property
+    @override
     def is_interactive_compatible(self) -> bool:
-        """True: it works in a notebook."""
         return True
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the running workers, in order of ranks."""
+        """Process IDs of the running workers, in order of ranks."""
         return self.workers.pids
 
+    @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Runs ``function`` in each worker.
 
         Args:
-            function: A stage of ``trainer``, or any function if there is none.
+            function: A stage of ``trainer``, or any function without a Trainer.
             *args: Its positional arguments.
-            trainer: The Trainer whose state should come back; None runs ``function`` as ``DDPSpawnStrategy.spawn``
-                does.
+            trainer: The Trainer, to which the workers' state is transferred; None to run ``function`` like
+                ``DDPSpawnStrategy.spawn``.
             **kwargs: Its keyword arguments.
 
         Returns:
-            What the function returned in the first worker; of ``trainer.predict`` the predictions of all workers.
+            The value of the function in the first worker; for ``trainer.predict`` the predictions of all workers.
 
         Raises:
-            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
-            WorkerDiedError: If a worker died.
-            ResultsError: If ``fit`` has run and what came of it could not be brought back; says where it is saved.
-            TypeError: If something that the workers need cannot be pickled.
-            ValueError: If the processes are there already, started by torchrun or the like.
-            RuntimeError: If workers cannot be started from here.
+            WorkerRaisedError: If a worker raised; the same exception of all workers is raised unchanged.
+            WorkerDiedError: If a worker exited.
+            ResultsError: If ``fit`` has finished, but its results could not be transferred. The message names the file
+                in which they are saved.
+            TypeError: If an object that the workers need cannot be pickled.
+            ValueError: If another launcher, such as torchrun, has started the processes already.
+            RuntimeError: If workers cannot be started from this process.
         """
         if trainer is None:
             return self.workers.call(function, args, kwargs)
@@ -152,22 +157,24 @@ class WorkerLauncher(launching.Launcher):
                 else:
                     task.pull_results(self.workers.pool, {0}, timeout_s=GRACE_S)
             elif isinstance(outcome.error, KeyboardInterrupt):
-                log.warning("Rank 0 did not stop in time, it is killed: the state of this stage is lost.")
+                log.warning("Rank 0 did not stop in time and is killed: the state of this stage is lost.")
         except BaseException as error:
             can_be_saved = trainer.state.fn == TrainerFn.FITTING and isinstance(error, Exception)
-            where = (
+            saved = (
                 self._save_checkpoint_in_worker(trainer)
                 if can_be_saved and not isinstance(error, WorkerDiedError)
                 else None
             )
             self.close()
             if outcome.error is not None:
-                log.warning("The state of the stage that failed %s: %s", where or "is lost", error)
+                message = "The results of the failed stage could not be transferred to the main process: %s\n%s"
+                log.warning(message, error, saved or "The state of rank 0 is lost.")
                 raise outcome.error from outcome.error.__cause__
-            if where is None:
+            if saved is None:
                 raise
-            message = f"`fit` has run, but not all that came of it could be brought back: {error}\nThe state of rank 0"
-            raise ResultsError(f"{message} {where}.") from error
+            raise ResultsError(
+                f"`fit` has finished, but its results could not be transferred to the main process: {error}\n{saved}"
+            ) from error
         return value
 
     def _save_checkpoint_in_worker(self, trainer: Any) -> str:
@@ -175,27 +182,30 @@ class WorkerLauncher(launching.Launcher):
         path = os.path.join(trainer.default_root_dir, name)
         problem = self.workers.pool.save_state(0, path)
         if problem is not None:
-            return f"is lost, since it could not be saved either ({problem})"
-        return f"is saved in {path}, for `fit(ckpt_path=...)` and `load_from_checkpoint(...)`"
+            return f"The state of rank 0 is lost, because saving it failed: {problem}"
+        return (
+            f"The state of rank 0 is saved in {path}. Load it with `fit(ckpt_path=...)` or `load_from_checkpoint(...)`."
+        )
 
+    @override
     def kill(self, signum: int) -> None:
         """Sends a signal to the workers."""
         self.workers.signal(signum)
 
     def close(self) -> None:
-        """Ends the workers; the next launch starts new ones."""
+        """Shuts the workers down; the next launch starts new ones."""
         self.workers.close()
 
 
 class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
-    """Runs a function of Fabric's in worker processes and returns the first one's value.
+    """Runs a function of Fabric in worker processes, and returns the value of the first worker.
 
     Args:
         strategy: The strategy.
-        start_method: How workers are started, see :class:`.ProcessStarter`.
+        start_method: Start method of the workers, see :class:`.ProcessStarter`.
 
     Attributes:
-        workers: The workers, which stay for the next launch.
+        workers: Group of the workers, which stay for the next launch.
     """
 
     def __init__(self, strategy: Any, start_method: WorkerStartMethod) -> None:
@@ -203,10 +213,11 @@ class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
         self.workers = WorkerGroup(strategy, ProcessStarter(start_method))
 
     @property
+    @override
     def is_interactive_compatible(self) -> bool:
-        """True: it works in a notebook."""
         return True
 
+    @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs ``function`` in each worker.
 
@@ -216,19 +227,19 @@ class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
             **kwargs: Its keyword arguments.
 
         Returns:
-            What it returned in the first worker, with tensors on the CPU.
+            The value of the function in the first worker, with tensors on the CPU.
 
         Raises:
-            WorkerRaisedError: If a worker raised; an exception that all workers raise alike is raised unchanged.
-            WorkerDiedError: If a worker died.
-            TypeError: If something that the workers need cannot be pickled.
+            WorkerRaisedError: If a worker raised; the same exception of all workers is raised unchanged.
+            WorkerDiedError: If a worker exited.
+            TypeError: If an object that the workers need cannot be pickled.
         """
         return self.workers.call(function, args, kwargs, joins_process_group=False)
 
 
 @contextmanager
 def _without_optimizers(strategy: LaunchableStrategy) -> Generator[None, None, None]:
-    """Keeps the optimizers of an earlier ``fit`` from being sent: ``fit`` asks the module for them each time."""
+    """Keeps the optimizers of an earlier ``fit`` from being sent: the module creates new ones for each ``fit``."""
     optimizers, schedulers = strategy.optimizers, strategy.lr_scheduler_configs
     strategy.optimizers, strategy.lr_scheduler_configs = [], []
     try:
@@ -239,28 +250,28 @@ def _without_optimizers(strategy: LaunchableStrategy) -> Generator[None, None, N
 
 @contextmanager
 def _deferred_interrupt(outcome: TaskOutcome) -> Generator[threading.Event, None, None]:
-    """Notes a Ctrl-C instead of raising; a second one raises at once, and so does one after that which ended the stage.
+    """Records a Ctrl-C instead of raising. A second one raises at once, as does one after an interrupted stage.
 
-    Where the user handles it, nothing changes.
+    A handler of the user stays in place.
     """
     is_interrupted = threading.Event()
 
-    def note(signum: int, frame: Any) -> None:
+    def record(signum: int, frame: Any) -> None:
         if is_interrupted.is_set():
             raise KeyboardInterrupt
         is_interrupted.set()
-        log.warning("Ctrl-C: the results of this stage are still coming in. Press it once more to lose them.")
+        log.warning("Interrupted: results of this stage are still being received. Press Ctrl-C again to discard them.")
 
-    usual = signal.getsignal(signal.SIGINT)
-    in_charge = (
+    previous = signal.getsignal(signal.SIGINT)
+    is_deferring = (
         threading.current_thread() is threading.main_thread()
-        and usual == signal.default_int_handler
+        and previous == signal.default_int_handler
         and not isinstance(outcome.error, KeyboardInterrupt)
     )
-    if in_charge:
-        signal.signal(signal.SIGINT, note)
+    if is_deferring:
+        signal.signal(signal.SIGINT, record)
     try:
         yield is_interrupted
     finally:
-        if in_charge:
-            signal.signal(signal.SIGINT, usual)
+        if is_deferring:
+            signal.signal(signal.SIGINT, previous)

@@ -43,7 +43,7 @@ def test_a_worker_that_is_lost_is_started_anew_on_its_gpu(
     check_is_as_good_as_undisturbed(run)
     assert [size for size, _ in run.worlds] == [2, 1, 2]
     assert run.worlds[1] == (1, begins_at)
-    assert f"worker {where['rank']} is started anew" in run.output
+    assert f"restarting worker {where['rank']} (" in run.output
     assert len({line["pid"] for line in run.having("samples")}) == 3  # the other one is the process that it was
 
 

@@ -21,7 +21,9 @@ import torch
 import lightning_strategies_ext
 
 #: Threads of the failure monitor, by name. They poll several times per second, so their calls depend on time.
-MONITOR_THREADS = frozenset(f"lightning-strategies-ext {name}" for name in ("failure monitor", "store", "parent watch"))
+MONITOR_THREADS = frozenset(
+    f"lightning-strategies-ext {name}" for name in ("failure monitor", "store", "parent monitor")
+)
 _GUARDS = f"{Path(__file__).parent}/"
 
 

@@ -251,7 +251,7 @@ def test_a_rank_that_hangs_does_not_keep_the_failure_of_another(hanging):
     ("start_method", "rank", "action", "exit_code", "how"),
     [
         ("forkserver", 0, kill_itself, -9, "was killed by SIGKILL"),
-        ("forkserver", 1, exit_at_once, 3, "ended with exit code 3"),
+        ("forkserver", 1, exit_at_once, 3, "exited with exit code 3"),
         ("fork", 1, kill_itself, -9, "was killed by SIGKILL"),
     ],
 )

@@ -56,17 +56,17 @@ def test_workers_that_are_killed_are_replaced_and_the_other_keeps_its_process(va
     assert found.worlds[1] == (1, 60)
     assert "with 1 ranks, 0 of them new, from the commit at step 60; 10 steps are repeated" in found.output
     assert "with 2 ranks, 1 of them new" in found.output
-    assert "worker 1 is started anew (not started by Ray so far)" in found.output
-    assert "worker 0 is started anew" in found.output
+    assert "restarting worker 1 (not started by Ray so far)" in found.output
+    assert "restarting worker 0 (" in found.output
     assert len({line["pid"] for line in found.having("samples")}) == 4
 
 
 def test_one_more_than_may_be_started_anew_ends_fit_with_the_cause(variables):
     found = run(variables, {"max_restarts": 0}, once(kill, rank=1, step=30))
     assert found.code != 0
-    assert "started anew (" not in found.output
+    assert "restarting worker" not in found.output
     assert "WorkerDiedError: rank 1 (pid" in found.output
-    assert "`max_restarts=0` workers have been started anew in the last 600 s" in found.output
+    assert "`max_restarts=0` within 600 s (`restart_window`) is reached" in found.output
 
 
 def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_another(tmp_path):

@@ -1,1 +1,1 @@
-"""Worker processes: how they start, what runs in them, how they end. It knows no Lightning."""
+"""Worker processes: their start, the tasks that they run, and their exit. Independent of Lightning."""

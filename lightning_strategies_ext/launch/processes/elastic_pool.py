@@ -1,11 +1,11 @@
-"""A pool of workers that may die in the middle of a job, whose ranks go on and get a new one.
+"""Elastic pool: workers may exit while a task runs; the other ranks continue, and a restarted worker joins them.
 
-Ranks train together in one *world* after another. The main process says who is in the next: those that have left the
-last one and live, in their order, then those that have been started anew and are ready to join. One that died is
-started again at once; the others do not wait for it, unless fewer of them are left than there must be. A worker may
-also leave its world with an exception, such as that of a SIGTERM, and the others continue as well.
+Ranks train in one *world* after another. The main process assigns the ranks of the next world: first to the running
+workers that have left the last world, in their order, then to restarted workers that are ready to join. A worker that
+has exited is restarted at once; the other workers do not wait for it, unless too few of them remain. A worker may also
+leave its world with an exception, such as that of a SIGTERM, and the other workers continue as well.
 
-What it does not promise: that a rank which waits for ever is noticed; the process of one that dies is.
+Limitations: the pool detects the exit of a worker, but not a hang.
 """
 
 import logging
@@ -41,22 +41,22 @@ from lightning_strategies_ext.launch.protocol import (
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-#: How many worlds in a row ranks may leave on account of an error though none of them has died.
+#: Number of worlds in a row, left because of an error although no worker has exited, after which the task fails.
 _MAX_RESETS_WITHOUT_EXIT = 3
 _world_numbers = count()
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What may happen to the workers of a job before it fails.
+    """Limits for exits of workers, beyond which an elastic task fails.
 
     Attributes:
-        min_workers: With fewer, the others wait for one that has been started anew.
-        max_restarts: How many may be started anew within ``window_s``.
-        window_s: In seconds.
-        wait_timeout_s: For how long fewer than ``min_workers`` may wait for others, in seconds; None where nothing
-            can keep these from coming.
-        leaves_by: Exceptions with which a worker leaves its world while the others continue.
+        min_workers: Minimum number of workers of a world; fewer workers wait for restarted ones.
+        max_restarts: Maximum number of restarts within ``window_s``.
+        window_s: Time window of ``max_restarts``, in seconds.
+        wait_timeout_s: Seconds that fewer than ``min_workers`` workers wait for restarted ones; None for no limit, if
+            nothing can prevent these from starting.
+        leaves_by: Types of exceptions with which a worker leaves its world while the other workers continue.
     """
 
     min_workers: int
@@ -73,14 +73,14 @@ def run_elastic(
     is_continuation: bool,
     restart_policy: RestartPolicy,
 ) -> TaskOutcome:
-    """Runs a job whose ranks may change; the workers are of no use for another one then.
+    """Runs a task whose ranks may change. The workers cannot run another task afterwards.
 
     Args:
         pool: The workers.
-        task: The job, pickled.
-        settings: For each worker.
-        is_continuation: See :class:`.RunTask`.
-        restart_policy: What may happen.
+        task: The task.
+        settings: Settings of each worker.
+        is_continuation: Whether the task continues where an earlier one ended.
+        restart_policy: Limits for exits of workers.
     """
     run = _ElasticRun(pool, task, settings, is_continuation, restart_policy)
     error: BaseException | None
@@ -94,7 +94,7 @@ def run_elastic(
 
 
 class _ElasticRun:
-    """One job: who is in which world."""
+    """One elastic task, with the workers of its worlds."""
 
     def __init__(
         self,
@@ -109,20 +109,20 @@ class _ElasticRun:
         self._settings = settings
         self._is_continuation = is_continuation
         self._restart_policy = restart_policy
-        # The store is served here, so that no worker takes it away when it dies.
+        # This process serves the store, so that the store survives the exit of any worker.
         self._store = host_store.serve() if pool.address is None else serve_store(pool.address)
         self._number = -1  # of the newest world
         self._world: list[Worker] = []
         self._forming: list[Worker] | None = None
-        self._joining = list(pool.workers)  # in no world so far
+        self._joining = list(pool.workers)  # in no world yet
         self._ready: list[Worker] = []
         self._joined: dict[Worker, Any] = {}
         self._replies: dict[Worker, TaskDone | TaskFailed] = {}
-        self._leaving: dict[Worker, TaskFailed] = {}  # until the others are ready to continue without them
-        self._left: set[Worker] = set()  # these were in `_leaving` before
-        self._exiting: dict[Worker, float] = {}  # those of them that are to be restarted, until they have exited
+        self._leaving: dict[Worker, TaskFailed] = {}  # until the other workers are ready to continue without them
+        self._left: set[Worker] = set()  # were in `_leaving` before
+        self._exiting: dict[Worker, float] = {}  # those of `_left` to restart once they have exited, with deadlines
         self._exit_errors: list[WorkerDiedError] = []  # since the last world began
-        self._leave_reason: str | None = None  # ranks have left it, if they did not agree to
+        self._leave_reason: str | None = None  # why ranks have left the last world without an agreement
         self._num_resets_without_exit = 0
         self._restarted_at: deque[float] = deque()
         self._too_few_since: float | None = None
@@ -131,7 +131,7 @@ class _ElasticRun:
             pool.submit(worker, RunTask(settings[worker.rank], is_continuation), task)
 
     def run(self) -> BaseException | None:
-        """Waits until all ranks of a world have run the job, or it has failed."""
+        """Waits until all ranks of a world have run the task, or it has failed; returns the error or None."""
         while True:
             error = self._next_events() or self._form_world()
             if error is not None:
@@ -141,11 +141,11 @@ class _ElasticRun:
 
     @property
     def _remaining(self) -> list[Worker]:
-        """The workers of the newest world, without those that are leaving it."""
+        """Workers of the newest world, without those that are leaving it."""
         return [worker for worker in self._world if worker not in self._leaving]
 
     def outcome(self, error: BaseException | None) -> TaskOutcome:
-        """What is to be pulled, by ranks."""
+        """Returns the outcome, by ranks of the newest world; kills the workers that are not in it."""
         alive = [worker for worker in self._remaining if worker.is_alive()]
         world = [worker for worker in self._world if worker in alive or worker in self._replies]
         replies = [self._replies.get(worker) for worker in world]
@@ -159,19 +159,19 @@ class _ElasticRun:
         return TaskOutcome(error, has_results, rng)
 
     def interrupt(self) -> None:
-        """Lets all stop together after Ctrl-C; a second one is heeded at once."""
+        """Stops all ranks together after Ctrl-C. A second Ctrl-C takes effect at once."""
         with suppress(KeyboardInterrupt):
             self._pool.signal(signal.SIGINT)
-            self._end_others(INTERRUPT_GRACE_S)
+            self._collect_replies(INTERRUPT_GRACE_S)
 
-    # --- what happens ---
+    # --- events ---
 
     def _next_events(self) -> BaseException | None:
         self._restart_exited()
-        silent = {*self._replies, *self._leaving, *self._left}
-        there = [worker for worker in self._pool.workers if worker not in silent]
-        wait([what for worker in there for what in worker.waitables], _POLL_S)
-        for worker in there:
+        done = {*self._replies, *self._leaving, *self._left}
+        active = [worker for worker in self._pool.workers if worker not in done]
+        wait([waitable for worker in active for waitable in worker.waitables], _POLL_S)
+        for worker in active:
             reply = worker.next_reply()
             if isinstance(reply, ReadyToJoin):
                 self._on_ready(worker, reply)
@@ -197,11 +197,11 @@ class _ElasticRun:
     def _on_ready(self, worker: Worker, reply: ReadyToJoin) -> None:
         self._ready.append(worker)
         if reply.reason is not None:
-            log.info("worker %d has left its world: %s", worker.rank, reply.reason)
+            log.info("Worker %d has left its world: %s", worker.rank, reply.reason)
             self._leave_reason = self._leave_reason or f"worker {worker.rank}: {reply.reason}"
 
     def _on_joined(self, worker: Worker, reply: JoinedWorld) -> None:
-        if self._forming is None:  # one of them has died since
+        if self._forming is None:  # a worker of that world has exited since
             self._send(worker, WorldMembers(None))
             return
         self._joined[worker] = reply.member
@@ -213,32 +213,32 @@ class _ElasticRun:
             self._exit_errors.clear()
             self._leave_reason = None
             self._has_notified_of_joining = False
-            for rank in self._world:
-                self._send(rank, WorldMembers(members))
+            for member in self._world:
+                self._send(member, WorldMembers(members))
 
-    def _on_worker_exit(self, worker: Worker, death: WorkerDiedError) -> BaseException | None:
-        self._exit_errors.append(death)
+    def _on_worker_exit(self, worker: Worker, exit_error: WorkerDiedError) -> BaseException | None:
+        self._exit_errors.append(exit_error)
         was_in_world = worker in self._world
         if was_in_world:
             self._world.remove(worker)
         self._remove_from_next_world(worker)
-        if any(rank in self._replies for rank in self._world):  # they have come to the end, and this one has not
-            return death
+        if any(other in self._replies for other in self._world):  # they have finished, and this worker has not
+            return exit_error
         if not self._remaining:
-            return _with_reason(death, "No other worker is left that has a state to go on with.")
+            return _with_reason(exit_error, "No other worker has a state to continue from. Resume from a checkpoint.")
         if was_in_world:
             for other in self._remaining:
                 other.notify_peer_loss(self._number)
         if self._num_restarts_left() <= 0:
-            count, window_s = self._restart_policy.max_restarts, self._restart_policy.window_s
-            reason = f"`max_restarts={count}` workers have been started anew in the last {window_s:.0f} s."
-            return _with_reason(death, reason)
-        newcomer = self._restart(worker)
+            max_restarts, window_s = self._restart_policy.max_restarts, self._restart_policy.window_s
+            limit = f"`max_restarts={max_restarts}` within {window_s:.0f} s (`restart_window`)"
+            reason = f"The worker is not restarted, because {limit} is reached. Fix the cause, or raise the limit."
+            return _with_reason(exit_error, reason)
         log.warning(
-            "%s The others go on; worker %d is started anew (%s).%s",
-            death,
+            "%s The other workers continue; restarting worker %d (%s).%s",
+            exit_error,
             worker.rank,
-            newcomer.description,
+            self._restart(worker).description,
             "" if was_in_world else " It had not joined them yet.",
         )
         return None
@@ -261,13 +261,13 @@ class _ElasticRun:
         return self._restart_policy.max_restarts - len(self._restarted_at) - len(self._exiting)
 
     def _restart(self, worker: Worker) -> Worker:
-        """Starts a worker in the place of one that has exited."""
+        """Starts a worker that replaces one that has exited."""
         self._restarted_at.append(time.monotonic())
-        newcomer: Worker = self._pool.replace(worker.rank)
-        self._joining.append(newcomer)
+        replacement: Worker = self._pool.replace(worker.rank)
+        self._joining.append(replacement)
         order = RunTask(self._settings[worker.rank], self._is_continuation, is_joining=True)
-        self._pool.submit(newcomer, order, self._task)
-        return newcomer
+        self._pool.submit(replacement, order, self._task)
+        return replacement
 
     def _restart_exited(self) -> None:
         for worker, deadline in list(self._exiting.items()):
@@ -277,11 +277,11 @@ class _ElasticRun:
             del self._exiting[worker]
             log.warning("Worker %d is restarted (%s).", worker.rank, self._restart(worker).description)
 
-    def _let_go(self) -> BaseException | None:
+    def _release_leaving(self) -> BaseException | None:
         """Lets the other workers continue without those that are leaving.
 
         Returns:
-            The exception of one that is leaving, if too few others remain.
+            The exception of a leaving worker if too few others remain, else None.
         """
         leaving, remaining = self._leaving, self._remaining
         can_join = [worker for worker, failure in leaving.items() if not isinstance(failure.exception, JoinError)]
@@ -296,9 +296,9 @@ class _ElasticRun:
             self._send(worker, Shutdown())
             if worker in restarted:
                 self._exiting[worker] = time.monotonic() + INTERRUPT_GRACE_S
-            then = "is restarted once it has exited" if worker in restarted else "is not restarted"
+            consequence = "is restarted once it has exited" if worker in restarted else "is not restarted"
             message = "The other workers continue without worker %d, which %s. Reason: %s"
-            log.warning(message, worker.rank, then, failure.summary)
+            log.warning(message, worker.rank, consequence, failure.summary)
         return None
 
     def _form_world(self) -> BaseException | None:
@@ -312,7 +312,7 @@ class _ElasticRun:
         are_ready = all(worker in self._ready for worker in self._remaining)
         have_left = bool(self._leaving)
         if have_left and (are_ready or self._remaining == self._world):
-            error = self._let_go()
+            error = self._release_leaving()
             if error is not None:
                 return error
         if not are_ready:
@@ -322,33 +322,29 @@ class _ElasticRun:
             return None
         candidates = [*self._world, *joining]
         if len(candidates) >= self._restart_policy.min_workers:
-            is_stray = self._leave_reason and not self._exit_errors and not have_left
-            self._num_resets_without_exit = self._num_resets_without_exit + 1 if is_stray else 0
+            is_without_exit = self._leave_reason and not self._exit_errors and not have_left
+            self._num_resets_without_exit = self._num_resets_without_exit + 1 if is_without_exit else 0
             if self._num_resets_without_exit == _MAX_RESETS_WITHOUT_EXIT:
                 return RuntimeError(
-                    f"Ranks have failed {_MAX_RESETS_WITHOUT_EXIT} times in a row to go on together, though none had"
-                    f" died. The last time, {self._leave_reason}"
+                    f"The workers failed to form a new world {_MAX_RESETS_WITHOUT_EXIT} times in a row, although none"
+                    f" of them exited. Last reason: {self._leave_reason}"
                 )
             self._form(candidates)
             return None
         return self._check_wait_timeout(len(candidates))
 
     def _check_wait_timeout(self, num_workers: int) -> BaseException | None:
-        """What becomes of workers that are too few."""
-        wait_timeout_s, least, now = (
-            self._restart_policy.wait_timeout_s,
-            self._restart_policy.min_workers,
-            time.monotonic(),
-        )
+        """Returns an error if fewer than ``min_workers`` workers have waited for too long, else None."""
+        wait_timeout_s, now = self._restart_policy.wait_timeout_s, time.monotonic()
         self._too_few_since = self._too_few_since or now
         if wait_timeout_s is None or now - self._too_few_since < wait_timeout_s:
             return None
         missing = [worker for worker in self._joining if worker not in self._ready]
         awaited = " and ".join(f"worker {worker.rank} ({worker.description})" for worker in missing)
-        causes = "".join(f"\n{death}" for death in self._exit_errors)
+        causes = "".join(f"\n{error}" for error in self._exit_errors)
         return RuntimeError(
-            f"There are {num_workers} of `min_workers={least}` workers, and {wait_timeout_s:.0f} s (`timeout`) have not"
-            f" been enough for {awaited}.{causes}"
+            f"Only {num_workers} of `min_workers={self._restart_policy.min_workers}` workers are running, and {awaited}"
+            f" did not start within {wait_timeout_s:.0f} s (`timeout`).{causes}"
         )
 
     def _form(self, world: Sequence[Worker]) -> None:
@@ -361,17 +357,17 @@ class _ElasticRun:
             self._send(worker, RankAssignment(rank, len(world), self._number, store))
 
     def _collect_errors(self, error: BaseException) -> BaseException:
-        """Lets the others end as well, which tells who failed first."""
-        replies = self._end_others(GRACE_S)
-        for death in self._exit_errors:  # those before the newest world are no cause
-            replies.setdefault(death.error_index, death)
+        """Waits for the other workers to fail as well, which shows the first failure; returns its exception."""
+        replies = self._collect_replies(GRACE_S)
+        for exit_error in self._exit_errors:  # none from before the newest world, which would not be the cause
+            replies.setdefault(exit_error.error_index, exit_error)
         return self._pool.error_of(replies) if isinstance(error, WorkerRaisedError) else error
 
-    def _end_others(self, timeout_s: float) -> dict[int, TaskDone | TaskFailed | WorkerDiedError]:
-        """Waits for the answers that are missing; whoever waits for a place in a world is told that there is none.
+    def _collect_replies(self, timeout_s: float) -> dict[int, TaskDone | TaskFailed | WorkerDiedError]:
+        """Waits for missing replies, and kills workers that do not reply. Workers that wait for a rank receive none.
 
         Returns:
-            What workers have said, by slot.
+            Replies of the workers, by their index in the pool.
         """
         deadline = time.monotonic() + timeout_s
         replies: dict[int, TaskDone | TaskFailed | WorkerDiedError] = {
@@ -386,7 +382,7 @@ class _ElasticRun:
             for worker in set(missing).intersection(self._ready):
                 self._ready.remove(worker)
                 self._send(worker, RankAssignment(None))
-            wait([what for worker in missing for what in worker.waitables], _POLL_S)
+            wait([waitable for worker in missing for waitable in worker.waitables], _POLL_S)
             for worker in list(missing):
                 reply = worker.next_reply()
                 if isinstance(reply, ReadyToJoin):
@@ -403,11 +399,11 @@ class _ElasticRun:
         return replies
 
     def _send(self, worker: Worker, message: Any) -> None:
-        with suppress(OSError):  # its death is heard of
+        with suppress(OSError):  # it has exited: `next_reply` returns the reason
             worker.send(message)
 
 
-def _with_reason(death: WorkerDiedError, reason: str) -> WorkerDiedError:
-    """The death of a worker after which the others do not go on."""
-    exit_code, signal_name = death.exit_code, death.signal_name
-    return WorkerDiedError(f"{death}\n{reason}", death.error_index, death.error_pid, exit_code, signal_name)
+def _with_reason(error: WorkerDiedError, reason: str) -> WorkerDiedError:
+    """Returns the error with the reason why the other workers do not continue."""
+    exit_code, signal_name = error.exit_code, error.signal_name
+    return WorkerDiedError(f"{error}\n{reason}", error.error_index, error.error_pid, exit_code, signal_name)

@@ -1,7 +1,8 @@
-"""A process that has imported torch and Lightning and forks workers from there (``start_method="forkserver"``).
+"""Fork server: a process that has imported torch and Lightning, and forks workers (``start_method="forkserver"``).
 
-The first worker costs one import for all; each later one a few milliseconds. Only this package's and Lightning's
-modules are imported, never the user's script: a script may start threads or touch a GPU, which no fork survives.
+The first worker takes the time of the imports, each later one a few milliseconds. The server imports only modules of
+this package and of Lightning, never the user's script: a script may start threads or use a GPU, and neither survives a
+fork.
 """
 
 import gc
@@ -23,7 +24,7 @@ from lightning_strategies_ext import names
 from lightning_strategies_ext._system import peers
 from lightning_strategies_ext.interpreters import current_options, python_module
 
-#: The module of ours with all that workers run, which the server imports before it forks, for the Lightning in use.
+#: Module of this package that imports all that workers run. The server imports its variant for the Lightning in use.
 _PRELOADED = "lightning_strategies_ext.pytorch.ddp_spawn"
 
 _REPLY = struct.Struct("!i")
@@ -32,7 +33,7 @@ _server: "ForkServer | None" = None
 
 
 class ForkServer:
-    """The main process's view of its server."""
+    """The fork server, as the main process controls it."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -42,30 +43,33 @@ class ForkServer:
             arguments = str(theirs.fileno()), str(os.getpid()), preloaded
             command = python_module(__name__, *arguments, options=current_options())
             self._pid = os.getpid()
-            # In a session of its own, so that Ctrl-C in a terminal reaches the main process alone, which tells workers.
+            # In a new session: Ctrl-C in a terminal reaches only the main process, which signals the workers.
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def fork(self, worker: socket.socket) -> int:
-        """Forks a worker that serves the other end of ``worker``'s pair, and returns its process id.
+        """Forks a worker and returns its process ID.
+
+        Args:
+            worker: The worker's end of its channel.
 
         Raises:
-            RuntimeError: If the server is gone.
+            RuntimeError: If the server has exited.
         """
         reply = b""
         with self._exchange():
-            # With the output streams of now, not of when the server started.
+            # With the current output streams; those of the server may be older.
             socket.send_fds(self._socket, [b"f"], [worker.fileno(), 1, 2])
             reply = self._socket.recv(_REPLY.size, socket.MSG_WAITALL)
         if len(reply) < _REPLY.size:
             raise RuntimeError(
-                f"The process that workers are forked from ended with exit code {self.process.wait()}; what it says"
-                " about that is above. `start_method='spawn'` does without it."
+                f"The fork server, which starts the workers, exited with exit code {self.process.wait()}. Check its"
+                " output above, or use `start_method='spawn'`, which needs no fork server."
             )
         (pid,) = _REPLY.unpack(reply)
         return int(pid)
 
     def exit_code(self, pid: int) -> int | None:
-        """The exit code of a worker that has ended, negative for a signal; None if it runs or is not known."""
+        """Returns the exit code of a worker, negative for a signal; None if it runs or is unknown."""
         with self._exchange():
             self._socket.sendall(b"x" + _REPLY.pack(pid))
             size = self._socket.recv(1)
@@ -75,7 +79,7 @@ class ForkServer:
 
     @contextmanager
     def _exchange(self) -> Generator[None, None, None]:
-        """A request and its reply. Cut short, it ends the server, whose reply would be taken for that to the next."""
+        """Context for a request. If interrupted, it kills the server, whose reply the next request would receive."""
         try:
             with suppress(OSError):
                 yield
@@ -86,18 +90,18 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it runs and is this process's own, not one that it inherited in a fork."""
+        """Whether the server runs and was started by this process, not inherited in a fork."""
         return self._pid == os.getpid() and self.process.poll() is None
 
     def close(self) -> None:
-        """Ends the server; its workers go on."""
+        """Shuts the server down. Its workers continue."""
         self._socket.close()
         if self._pid == os.getpid():
             self.process.wait()
 
 
 def get() -> ForkServer:
-    """The server of this process, started if need be."""
+    """Returns the server of this process; starts it if necessary."""
     global _server
     with _lock:
         if _server is None or not _server.is_usable:
@@ -106,7 +110,7 @@ def get() -> ForkServer:
 
 
 def close() -> None:
-    """Ends this process's server, if it has one."""
+    """Shuts down the server of this process, if it has one."""
     global _server
     with _lock:
         if _server is not None:
@@ -115,16 +119,16 @@ def close() -> None:
 
 
 def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:
-    gc.disable()  # it would look through all that is imported again and again: a sixth of the time
+    gc.disable()  # collections would scan the imported objects repeatedly: a sixth of the time
     for module in ("torchmetrics", preloaded):
         importlib.import_module(module)
-    gc.freeze()  # so that no collection in a worker writes to pages that all share
+    gc.freeze()  # so that no collection in a worker writes to shared pages
     from lightning_strategies_ext.launch.processes import worker_main
 
     context = multiprocessing.get_context("fork")
     children: dict[int, BaseProcess] = {}
     started = peers.start_time(main_pid)
-    # No thread watches the main process here: threads do not survive a fork.
+    # Polls the main process instead of monitoring it in a thread, because threads do not survive a fork.
     while peers.is_running(main_pid, started):
         running = [child.sentinel for child in children.values() if child.exitcode is None]
         wait([requests, *running], worker_main.PARENT_POLL_S)
@@ -142,14 +146,14 @@ def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:
                 requests.sendall(_REPLY.pack(child.pid))
             else:
                 (pid,) = _REPLY.unpack(requests.recv(_REPLY.size, socket.MSG_WAITALL))
-                ended = children.get(pid)
+                exited = children.get(pid)
                 code = None
-                if ended is not None:
-                    ended.join(timeout=1)
-                    code = ended.exitcode
+                if exited is not None:
+                    exited.join(timeout=1)
+                    code = exited.exitcode
                 reply = pickle.dumps(code)
                 requests.sendall(bytes([len(reply)]) + reply)
-    os._exit(0)  # at once: nothing here needs Python's shutdown, and the main process waits
+    os._exit(0)  # at once: no part needs the interpreter's shutdown, and the main process waits
 
 
 def _run_worker(requests: socket.socket, fds: list[int], main_pid: int) -> None:

@@ -1,7 +1,7 @@
-"""A pool of worker processes: started once, given one job after the other, watched all the time.
+"""Worker pool: worker processes that start once, run one task after another, and are monitored all the time.
 
-Whatever happens to a worker, :meth:`WorkerPool.run` returns: with the workers' results, or with one exception that says
-which rank failed first and why, and then no worker is left in a state that nobody knows.
+Whatever happens to a worker, :meth:`WorkerPool.run` returns: with the workers' results, or with one exception that
+names the rank that failed first and the reason. In the second case no worker remains in an unknown state.
 """
 
 import atexit
@@ -28,30 +28,30 @@ from lightning_strategies_ext.launch.protocol import PullResult, RunTask, SaveSt
 
 log = logging.getLogger(__name__)
 
-#: How long ranks may take to fail as well after one has failed, in seconds, before they are killed.
+#: Seconds that ranks have to fail as well after one has failed, before they are killed.
 GRACE_S = 5.0
-#: The same once rank 0 has failed: nothing is expected of the others then.
+#: The same once rank 0 has failed: the pool needs nothing from the other ranks then.
 SHORT_GRACE_S = 1.0
-#: How long ranks may take to stop together after Ctrl-C, in seconds.
+#: Seconds that ranks have to stop together after Ctrl-C.
 INTERRUPT_GRACE_S = 10.0
 _POLL_S = 0.5
 
-#: What each worker has said to a job, by local rank.
+#: Replies of the workers to a task, by local rank.
 TaskReplies = dict[int, TaskDone | TaskFailed | WorkerDiedError]
 
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
-#: Threads in which pools are closed.
+#: Threads that close pools.
 _closing: list[threading.Thread] = []
 
 
 @dataclass
 class TaskOutcome:
-    """How a job ended.
+    """Outcome of a task.
 
     Attributes:
-        error: What the main process should raise, or None.
-        has_results: The local ranks that have results to pull.
-        rng: The generators' states of each rank after the job, in order of local ranks; empty if it failed.
+        error: Exception for the main process to raise, or None.
+        has_results: Local ranks that have results to pull.
+        rng: Random states of each rank after the task, in order of local ranks; empty if the task failed.
     """
 
     error: BaseException | None
@@ -63,10 +63,10 @@ class WorkerPool:
     """Worker processes, one per device.
 
     Args:
-        num_workers: How many.
-        starter: What starts them.
-        reraised_types: Exceptions of a worker that this process should raise as they are.
-        inherited_task: A job that workers get by being forked, for what cannot be pickled.
+        num_workers: Number of workers.
+        starter: Starter of the workers.
+        reraised_types: Types of worker exceptions that this process raises unchanged.
+        inherited_task: Task that workers inherit in a fork, because it cannot be pickled.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class WorkerPool:
     ) -> None:
         if not _pools:
             atexit.unregister(_close_all)
-            atexit.register(_close_all)  # after multiprocessing's own, which waits for children: ours runs before it
-        # A process that multiprocessing itself has started waits for its children before it comes to `atexit`.
+            atexit.register(_close_all)  # last, so that it runs before multiprocessing's handler waits for children
+        # A process of multiprocessing waits for its children before it runs `atexit` handlers.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         self._owner = os.getpid()
         self._reraised_types = reraised_types
         self._workers: list[Any] = []  # of the starter's class
-        self._busy: set[int] = set()  # local ranks whose answer is missing
+        self._busy: set[int] = set()  # local ranks whose reply is missing
         _pools.add(self)
         self._starter = starter
         self._inherited_task = inherited_task
@@ -97,7 +97,7 @@ class WorkerPool:
             raise
 
     def is_usable(self) -> bool:
-        """Asks all workers whether they are there, waiting for a job."""
+        """Whether all workers reply to a ping and wait for a task."""
         if not self._workers or self._owner != os.getpid():
             return False
         for worker in self._workers:
@@ -111,21 +111,21 @@ class WorkerPool:
 
     @property
     def address(self) -> str | None:
-        """See :attr:`.WorkerStarter.address`."""
+        """Address at which the workers reach this host, see :attr:`.WorkerStarter.address`."""
         return self._starter.address
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, in order of ranks."""
+        """Process IDs of the workers, in order of ranks."""
         return [worker.pid for worker in self._workers]
 
     def run(self, task: SentTask | None, settings: Sequence[ProcessSettings], is_continuation: bool) -> TaskOutcome:
-        """Runs a job in all workers and waits until each has run it, or one has failed.
+        """Runs a task in all workers and waits until each has run it, or one has failed.
 
         Args:
-            task: The job, pickled; None for the one that the workers inherited.
-            settings: For each worker.
-            is_continuation: See :class:`.RunTask`.
+            task: The task; None for the task that the workers have inherited.
+            settings: Settings of each worker.
+            is_continuation: Whether the task continues where an earlier one ended.
         """
         replies: TaskReplies = {}
 
@@ -149,14 +149,14 @@ class WorkerPool:
         return TaskOutcome(self.error_of(replies), has_results)
 
     def pull(self, rank: int, timeout_s: float | None = None) -> Iterator[Any]:
-        """Yields the results of a worker's job, one by one; each is written when it is asked for.
+        """Yields the results of a worker's task, in order. The worker produces each result when it is requested.
 
         Args:
-            rank: The worker's local rank.
-            timeout_s: How long it may take for each before it is killed.
+            rank: Local rank of the worker.
+            timeout_s: Seconds that the worker has for each result before it is killed; None for no limit.
 
         Raises:
-            WorkerDiedError: If the worker dies.
+            WorkerDiedError: If the worker exits.
             WorkerRaisedError: If a result cannot be sent.
         """
         worker = self._workers[rank]
@@ -176,35 +176,35 @@ class WorkerPool:
             del result
 
     def save_state(self, rank: int, path: str, timeout_s: float | None = None) -> str | None:
-        """Lets a worker write the state of its stage to a file, where it cannot be pulled.
+        """Saves the state of a worker's stage to a file, because it could not be pulled.
 
         Args:
-            rank: The worker's local rank.
-            path: The file.
-            timeout_s: How long it may take.
+            rank: Local rank of the worker, which writes the file.
+            path: Path of the file.
+            timeout_s: Seconds that the worker has; None for no limit.
 
         Returns:
-            None, or why there is no such file.
+            None, or the reason why the file was not written.
         """
         worker = self._workers[rank]
         try:
             worker.send(SaveState(path))
             if not worker.poll(timeout_s):
-                return f"rank {rank} did not write it in {timeout_s} s"
+                return f"rank {rank} did not write the file within {timeout_s} s"
             reply = worker.receive()
         except (OSError, EOFError):
             return str(worker.death())
         return reply.summary if isinstance(reply, TaskFailed) else None
 
     def replace(self, rank: int) -> Any:
-        """Starts a worker in the place of one that has died; it gets ready while others work."""
+        """Starts a worker that replaces one that has exited, and prepares it while the other workers run."""
         dead = self._workers[rank]
         dead.close()
         worker = self._workers[rank] = self._starter.replace(dead, len(self._workers), self._inherited_task)
         return worker
 
     def retain(self, workers: Sequence[Worker]) -> None:
-        """Ends all others; these have other ranks from here on, in this order."""
+        """Kills all other workers, and assigns new ranks to the given ones, in their order."""
         for worker in self._workers:
             if worker not in workers:
                 worker.kill()
@@ -214,12 +214,12 @@ class WorkerPool:
         self._workers = list(workers)
 
     def signal(self, signum: int) -> None:
-        """Sends a signal to every worker."""
+        """Sends a signal to all workers."""
         for worker in self._workers:
             worker.signal(signum)
 
     def close(self) -> None:
-        """Ends the workers, and waits until they have ended. A second call does no harm."""
+        """Shuts the workers down and waits until they have exited. A second call is a no-op."""
         workers, self._workers = self._workers, []
         if self._owner != os.getpid():
             return
@@ -238,41 +238,41 @@ class WorkerPool:
         self._starter.close()
 
     def close_in_background(self) -> None:
-        """The same, when what it was for is garbage: at once, or in a thread.
+        """Closes the pool when its owner is garbage-collected: at once, or in a thread.
 
-        Garbage is collected within whatever this process is at. Within a call of Ray Client, which has a lock then, the
-        calls that end workers on Ray would wait for that for ever.
+        A collection may run within any call of this process. Within a call of Ray Client, which holds a lock, the calls
+        that shut down workers on Ray would wait for the lock indefinitely.
         """
         if not self._starter.closes_through_library:
             self.close()
             return
-        thread = threading.Thread(target=self.close, daemon=True, name="lightning-strategies-ext end of workers")
+        thread = threading.Thread(target=self.close, daemon=True, name="lightning-strategies-ext worker shutdown")
         try:
             thread.start()
-        except RuntimeError:  # none starts any more when the interpreter ends
+        except RuntimeError:  # no thread can start when the interpreter exits
             self.close()
         else:
             _closing.append(thread)
 
     def submit(self, worker: Worker, order: RunTask, task: SentTask | None) -> None:
-        """Orders a worker to run a job; None is the one that it inherited."""
-        with suppress(OSError):  # it died: who waits for its answer finds out why
+        """Sends a task for a worker to run; None for the task that it has inherited."""
+        with suppress(OSError):  # it has exited: `next_reply` returns the reason
             worker.submit(order, task)
 
     @contextmanager
     def forwarding_sigterm(self) -> Generator[None, None, None]:
-        """Lets the workers stop together when this process is asked to, unless the user has seen to that."""
-        usual = signal.getsignal(signal.SIGTERM)
-        # Ray sets one of its own, which exits, where the user has connected this process to a cluster.
-        is_default = usual == signal.SIG_DFL or getattr(usual, "__module__", "").startswith("ray.")
-        in_charge = threading.current_thread() is threading.main_thread() and is_default
-        if in_charge:
+        """Forwards a SIGTERM to the workers, which then stop together, unless the user has set a handler."""
+        previous = signal.getsignal(signal.SIGTERM)
+        # Ray sets a handler, which exits, if the user has connected this process to a cluster.
+        is_default = previous == signal.SIG_DFL or getattr(previous, "__module__", "").startswith("ray.")
+        is_forwarding = threading.current_thread() is threading.main_thread() and is_default
+        if is_forwarding:
             signal.signal(signal.SIGTERM, lambda signum, frame: self.signal(signum))
         try:
             yield
         finally:
-            if in_charge:
-                signal.signal(signal.SIGTERM, usual)
+            if is_forwarding:
+                signal.signal(signal.SIGTERM, previous)
 
     def _collect(
         self,
@@ -280,14 +280,14 @@ class WorkerPool:
         until: Callable[[], bool],
         timeout_s: float | None = None,
     ) -> None:
-        """Waits for the answers that are still missing, until a condition holds or the time is over."""
+        """Waits for the missing replies, until a condition holds or the timeout has passed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not until() and len(replies) < len(self._workers):
             missing = [worker for worker in self._workers if worker.rank not in replies]
-            left = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
-            if left < 0:
+            remaining_s = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
+            if remaining_s < 0:
                 return
-            wait([what for worker in missing for what in worker.waitables], left)
+            wait([waitable for worker in missing for waitable in worker.waitables], remaining_s)
             for worker in missing:
                 reply = worker.next_reply()
                 if reply is not None:
@@ -295,46 +295,50 @@ class WorkerPool:
                     self._busy.discard(worker.rank)
 
     def _collect_failures(self, replies: TaskReplies) -> None:
-        """After a failure: lets the others fail as well, which tells which was the first; kills those that do not."""
+        """Waits for the other ranks to fail as well, which shows the first failure; kills those that do not."""
 
-        def nothing_more_is_needed() -> bool:
+        def has_rank_0_replied() -> bool:
             return 0 in replies
 
-        self._collect(replies, until=nothing_more_is_needed, timeout_s=GRACE_S)
+        self._collect(replies, until=has_rank_0_replied, timeout_s=GRACE_S)
         self._collect(replies, until=lambda: False, timeout_s=SHORT_GRACE_S)
         for worker in self._workers:
             if worker.rank not in replies:
-                log.info("rank %d does not end after another has failed, it is killed", worker.rank)
+                log.info("Rank %d does not exit although another rank has failed; killing it.", worker.rank)
                 worker.kill()
 
     def _interrupt(self, replies: TaskReplies, interrupt: KeyboardInterrupt) -> TaskOutcome:
         try:
             self.signal(signal.SIGINT)
             self._collect(replies, until=lambda: False, timeout_s=INTERRUPT_GRACE_S)
-        except KeyboardInterrupt:  # the user means it
+        except KeyboardInterrupt:  # a second one: without waiting
             pass
         return TaskOutcome(interrupt, {rank for rank, reply in replies.items() if _has_results(reply)})
 
     def error_of(self, replies: TaskReplies) -> BaseException:
-        """What the main process should raise for what workers have said, by local rank."""
-        deaths = [reply for reply in replies.values() if isinstance(reply, WorkerDiedError)]
+        """Returns the exception for the main process to raise.
+
+        Args:
+            replies: Replies of the workers, by local rank; at least one is a failure.
+        """
+        exits = [reply for reply in replies.values() if isinstance(reply, WorkerDiedError)]
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, TaskFailed)}
-        # Those that a watch has ended had another reason, if there is another.
-        stuck = any(getattr(failure.exception, "is_stuck", False) for failure in failures.values())
-        ended = (MONITOR_EXIT_CODE, -signal.SIGKILL) if stuck else (MONITOR_EXIT_CODE,)
-        deaths = [death for death in deaths if death.exit_code not in ended] or ([] if failures else deaths)
-        if deaths:  # what the others say then is, as a rule, that they lost it
-            death = deaths[0]
-            others = "".join(f"\nThen rank {rank} failed: {failure.summary}" for rank, failure in failures.items())
+        # A rank that a failure monitor has terminated or killed is not the cause, if another cause is known.
+        is_hang = any(getattr(failure.exception, "is_stuck", False) for failure in failures.values())
+        monitor_codes = (MONITOR_EXIT_CODE, -signal.SIGKILL) if is_hang else (MONITOR_EXIT_CODE,)
+        exits = [error for error in exits if error.exit_code not in monitor_codes] or ([] if failures else exits)
+        if exits:  # the other ranks have usually failed because they lost this one
+            cause = exits[0]
+            secondary = "".join(f"\nThen rank {rank} failed: {failure.summary}" for rank, failure in failures.items())
             error = WorkerDiedError(
-                f"{death}{others}", death.error_index, death.error_pid, death.exit_code, death.signal_name
+                f"{cause}{secondary}", cause.error_index, cause.error_pid, cause.exit_code, cause.signal_name
             )
             first = next((failure.first_failure for failure in failures.values() if failure.first_failure), None)
-            if first is not None and first.ranks == (death.error_index,):  # how, only the process that started it knows
-                first = replace(first, headline=str(death))
+            if first is not None and first.ranks == (cause.error_index,):  # other ranks cannot see its exit code
+                first = replace(first, headline=str(cause))
             error.first_failure = first
             return error
-        # Who has failed because another had, or had to be ended for it, was not the first, even if it is heard first.
+        # A rank that failed, or was terminated, because of another rank is not the first, even if it replied first.
         rank = min(failures, key=lambda rank: (failures[rank].is_secondary, failures[rank].time))
         failure = failures[rank]
         exception = failure.exception
@@ -343,7 +347,7 @@ class WorkerPool:
         return self._raised_by_all(failures) or self._error_from(rank, failure)
 
     def _raised_by_all(self, failures: dict[int, TaskFailed]) -> Exception | None:
-        """Returns the exception that all ranks raised, of the same class and with the same message; rank 0's one.
+        """Returns rank 0's exception if all ranks raised it, of the same class and with the same message; else None.
 
         Its cause is the :class:`.WorkerRaisedError` with the traceback.
         """
@@ -354,14 +358,14 @@ class WorkerPool:
         if any(type(other) is not type(first) or str(other) != str(first) for other in exceptions):
             return None
         cause = self._error_from(min(failures), failures[min(failures)])
-        cause.__cause__ = None  # it would be its own cause
+        cause.__cause__ = None  # otherwise the exception would be its own cause
         first.__cause__ = cause
         return first
 
     def _error_from(self, rank: int, failure: TaskFailed) -> WorkerRaisedError:
         worker = self._workers[rank]
         headline = f"rank {rank} ({worker.description}) failed: {failure.summary}"
-        message = f"{headline}\n\nTrace of rank {rank}:\n{failure.traceback}"
+        message = f"{headline}\n\nTraceback of rank {rank}:\n{failure.traceback}"
         error = WorkerRaisedError(message, rank, worker.pid)
         error.__cause__ = failure.exception
         error.first_failure = failure.first_failure
@@ -373,7 +377,7 @@ def _has_results(reply: TaskDone | TaskFailed | WorkerDiedError) -> bool:
 
 
 def wait_until_closed() -> None:
-    """Returns when all pools are closed that were garbage."""
+    """Waits until all pools whose owners were garbage-collected are closed."""
     while _closing:
         _closing.pop().join()
 

@@ -1,4 +1,4 @@
-"""What makes a worker like the main process: directory, environment variables, random numbers, torch's settings."""
+"""State that workers receive from the main process: directory, environment variables, random states, torch settings."""
 
 import os
 import random
@@ -12,7 +12,7 @@ import torch
 
 @dataclass
 class ProcessSettings:
-    """The state of the main process's globals that a job sees too, as they are when the job is sent."""
+    """Global state of the main process when it sends a task, for the workers that run the task."""
 
     directory: str
     environment: dict[str, str]
@@ -26,7 +26,7 @@ class ProcessSettings:
     matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
 
     def apply(self) -> None:
-        """Makes this process's globals so."""
+        """Applies the settings to this process."""
         self.enter_directory()
         self.set_environment()
         torch.set_num_threads(self.num_threads)
@@ -38,11 +38,11 @@ class ProcessSettings:
         self.rng.apply()
 
     def enter_directory(self) -> None:
-        """Changes to the main process's directory."""
+        """Changes to the working directory of the main process."""
         os.chdir(self.directory)
 
     def set_environment(self) -> None:
-        """Sets the main process's variables, and no others."""
+        """Replaces all environment variables by those of the main process."""
         for name in set(os.environ) - set(self.environment):
             del os.environ[name]
         os.environ.update(self.environment)
@@ -50,7 +50,7 @@ class ProcessSettings:
 
 @dataclass
 class RngState:
-    """The states of Python's, NumPy's and torch's generators; of the GPU of this rank too where one is in use."""
+    """States of the random number generators of Python, NumPy, and torch, and of this rank's GPU if CUDA is in use."""
 
     python: Any
     numpy: Any
@@ -59,18 +59,18 @@ class RngState:
 
     @classmethod
     def now(cls) -> "RngState":
-        """Those of this process."""
+        """Returns the current states of this process."""
         cuda = bytes(torch.cuda.get_rng_state().numpy()) if torch.cuda.is_initialized() else None
         kind, keys, *rest = np.random.get_state(legacy=True)
         numpy = (kind, bytes(keys), *rest)  # type: ignore[arg-type]
         return cls(random.getstate(), numpy, bytes(torch.get_rng_state().numpy()), cuda)
 
     def is_same(self, other: "RngState") -> bool:
-        """Whether the generators on the CPU have the same states."""
+        """Whether the states of the CPU generators are equal."""
         return (self.python, self.numpy, self.torch_cpu) == (other.python, other.numpy, other.torch_cpu)
 
     def apply(self) -> None:
-        """Sets this process's."""
+        """Sets the generators of this process to these states."""
         random.setstate(self.python)
         kind, keys, *rest = self.numpy
         np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
@@ -80,5 +80,5 @@ class RngState:
 
 
 def is_interactive() -> bool:
-    """Whether this process is a notebook's or has a prompt: no other could import what is defined here."""
+    """Whether this process is a notebook or has a prompt, so that no other process can import its definitions."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)

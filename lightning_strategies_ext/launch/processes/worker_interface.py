@@ -1,6 +1,6 @@
-"""What a pool asks of whatever starts its workers, and of a worker, wherever that runs: two Protocols.
+"""Interfaces of workers and of their starters, through which a pool uses them.
 
-Workers that are processes of this host are in :mod:`.worker_process`, those on a Ray cluster in :mod:`.launch.ray`.
+:mod:`.worker_process` implements both for processes of this host, :mod:`.launch.ray` for workers on a Ray cluster.
 """
 
 from collections.abc import Sequence
@@ -13,115 +13,128 @@ from lightning_strategies_ext.launch.protocol import RunTask
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects
 
-#: How long a worker may take to end, in seconds.
+#: Seconds that a worker has to exit.
 EXIT_TIMEOUT_S = 3.0
 
 
 class SentTask(Protocol):
-    """A job that was written once, for all workers."""
+    """A task that was serialized once, for all workers."""
 
     def close(self) -> None:
-        """Lets go of it; what was sent stays valid."""
+        """Releases the serialized task. Workers that have received it keep it."""
 
 
 class Worker(Protocol):
-    """A worker as the main process sees it.
+    """A worker, as the main process controls it.
 
     Attributes:
-        rank: Among the pool's workers.
+        rank: Index of the worker in its pool.
     """
 
     rank: int
 
     @property
     def pid(self) -> int:
-        """Its process id, on its host."""
+        """Process ID on the worker's host; 0 if it is not known yet."""
 
     @property
     def description(self) -> str:
-        """Which process it is, for people."""
+        """Text that identifies the process in messages, such as "pid 4711"."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of its own."""
+        """Environment variables of this worker alone."""
 
     @property
     def is_connected(self) -> bool:
-        """Whether it is there; what it was told before, it hears when it is."""
+        """Whether the worker is ready to receive; messages that were sent before wait until it is."""
 
     @property
     def waitables(self) -> list[Any]:
-        """What becomes ready when there is an answer, or the worker has died."""
+        """Objects for ``multiprocessing.connection.wait``, ready when a reply has arrived or the worker has exited."""
 
     def send(self, message: Any) -> None:
         """Sends a message.
 
         Raises:
-            OSError: If the worker is gone.
+            OSError: If the worker has exited.
         """
 
     def submit(self, order: RunTask, task: Any) -> None:
-        """Orders it to run a job, a :class:`SentTask`; None is the one that it inherited.
+        """Sends a task for the worker to run.
+
+        Args:
+            order: Message that precedes the task.
+            task: The task, a :class:`SentTask`; None for the task that the worker has inherited in a fork.
 
         Raises:
-            OSError: If the worker is gone.
+            OSError: If the worker has exited.
         """
 
     def poll(self, timeout_s: float | None) -> bool:
-        """Waits until there is something to receive, or the worker is gone; False if neither came in time."""
+        """Waits until :meth:`receive` has a message, or the worker has exited.
+
+        Args:
+            timeout_s: Maximum time to wait, in seconds; None for no limit.
+
+        Returns:
+            False if neither happened in time.
+        """
 
     def receive(self) -> Any:
-        """Waits for a message.
+        """Waits for a message and returns it.
 
         Raises:
-            EOFError: If the worker is gone.
+            EOFError: If the worker has exited.
         """
 
     def next_reply(self) -> Any:
-        """Its answer to a job, its death if it died without one, or None for now.
+        """Returns the next reply to a task.
 
-        In a job whose ranks may change also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`.
+        Returns:
+            The reply, in an elastic task also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`; the :meth:`exit_error`
+            if the worker has exited without a reply; None if neither has happened yet.
         """
 
     def notify_peer_loss(self, world: int) -> None:
-        """Says that another worker of its world is gone, where the kernel of its host may not know.
+        """Notifies the worker that another worker of its world has exited, if its kernel may not detect that.
 
         Args:
-            world: The world's number.
+            world: Number of the world.
         """
 
     def ping(self) -> None:
-        """Asks the worker, which waits for a job, to answer :meth:`is_responsive`."""
+        """Requests a reply for :meth:`is_responsive` from the worker, which waits for a task."""
 
     def is_responsive(self) -> bool:
-        """Waits for the answer to :meth:`ping`; False if the worker ended instead."""
+        """Whether the worker replies to :meth:`ping`. Waits until it replies or exits."""
 
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the worker runs."""
 
     def exit_error(self) -> WorkerDiedError:
-        """Describes how it ended; waits a moment for it to have ended."""
+        """Returns an error that describes how the worker exited. Waits briefly until that is known."""
 
     def signal(self, signum: int) -> None:
-        """Sends it a signal, if it runs."""
+        """Sends a signal to the worker if it runs."""
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until it has ended."""
+        """Waits until the worker has exited, at most for the given seconds."""
 
     def kill(self) -> None:
-        """Kills it, if it runs."""
+        """Kills the worker if it runs, and waits until it has exited, at most :data:`EXIT_TIMEOUT_S`."""
 
     def close(self) -> None:
-        """Frees what this process holds for it."""
+        """Releases what the main process holds for the worker."""
 
 
 class WorkerStarter(Protocol):
-    """What starts the workers of a pool.
+    """Starts the workers of a pool.
 
     Attributes:
-        name: What the user wrote to have it.
-        forks: Whether workers are forks of this process, and have what it has.
-        closes_through_library: Whether ending workers takes calls of a library that has locks of its own.
+        name: Argument with which the user has selected the starter, such as "start_method='fork'"; for messages.
+        forks: Whether workers are forks of this process and inherit its objects.
+        closes_through_library: Whether closing workers calls a library that has locks of its own.
     """
 
     name: str
@@ -130,48 +143,48 @@ class WorkerStarter(Protocol):
 
     @property
     def settings_class(self) -> type[ProcessSettings]:
-        """What makes its workers like the main process."""
+        """Class of the settings that a worker applies before each task."""
 
     @property
     def reuse_key(self) -> Any:
-        """What has to be alike in two of them for the workers of one to be of use to the other."""
+        """Key by which two starters are equal if the workers of one can run the tasks of the other."""
 
     @property
     def address(self) -> str | None:
-        """Of this process's host, as the workers reach it; None if they share it and use a :class:`.HostStore`."""
+        """Address at which workers reach this host; None if they run on it and use a :class:`.HostStore`."""
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment variables of the main process that its workers receive."""
+        """Returns the environment variables of this process that its workers receive."""
 
     def num_cpus(self, num_workers: int) -> int:
-        """How many CPUs a worker has for its computations."""
+        """Returns the number of CPUs that a worker has for its computations."""
 
     def check_can_start(self) -> None:
-        """Refuses to start workers where that cannot work.
+        """Checks that workers can be started from this process.
 
         Raises:
-            RuntimeError: If it cannot.
+            RuntimeError: If they cannot.
         """
 
     def start(self, rank: int, num_workers: int, inherited_task: WorkerTask | None) -> Worker:
         """Starts a worker.
 
         Args:
-            rank: Which.
-            num_workers: Of how many.
-            inherited_task: A job that it gets by being forked.
+            rank: Index of the worker in its pool.
+            num_workers: Number of workers in the pool.
+            inherited_task: Task that the worker inherits in a fork.
         """
 
     def prepare(self, workers: Sequence[Any]) -> list[Any]:
-        """Makes workers that have just been started ready for jobs; returns them in order of ranks."""
+        """Prepares new workers for tasks, and returns them in the order of their ranks."""
 
     def replace(self, dead: Any, num_workers: int, inherited_task: WorkerTask | None) -> Worker:
-        """Starts a worker in the place of one that has died; it gets ready for jobs while others work.
+        """Starts a worker that replaces an exited one, and prepares it for tasks while the other workers run.
 
         Args:
-            dead: The one that has died, closed.
-            num_workers: See :meth:`start`.
-            inherited_task: See :meth:`start`.
+            dead: The worker that has exited, closed.
+            num_workers: Number of workers in the pool.
+            inherited_task: Task that the worker inherits in a fork.
         """
 
     def dump(
@@ -181,15 +194,15 @@ class WorkerStarter(Protocol):
         is_return: bool = False,
         received_objects: dict[int, Any] | None = None,
     ) -> Pickled:
-        """Pickles a job, see :func:`.pickling.dump`."""
+        """Pickles a task, see :func:`.pickling.dump`."""
 
     def pack(self, pickled: Pickled, cache: MemoryFileCache) -> SentTask:
-        """Writes a job to where workers find it.
+        """Writes a pickled task to memory that all workers can read.
 
         Args:
-            pickled: The job.
-            cache: What was sent before.
+            pickled: The task.
+            cache: Memory of earlier tasks, which is reused for buffers that have not changed.
         """
 
     def close(self) -> None:
-        """Called when all its workers have ended."""
+        """Releases what the starter holds. Called when all its workers have exited."""

@@ -1,7 +1,7 @@
-"""What runs in a worker process: it waits for jobs from the main process, runs them, and hands over their results.
+"""Main loop of a worker process: waits for tasks of the main process, runs them, and returns their results.
 
-A worker serves one pool. It ends when the pool says so, when a job fails, and when the main process is gone, however
-that happened.
+A worker serves one pool. It exits when the pool shuts it down, when a task fails, and when the main process has exited
+for any reason.
 """
 
 import atexit
@@ -37,31 +37,38 @@ from lightning_strategies_ext.launch.transport import unreadable
 from lightning_strategies_ext.launch.transport.channel import Channel, ReceivedMessage, TaskChannel
 from lightning_strategies_ext.launch.transport.pickling import Pickled, use_remote_main
 
-#: How often a worker looks whether the main process is alive, in seconds.
+#: Seconds between two checks whether the main process runs.
 PARENT_POLL_S = 0.5
-#: By which ``multiprocessing.spawn`` is told what to import in place of the user's ``__main__``.
+#: Keys of preparation data: what ``multiprocessing.spawn`` imports in place of the user's ``__main__``.
 MAIN_NAME, MAIN_PATH = "init_main_from_name", "init_main_from_path"
 
 _is_importing_main = False
 
 
 class WorkerTask(Protocol):
-    """What a worker runs. It is pickled in the main process."""
+    """A task for workers. The main process pickles it."""
 
     def run(self, state: "WorkerState", message: ReceivedMessage) -> Iterator[Any]:
-        """Runs the job and returns what the main process may pull of its results, one after the other.
+        """Runs the task.
+
+        Args:
+            state: State of this worker.
+            message: Message in which the task arrived.
+
+        Returns:
+            Results that the main process may pull, in order.
 
         Raises:
-            TaskFailedError: If it fails.
+            TaskFailedError: If the task fails.
         """
 
 
 class TaskFailedError(Exception):
-    """A job failed; its ``__cause__`` is the exception.
+    """A task failed; ``__cause__`` is the exception.
 
     Args:
-        clean_up: What is left to do. The failure is reported first: this may take long.
-        results: What the main process may pull nevertheless, or None.
+        clean_up: Function to call after the failure is reported, because it may take long.
+        results: Results that the main process may pull nevertheless, or None.
     """
 
     def __init__(self, clean_up: Callable[[], None], results: Iterator[Any] | None) -> None:
@@ -71,17 +78,17 @@ class TaskFailedError(Exception):
 
 
 class WorkerState:
-    """Which worker this is, and what outlives a job in it.
+    """Identity of a worker, and the state that it keeps between tasks.
 
     Attributes:
-        rank: Index among the pool's workers.
-        rank_info: See :class:`.WorkerSetup`.
-        channel: To the main process, for a job whose ranks may change; None if there is none that a job may use.
-        is_continuation: Whether the job goes on where an earlier one of this pool ended.
-        is_joining: Whether the others are in the middle of the job.
-        is_running: Whether a job runs now.
-        on_interrupt: What to do then on Ctrl-C instead of raising KeyboardInterrupt.
-        save: Writes the state of the stage that ran to a file, until the next job.
+        rank: Index of the worker in its pool.
+        rank_info: Rank info of a worker that may run on another host, else None.
+        channel: Channel to the main process, for elastic tasks; None if tasks must not use one.
+        is_continuation: Whether the task continues where an earlier one of this pool ended.
+        is_joining: Whether the other workers are running the task already.
+        is_running: Whether a task runs.
+        on_interrupt: Function to call on Ctrl-C while a task runs, instead of raising KeyboardInterrupt.
+        save: Function that saves the state of the last stage to a file; None after the next task has started.
     """
 
     def __init__(self, start: WorkerSetup, channel: TaskChannel | None = None) -> None:
@@ -96,35 +103,35 @@ class WorkerState:
 
     @property
     def local_rank(self) -> int:
-        """Index among the workers of this host."""
+        """Index of the worker on its host."""
         return self.rank if self.rank_info is None else self.rank_info.local_rank
 
 
 def is_importing_main() -> bool:
-    """Whether this is a worker that is still importing the user's script."""
+    """Whether this process is a worker that is importing the user's script."""
     return _is_importing_main
 
 
 def serve(connected: socket.socket, main_pid: int, inherited_task: WorkerTask | None = None) -> None:
-    """Runs a worker until it is told to end. Called in the worker process, once.
+    """Runs a worker until the main process shuts it down. The worker process calls this once.
 
     Args:
-        connected: This worker's end of its channel.
-        main_pid: The main process.
-        inherited_task: A job that a forked worker got by being forked.
+        connected: The worker's end of its channel.
+        main_pid: Process ID of the main process.
+        inherited_task: Task that the worker has inherited in a fork.
     """
     exit_with_parent(main_pid)
     channel = Channel(connected)
-    with suppress(EOFError, OSError):  # the main process closed its end: there is no one to tell
+    with suppress(EOFError, OSError):  # the main process has closed its end
         _serve(channel, inherited_task)
-    gc.collect()  # ends the workers of dataloaders in good order
+    gc.collect()  # shuts down DataLoader workers in good order
 
 
 @contextmanager
 def isolated_exit_handlers() -> Generator[None, None, None]:
-    """Runs what is registered with ``atexit`` in here, and nothing of the process that this one was forked from.
+    """Runs the ``atexit`` handlers that are registered in the context, and none of the process that was forked.
 
-    A forked process ends without it, unless it is multiprocessing's of Python 3.14.
+    A forked process exits without its handlers otherwise, unless multiprocessing of Python 3.14 has started it.
     """
     atexit._clear()
     try:
@@ -144,19 +151,19 @@ def _serve(channel: Channel, inherited_task: WorkerTask | None) -> None:
         for reply in service.handle(message, partial(channel.receive_message, private=True)):
             try:
                 channel.send(reply)
-            except Exception as exception:  # pickle cannot take a result of the user's
+            except Exception as exception:  # a result of the user's task cannot be pickled
                 channel.send(service.fail_unsent_result(exception))
 
 
 class WorkerService:
-    """What a worker answers to the main process's messages, whatever carries them.
+    """Handles the messages of the main process, over any transport.
 
     Args:
-        state: Of this worker.
-        inherited_task: See :func:`serve`.
+        state: State of this worker.
+        inherited_task: Task that the worker has inherited in a fork.
 
     Attributes:
-        is_finished: Whether there is nothing more that this worker is good for.
+        is_finished: Whether the worker can handle no more messages.
     """
 
     def __init__(self, state: WorkerState, inherited_task: WorkerTask | None = None) -> None:
@@ -167,39 +174,39 @@ class WorkerService:
         self._results: Iterator[Any] = iter(())
 
     def set_up(self, start: WorkerSetup) -> TaskFailed | None:
-        """Makes this process ready for jobs; returns why that has failed, if it has."""
-        signal.signal(signal.SIGINT, lambda signum, frame: _interrupted(self._state))
+        """Prepares this process for tasks; returns the failure, or None."""
+        signal.signal(signal.SIGINT, lambda signum, frame: _handle_interrupt(self._state))
         try:
             _prepare(start)
         except BaseException as exception:
             return TaskFailed.of(exception)
-        # What is here stays: the collection between jobs need not look at it, and one before this would write to all
-        # pages that a forked worker shares with the process it was forked from.
+        # The objects up to here stay, so that collections between tasks can skip them. A collection before the freeze
+        # would write to all pages that a forked worker shares with its parent.
         gc.freeze()
         gc.enable()
         return None
 
     def handle(self, message: Any, receive_task: Callable[[], ReceivedMessage]) -> Iterator[Any]:
-        """What to answer; the caller exhausts it, for there may be something left to do after an answer.
+        """Yields the replies to a message. The caller exhausts the iterator, because work may follow a reply.
 
         Args:
-            message: The message, any but :class:`.Shutdown`.
-            receive_task: Waits for the job that follows an :class:`.RunTask`.
+            message: Any message except :class:`.Shutdown`.
+            receive_task: Callable that waits for the task that follows a :class:`.RunTask`.
         """
         if isinstance(message, Ping):
             yield message
         elif isinstance(message, JoinPending):
-            pass  # it came when the job was over
+            pass  # it arrived after the task
         elif isinstance(message, SaveState):
             yield _save(message.path, self._state)
         elif isinstance(message, PullResult):
             yield self._next_result()
         else:
             yield from self._run(message, receive_task)
-            gc.collect()  # the trainer of a job that is over, with its memory and the workers of its dataloaders
+            gc.collect()  # frees the Trainer of the task, with its memory and its DataLoader workers
 
     def fail_unsent_result(self, exception: Exception) -> TaskFailed:
-        """Called when a result could not be sent; what to send in its place. There are no more results then."""
+        """Returns the reply in place of a result that could not be sent, and drops the remaining results."""
         self._results = iter(())
         gc.collect()
         return TaskFailed.of(exception)
@@ -238,7 +245,7 @@ class WorkerService:
 def _save(path: str, state: WorkerState) -> "TaskDone | TaskFailed":
     try:
         if state.save is None:
-            raise RuntimeError("no stage of a Trainer has run here")
+            raise RuntimeError("this worker has no state to save, because its last task was no stage of a Trainer")
         state.save(path)
         return TaskDone(RngState.now())
     except Exception as exception:
@@ -253,16 +260,16 @@ def _run(
     state.is_joining = order.is_joining
     state.is_running = True
     try:
-        task: WorkerTask | None = inherited_task if order.is_inherited else _opened(message)
+        task: WorkerTask | None = inherited_task if order.is_inherited else _open(message)
         assert task is not None
         return task.run(state, message)
     finally:
-        message.received_objects = {}  # it would keep the job's objects
+        message.received_objects = {}  # otherwise it would keep the task's objects alive
         state.is_running = False
         state.on_interrupt = None
 
 
-def _opened(message: ReceivedMessage) -> Any:
+def _open(message: ReceivedMessage) -> Any:
     try:
         return message.open()
     except (MemoryError, OSError):
@@ -274,30 +281,30 @@ def _opened(message: ReceivedMessage) -> Any:
 def _prepare(start: WorkerSetup) -> None:
     global _is_importing_main
     if start.preparation is None:
-        # Forked from a process whose OpenMP threads, if it had any, are not here: one would wait for them for ever.
+        # A fork has none of the OpenMP threads that its parent may have: it would wait for them indefinitely.
         torch.set_num_threads(1)
         return
     if not imports_main(start.preparation):
         use_remote_main()
     _is_importing_main = True
     try:
-        # Imports the user's script as `__mp_main__`, where its classes are looked up. `spawn.prepare` is what
-        # multiprocessing calls in its own children (Python 3.10 to 3.14).
+        # Imports the user's script as `__mp_main__`, where its classes are looked up. multiprocessing calls
+        # `spawn.prepare` in its own children (Python 3.10 to 3.14).
         multiprocessing.spawn.prepare(start.preparation)
     finally:
         _is_importing_main = False
 
 
 def imports_main(preparation: Mapping[str, Any]) -> bool:
-    """Whether a worker imports the user's script; it cannot where there is none, as in a notebook or for ``python -c``.
+    """Whether a worker imports the user's script; a notebook and ``python -c`` have none.
 
     Args:
-        preparation: See :class:`.WorkerSetup`.
+        preparation: Preparation data, see :class:`.WorkerSetup`.
     """
     return MAIN_NAME in preparation or MAIN_PATH in preparation
 
 
-def _interrupted(state: WorkerState) -> None:
+def _handle_interrupt(state: WorkerState) -> None:
     if not state.is_running:
         return
     if state.on_interrupt is None:
@@ -306,23 +313,23 @@ def _interrupted(state: WorkerState) -> None:
 
 
 def exit_with_parent(pid: int) -> None:
-    """Kills this process soon after process ``pid`` is gone, whatever it is doing then.
+    """Kills this process soon after process ``pid`` has exited, whatever this process is doing.
 
-    The workers of its dataloaders notice within five seconds, and clean up behind them.
+    Its DataLoader workers detect that within five seconds, and clean up.
     """
     started = start_time(pid)
 
-    def watch() -> None:
+    def monitor() -> None:
         while is_running(pid, started):
             time.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True, name="lightning-strategies-ext parent watch").start()
+    threading.Thread(target=monitor, daemon=True, name="lightning-strategies-ext parent monitor").start()
 
 
 def command(connected: socket.socket, main_pid: int) -> list[str]:
-    """Returns the command that starts a worker in an interpreter of its own, with the options of this one."""
-    # Collecting garbage while modules are imported takes a sixth of the time and finds none.
+    """Returns the command that starts a worker in a new interpreter, with the options of this one."""
+    # Garbage collections take a sixth of the time of the imports, and find nothing.
     program = "import gc, socket; gc.disable(); from lightning_strategies_ext.launch.processes import worker_main"
     program += f"; worker_main.serve(socket.socket(fileno={connected.fileno()}), {main_pid})"
     return python(program, options=current_options())

@@ -1,4 +1,4 @@
-"""A worker process of this host as the main process sees it: started in one of three ways, asked, watched, ended."""
+"""Worker processes of this host, and the three ways to start them."""
 
 import multiprocessing
 import multiprocessing.spawn
@@ -13,13 +13,14 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 import torch
+from typing_extensions import override
 
 from lightning_strategies_ext import host_store, rank_variables
 from lightning_strategies_ext._system.peers import is_running, kill_with_forked_children, start_time
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, is_interactive
-from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S
+from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, Worker, WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_main import (
     MAIN_NAME,
     MAIN_PATH,
@@ -43,17 +44,16 @@ from lightning_strategies_ext.launch.transport.pickling import (
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
 
-class WorkerProcess:
-    """One worker process.
+class WorkerProcess(Worker):
+    """A worker process of this host.
 
     Args:
-        rank: Its local rank.
-        start_method: See :class:`.WorkerPool`.
-        inherited_task: See :class:`.WorkerPool`.
+        rank: Local rank of the worker.
+        start_method: Start method, see :class:`ProcessStarter`.
+        inherited_task: Task that the worker inherits in a fork.
 
     Attributes:
-        channel: What it is talked to over.
-        pid: Its process id.
+        channel: Channel to the worker.
     """
 
     def __init__(self, rank: int, start_method: WorkerStartMethod, inherited_task: WorkerTask | None) -> None:
@@ -62,7 +62,7 @@ class WorkerProcess:
         self.channel = Channel(ours)
         with theirs:
             start = {"spawn": self._spawn, "fork": self._fork, "forkserver": self._fork_from_server}[start_method]
-            self.pid, self._exit_code = start(theirs, inherited_task)
+            self._pid, self._exit_code = start(theirs, inherited_task)
         self._started = start_time(self.pid)
         self._pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
@@ -93,118 +93,105 @@ class WorkerProcess:
         return pid, lambda: server.exit_code(pid)
 
     @property
+    @override
+    def pid(self) -> int:
+        return self._pid
+
+    @property
+    @override
     def description(self) -> str:
-        """Which process it is, for people."""
         return f"pid {self.pid}"
 
     @property
+    @override
     def environment(self) -> dict[str, str]:
-        """Environment variables of its own: none."""
         return {}
 
     @property
+    @override
     def is_connected(self) -> bool:
-        """True: what it is told waits for it."""
-        return True
+        return True  # the socket buffers messages until the worker reads them
 
     @property
+    @override
     def waitables(self) -> list[Any]:
-        """What becomes ready when there is an answer, or the worker has died."""
         return [self.channel] if self._pidfd is None else [self.channel, self._pidfd]
 
+    @override
     def send(self, message: Any) -> None:
-        """Sends a message.
-
-        Raises:
-            OSError: If the worker is gone.
-        """
         self.channel.send(message)
 
+    @override
     def submit(self, order: RunTask, task: PreparedMessage | None) -> None:
-        """Orders it to run a job; None is the one that it inherited.
-
-        Raises:
-            OSError: If the worker is gone.
-        """
         self.channel.send(order)
         if task is not None:
             task.send(self.channel)
 
+    @override
     def poll(self, timeout_s: float | None) -> bool:
-        """Waits until there is something to receive, or the worker is gone; False if neither came in time."""
         return bool(wait([self.channel.socket], timeout_s))
 
+    @override
     def receive(self) -> Any:
-        """Waits for a message.
-
-        Raises:
-            EOFError: If the worker is gone.
-        """
         return self.channel.receive()
 
+    @override
     def next_reply(self) -> Any:
-        """The worker's answer to a job, its death if it died without one, or None for now.
-
-        In a job whose ranks may change also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`.
-        """
-        is_dead = not self.is_alive()  # asked first: a worker that answers and then dies has answered
+        has_exited = not self.is_alive()  # checked first: the worker may reply and then exit
         if wait([self.channel.socket], 0):
             with suppress(EOFError, OSError):
                 return self.channel.receive()
-        return self.exit_error() if is_dead else None
+        return self.exit_error() if has_exited else None
 
+    @override
     def notify_peer_loss(self, world: int) -> None:
-        """Does nothing: the kernel lets whoever waits for a process of this host know that it is gone."""
+        """A no-op: the kernel reports the exit of a process to all processes of its host that wait for it."""
 
+    @override
     def ping(self) -> None:
-        """Asks the worker, which waits for a job, to answer :meth:`is_responsive`."""
         with suppress(OSError):
             self.channel.send(Ping())
 
+    @override
     def is_responsive(self) -> bool:
-        """Waits for the answer to :meth:`ping`; False if the worker ended instead.
-
-        A worker that was killed still counts as a running process for a moment; it does not answer any more.
-        """
+        # Not by `is_alive` alone: a worker that was killed still counts as a running process for a moment.
         while True:
-            wait(self.waitables, 1.0)  # its dataloaders' workers may hold its end of the channel open
-            is_dead = not self.is_alive()
+            wait(self.waitables, 1.0)  # DataLoader workers may hold the worker's end of the channel open
+            has_exited = not self.is_alive()
             if wait([self.channel.socket], 0):
                 with suppress(EOFError, OSError):
                     return isinstance(self.channel.receive(), Ping)
                 return False
-            if is_dead:
+            if has_exited:
                 return False
 
+    @override
     def is_alive(self) -> bool:
-        """Whether the process runs."""
         if self._pidfd is not None:
             return not wait([self._pidfd], 0)
         return is_running(self.pid, self._started)
 
+    @override
     def exit_error(self) -> WorkerDiedError:
-        """Describes how the worker ended; waits a moment for it to have ended."""
         self.wait(1.0)
         code = self._exit_code()
-        name = None
+        how = "exited" if code is None else f"exited with exit code {code}"
+        name, hint = None, ""
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             how = f"was killed by {name}"
-            if name == "SIGKILL":
-                how += "; the kernel does that when memory runs out"
-        else:
-            how = "ended" if code is None else f"ended with exit code {code}"
-        message = f"rank {self.rank} (pid {self.pid}) {how}, in the middle of its work."
+            hint = " The kernel sends SIGKILL when memory runs out." if name == "SIGKILL" else ""
+        message = f"rank {self.rank} (pid {self.pid}) {how} in the middle of its work.{hint}"
         return WorkerDiedError(message, self.rank, self.pid, -1 if code is None else code, name)
 
+    @override
     def signal(self, signum: int) -> None:
-        """Sends it a signal, if it runs."""
         if self.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signum)
 
+    @override
     def wait(self, timeout_s: float) -> None:
-        """Waits until the process has ended."""
         if self._pidfd is not None:
             wait([self._pidfd], timeout_s)
             return
@@ -212,15 +199,15 @@ class WorkerProcess:
         while self.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
 
+    @override
     def kill(self) -> None:
-        """Kills the process, if it runs, and the workers of its loaders."""
         if self.is_alive():
             kill_with_forked_children(self.pid)
         self.wait(EXIT_TIMEOUT_S)
 
+    @override
     def close(self) -> None:
-        """Frees what this process holds for it."""
-        self._exit_code()  # reaps it
+        self._exit_code()  # reaps the process
         with suppress(OSError):
             self.channel.socket.shutdown(socket.SHUT_RDWR)
         self.channel.close()
@@ -229,12 +216,12 @@ class WorkerProcess:
             self._pidfd = None
 
 
-class ProcessStarter:
-    """Starts workers on this host, see :class:`.WorkerStarter`.
+class ProcessStarter(WorkerStarter):
+    """Starts workers on this host.
 
     Args:
-        start_method: "spawn" starts Python anew for each; "fork" forks this process; "forkserver" forks a process
-            that has imported torch and Lightning.
+        start_method: "spawn" starts a new interpreter for each worker, "fork" forks this process, "forkserver" forks a
+            process that has imported torch and Lightning.
     """
 
     settings_class = ProcessSettings
@@ -247,55 +234,52 @@ class ProcessStarter:
         self.forks = start_method == "fork"
 
     @property
+    @override
     def reuse_key(self) -> Any:
-        """What has to be alike in two of them for the workers of one to be of use to the other."""
         return self._start_method
 
+    @override
     def environment(self) -> dict[str, str]:
-        """Returns the environment variables of the main process that its workers receive: all but a rank's own."""
         return rank_variables.environment_for_ranks()
 
+    @override
     def num_cpus(self, num_workers: int) -> int:
-        """How many CPUs a worker has for its computations: its share of those of this process."""
         num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, num_cpus // num_workers)
 
+    @override
     def check_can_start(self) -> None:
-        """Rejects a fork of a process that has used a GPU, or that multiprocessing allows no children.
-
-        Raises:
-            RuntimeError: If this process is one of them.
-        """
         if self.forks and multiprocessing.current_process().daemon:
             raise RuntimeError(
-                "`start_method='fork'`: multiprocessing allows this process no children, because it is a daemon, as the"
-                " workers of a `multiprocessing.Pool` are. Use `strategy='ddp_spawn_ext'` here, or replace the"
-                " pool by a `concurrent.futures.ProcessPoolExecutor`."
+                "`start_method='fork'`: multiprocessing allows this process no children, because it is a daemon, like"
+                " the workers of a `multiprocessing.Pool`. Use `strategy='ddp_spawn_ext'`, or replace the pool by a"
+                " `concurrent.futures.ProcessPoolExecutor`."
             )
         if self.forks and torch.cuda.is_initialized():
             raise RuntimeError(
-                "`start_method='fork'`: this process has used a GPU already, and its forks could not. Use"
-                " `strategy='ddp_spawn_ext'`, whose workers are no forks of it; or restart the notebook or script and"
-                " leave the GPU alone until training starts."
+                "`start_method='fork'`: this process has used a GPU already, so its forks cannot use one. Use"
+                " `strategy='ddp_spawn_ext'`, which does not fork this process, or restart the notebook or script and"
+                " do not use a GPU before training starts."
             )
 
+    @override
     def start(self, rank: int, num_workers: int, inherited_task: WorkerTask | None) -> WorkerProcess:
-        """Starts a worker."""
         return WorkerProcess(rank, self._start_method, inherited_task)
 
+    @override
     def prepare(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
-        """Makes workers that have just been started like this process."""
         preparation = None if self.forks else _preparation()
         for worker in workers:
-            with suppress(OSError):  # it died at once: who waits for its answer finds out why
+            with suppress(OSError):  # it has exited: `next_reply` returns the reason
                 worker.send(WorkerSetup(worker.rank, preparation))
         return list(workers)
 
+    @override
     def replace(self, dead: WorkerProcess, num_workers: int, inherited_task: WorkerTask | None) -> WorkerProcess:
-        """Starts a worker in the place of one that has died."""
         (worker,) = self.prepare([self.start(dead.rank, num_workers, inherited_task)])
         return worker
 
+    @override
     def dump(
         self,
         obj: Any,
@@ -303,23 +287,24 @@ class ProcessStarter:
         is_return: bool = False,
         received_objects: dict[int, Any] | None = None,
     ) -> Pickled:
-        """Pickles a job, with what is defined in ``__main__`` if workers cannot import that."""
+        """Pickles a task, with the definitions in ``__main__`` if workers cannot import it."""
         if self.forks or imports_main(_preparation()):
             return dump(obj, shared, is_return, received_objects)
         return dump_with(MainByValuePickler, obj, shared, is_return, received_objects)
 
+    @override
     def pack(self, pickled: Pickled, cache: MemoryFileCache) -> PreparedMessage:
-        """Writes a job into memory that workers can map."""
         return PreparedMessage(pickled, cache)
 
+    @override
     def close(self) -> None:
-        """Does nothing: the fork server is that of all pools."""
+        """A no-op: all pools share the fork server."""
 
 
 def _preparation() -> dict[str, Any]:
     preparation = multiprocessing.spawn.get_preparation_data("lightning-strategies-ext worker")
     preparation["authkey"] = bytes(preparation["authkey"])
-    # The script that `python -i` has run is not all that is defined here; one that was piped in is in no file.
+    # After `python -i`, more is defined in `__main__` than by the script. A script that was piped in has no file.
     if is_interactive() or not os.path.exists(preparation.get(MAIN_PATH, "/")):
         preparation.pop(MAIN_NAME, None)
         preparation.pop(MAIN_PATH, None)
