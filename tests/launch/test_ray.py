@@ -230,7 +230,7 @@ def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
 def test_where_nobody_answers_ray_client_the_token_is_thought_of(monkeypatch, address: str, mode: str, is_said: bool):
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     message = cluster.unreachable_message(address, ConnectionError("ray client connection timeout"))
-    assert message.startswith(f"`address={address!r}`: no Ray cluster is there (ray client connection timeout). ")
+    assert message.startswith(f"`address={address!r}`: no Ray cluster responds (ray client connection timeout). ")
     assert ("`RAY_AUTH_MODE=token` before Ray is imported" in message) is is_said
 
 
