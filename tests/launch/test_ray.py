@@ -47,20 +47,20 @@ def test_what_fits_is_let_through(demand, num_workers, hosts):
             ResourceDemand(),
             3,
             [{"CPU": 2.0}],
-            "`num_workers=3` .*`num_cpus_per_worker=1` each need 3 CPUs, and it has 2[.]",
+            "`num_workers=3` .*`num_cpus_per_worker=1` need 3 CPUs, but it has 2[.]",
         ),
-        (ResourceDemand(1, 1), 2, [{"CPU": 8.0}], "`num_gpus_per_worker=1` each need 2 GPUs, and it has 0[.]"),
+        (ResourceDemand(1, 1), 2, [{"CPU": 8.0}], "`num_gpus_per_worker=1` need 2 GPUs, but it has 0[.]"),
         (
             ResourceDemand(1, 0, {"fast": 2}),
             1,
             [{"CPU": 8.0, "fast": 1.0}],
-            "'fast': 2.* need 2 of 'fast', and it has 1[.]",
+            "'fast': 2.* need 2 of 'fast', but it has 1[.]",
         ),
         (
             ResourceDemand(3),
             2,
             [{"CPU": 4.0}, {"CPU": 2.0}],
-            r"each need 3 CPUs do not fit .* 2 hosts have room for 1 \+ 0 of",
+            r"each need 3 CPUs do not fit .* 2 hosts can run 1 \+ 0 of",
         ),
     ],
 )
@@ -270,6 +270,6 @@ def test_what_this_machine_does_not_have_is_refused_before_ray_is_started():
 
     num_cpus = len(os.sched_getaffinity(0))
     trainer = make_trainer(DDPRayStrategy(1000, address="local"), devices=1)
-    with pytest.raises(ValueError, match=rf"need 1000 CPUs, and this machine has {num_cpus}[.]"):
+    with pytest.raises(ValueError, match=rf"need 1000 CPUs, but this machine has {num_cpus}[.]"):
         trainer.fit(MLP(), loader())
     assert not ray.is_initialized()
