@@ -273,7 +273,7 @@ def test_an_error_names_rank_host_and_cause_and_another_fit_works():
 def test_a_killed_worker_is_noticed_at_once():
     trainer = on_ray()
     began = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+ on 127.0.0.1\) ended.*Ray says: .*killed"):
+    with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+ on 127.0.0.1\) exited.*Ray reports: .*killed"):
         trainer.fit(Fails("dies"), loader())
     assert time.monotonic() - began < 280  # the hang timeout is five minutes
     trainer.fit(MLP(), loader())
