@@ -7,11 +7,7 @@ from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 
 
 class RayEnvironment(ClusterEnvironment):
-    """Cluster environment with the ranks and addresses of a process that Ray has started as one of several.
-
-    Args:
-        rank_info: Rank info of the process.
-    """
+    """Cluster environment with the ranks and addresses of a process that Ray has started as one of several."""
 
     def __init__(self, rank_info: WorkerRankInfo) -> None:
         super().__init__()

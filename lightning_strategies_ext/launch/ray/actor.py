@@ -82,12 +82,7 @@ class WorkerActor:
         return self._service.set_up(start)
 
     def handle(self, message: Any, task: RayPayload | None = None) -> ActorReply:
-        """Handles a message of the main process, and returns the reply.
-
-        Args:
-            message: The message.
-            task: The task, after a :class:`.RunTask`; otherwise None.
-        """
+        """Handles a message of the main process, and returns the reply. A :class:`.RunTask` comes with its task."""
         assert self._service is not None
         self.finish_reply()
         if isinstance(message, RunTask):

@@ -88,7 +88,6 @@ class _RelayLinkServer(LinkServer):
         return link
 
     def send_bytes(self, number: int, data: bytes) -> None:
-        """Sends bytes to a worker, if its link is connected."""
         link = self._links[number]
         assert isinstance(link, _RelayedLink)
         link.send_bytes(data)
@@ -105,7 +104,6 @@ class _RelayedLink(WorkerLink):
         self._events.put((self._number, data))
 
     def send_bytes(self, data: bytes) -> None:
-        """Sends bytes to the worker, if the link is connected."""
         connected = self._connected
         if connected is not None:
             with suppress(OSError):

@@ -44,19 +44,10 @@ def check_compatible(
     process_group_options: Any,
     timeout: timedelta | None,
 ) -> None:
-    """Rejects arguments that contradict what Ray Train has set up.
-
-    Args:
-        rank_info: Rank info of this process.
-        strategy: Name of the strategy's class.
-        starts_ranks: Whether the strategy starts ranks itself.
-        num_devices: The Trainer's number of devices.
-        process_group_backend: Argument of the strategy.
-        process_group_options: Argument of the strategy.
-        timeout: Argument of the strategy.
+    """Checks arguments of the Trainer and of its strategy, whose class is named ``strategy``.
 
     Raises:
-        ValueError: If an argument contradicts Ray Train.
+        ValueError: If an argument contradicts what Ray Train has set up, or the strategy starts ranks itself.
     """
     if starts_ranks:
         raise ValueError(

@@ -38,11 +38,7 @@ _SHORT_REASON_S = 0.25
 
 
 class SentPayload(SentTask):
-    """A task in Ray's object store.
-
-    Args:
-        payload: The task.
-    """
+    """A task in Ray's object store."""
 
     def __init__(self, payload: RayPayload) -> None:
         self.reference: Any = ray.put(payload)
@@ -135,7 +131,7 @@ class RayWorker(Worker):
         return future
 
     def start_up(self, steps: Generator["Future[Any]", Any, None]) -> None:
-        """Starts the worker while others run: :meth:`next_reply` continues the startup, and then submits the task.
+        """Sets the worker up while others run: :meth:`next_reply` continues the setup, and submits the task at its end.
 
         Args:
             steps: Generator that yields futures, and receives their results. If it raises, the worker has failed.
@@ -162,10 +158,7 @@ class RayWorker(Worker):
                 self._error = error
         if self.info is None and time.monotonic() > self._warn_at:
             log.warning(
-                "Worker %d did not start within %.0f s. Free resources of the Ray cluster: %s.",
-                self.rank,
-                _WARN_AFTER_S,
-                cluster.free_resources_text(),
+                "Worker %d has not started. Free resources in Ray: %s.", self.rank, cluster.free_resources_text()
             )
             self._warn_at = math.inf
 
@@ -337,7 +330,7 @@ class RayWorker(Worker):
 
 
 def _task_for(worker: RayWorker, order: RunTask) -> RunTask:
-    """Returns the message with this worker's environment variables; it was written for the worker that it replaces."""
+    """Returns a message that was written for the replaced worker, with this worker's environment variables."""
     settings = order.settings
     return replace(order, settings=replace(settings, environment={**settings.environment, **worker.environment}))
 

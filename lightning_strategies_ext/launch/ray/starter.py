@@ -230,10 +230,8 @@ class RayStarter(WorkerStarter):
 
     def _check_versions(self, worker: RayWorker) -> None:
         assert worker.info is not None
-        expected, found = versions(self._packages), worker.info.versions
-        differing = [
-            f"{name} {found[name]} instead of {expected[name]}" for name in expected if found[name] != expected[name]
-        ]
+        required, found = versions(self._packages), worker.info.versions
+        differing = [f"{name} {found[name]} instead of {own}" for name, own in required.items() if found[name] != own]
         if differing:
             raise RuntimeError(
                 f"A worker on {worker.info.address} has {' and '.join(differing)}. All hosts of the cluster need the"
@@ -246,7 +244,6 @@ class RayStarter(WorkerStarter):
 
     @override
     def close(self) -> None:
-        """Releases the reserved resources, and ends a cluster that was started for the workers."""
         if not self._has_joined:
             return
         if self._link_server is not None:

@@ -46,7 +46,7 @@ _FLUSH_S = 2.0
 
 
 def enable_worker_keepalive(connected: socket.socket) -> None:
-    """Enables TCP keepalive, so that the kernel closes the connection half a minute after a loss of the other host."""
+    """Enables TCP keepalive, so that the connection is closed within half a minute if the other host is lost."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
@@ -188,10 +188,6 @@ class LinkServer:
 
     Args:
         address: Address at which workers reach this host.
-
-    Attributes:
-        address: Address and port of the server.
-        secret: Secret that workers prove to have.
     """
 
     def __init__(self, address: str) -> None:
@@ -205,12 +201,7 @@ class LinkServer:
         threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext links").start()
 
     def expect(self, number: int, on_update: Callable[[], None]) -> WorkerLink:
-        """Creates the link of a worker that is about to be started.
-
-        Args:
-            number: Number of the worker, which no earlier worker has had.
-            on_update: See :class:`WorkerLink`.
-        """
+        """Creates the link of a worker that is about to be started, with a number that no earlier worker has had."""
         link = self._links[number] = WorkerLink(on_update)
         return link
 
