@@ -273,7 +273,7 @@ def test_an_error_names_rank_host_and_cause_and_another_fit_works():
 def test_a_killed_worker_is_noticed_at_once():
     trainer = on_ray()
     began = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+ on 127.0.0.1\) ended.*Ray says: .*killed"):
+    with pytest.raises(WorkerDiedError, match=r"rank 1 \(pid \d+ on 127.0.0.1\) exited.*Ray reports: .*killed"):
         trainer.fit(Fails("dies"), loader())
     assert time.monotonic() - began < 280  # the hang timeout is five minutes
     trainer.fit(MLP(), loader())
@@ -360,8 +360,8 @@ def test_nothing_is_left_in_the_cluster_when_the_workers_have_ended():
 def test_more_than_the_cluster_has_is_refused_with_numbers():
     num_cpus = len(os.sched_getaffinity(0))
     for arguments, message in (
-        ({"num_workers": 1000}, rf"1000 CPUs, and the Ray cluster has {num_cpus}\b"),
-        ({"num_workers": 2, "resources_per_worker": {"fast": 1}}, r"2 of 'fast', and the Ray cluster has 0\b"),
+        ({"num_workers": 1000}, rf"1000 CPUs, but the Ray cluster has {num_cpus}\b"),
+        ({"num_workers": 2, "resources_per_worker": {"fast": 1}}, r"2 of 'fast', but the Ray cluster has 0\b"),
         ({"num_workers": 1, "num_cpus_per_worker": 1000}, "1000 CPUs"),
     ):
         trainer = make_trainer(DDPRayStrategy(**arguments), devices=1)
@@ -375,7 +375,7 @@ def test_more_than_the_cluster_has_is_refused_with_numbers():
         ({"num_workers": 0}, ValueError, "num_workers=0"),
         ({"num_workers": 2.5}, TypeError, "num_workers"),
         ({"num_cpus_per_worker": 0}, ValueError, "a worker computes"),
-        ({"num_cpus_per_worker": 1.5}, ValueError, "fractions of one"),
+        ({"num_cpus_per_worker": 1.5}, ValueError, "fractions only below 1"),
         ({"num_gpus_per_worker": -1}, ValueError, "negative"),
         ({"num_gpus_per_worker": 2}, ValueError, "one GPU"),
         ({"resources_per_worker": {"CPU": 2}}, ValueError, "num_cpus_per_worker"),

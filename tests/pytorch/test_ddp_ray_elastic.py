@@ -87,7 +87,7 @@ def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_
         pytest.skip(str(error))
     check_is_as_good_as_undisturbed(found)
     assert found.worlds == [(2, 0), (2, 60)]
-    assert f"on {ADDRESSES[1]}) ended, in the middle of its work. Ray says: the actor's node was" in found.output
+    assert f"on {ADDRESSES[1]}) exited in the middle of its work. Ray reports: the actor's node was" in found.output
 
 
 @pytest.mark.parametrize(

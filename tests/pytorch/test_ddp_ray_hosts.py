@@ -127,5 +127,5 @@ def test_workers_of_two_hosts_train_together_and_are_watched(tmp_path):
     assert f"is not that of {names[1]}, where rank 0 is" in found["hidden"]
     kind, message = found["killed"]
     assert kind == "WorkerDiedError", message
-    assert "on 10.113.97.2) ended" in message
+    assert "on 10.113.97.2) exited" in message
     assert "rank 2 (pid" in message

@@ -1,4 +1,4 @@
-"""What runs in a worker on Ray: an actor, whose one method at a time answers one message of the main process."""
+"""The actor that runs a worker on Ray: each call of its method ``handle`` answers one message of the main process."""
 
 import gc
 import importlib
@@ -22,15 +22,15 @@ from lightning_strategies_ext.launch.transport.pickling import dump, use_remote_
 
 @dataclass(frozen=True)
 class WorkerHostInfo:
-    """What only a worker knows of its place.
+    """Information about a worker and its host that only the worker has.
 
     Attributes:
-        pid: Its process id.
-        host: Ray's id of its host.
-        address: Of its host, as others reach it.
-        interface: The network interface with that address, if it can be found.
-        port: One that it has reserved.
-        versions: Of the packages that have to be alike.
+        pid: Process id of the worker.
+        host: Ray's id of the host.
+        address: Address at which other hosts reach the host.
+        interface: Network interface with that address, or None if it is not found.
+        port: Port that the worker has reserved.
+        versions: Versions of the packages that must be the same on all hosts, by name.
     """
 
     pid: int
@@ -42,27 +42,24 @@ class WorkerHostInfo:
 
 
 class WorkerActor:
-    """A worker. Ray calls its methods one after the other, in the main thread, where signals arrive.
+    """A worker. Ray calls its methods one after the other in the main thread, which receives signals.
 
-    Args:
-        address: See :class:`.MainLink`.
-        secret: See :class:`.MainLink`.
-        number: See :class:`.MainLink`.
+    The arguments are those of :class:`.MainLink`.
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, number: int) -> None:
-        gc.disable()  # see `worker.command`
+        gc.disable()  # as in `worker_main.command`
         self._link = MainLink(address, secret, number)
         self._service: WorkerService | None = None
         self._rest: Iterator[Any] = iter(())
 
     def info(self, paths: Sequence[str], modules: Sequence[str], packages: Sequence[str]) -> WorkerHostInfo:
-        """Tells where it is, when it has imported what jobs need.
+        """Imports the modules that tasks need, and returns information about the worker.
 
         Args:
-            paths: Where the main process finds modules; last here, as far as there are such directories.
-            modules: Which to import.
-            packages: Whose versions to tell.
+            paths: Module search path of the main process. Those that exist here are appended to the worker's.
+            modules: Names of the modules to import.
+            packages: Names of the packages whose versions are returned.
         """
         sys.path.extend(path for path in paths if path not in sys.path and os.path.exists(path))
         for module in modules:
@@ -75,22 +72,17 @@ class WorkerActor:
         )
 
     def start(self, start: WorkerSetup) -> TaskFailed | None:
-        """Gets ready for jobs; returns why that has failed, if it has."""
+        """Prepares the worker for tasks; returns the failure if that fails, else None."""
         use_remote_main()
         info = start.rank_info
-        if info is None or info.rank > 0 or info.num_nodes == 1:  # it serves no store at the port
+        if info is None or info.rank > 0 or info.num_nodes == 1:  # this rank serves no store at the port
             release_ports()
         _restore_signal_handling()
         self._service = WorkerService(WorkerState(start, self._link.channel))
         return self._service.set_up(start)
 
     def handle(self, message: Any, task: RayPayload | None = None) -> ActorReply:
-        """Answers a message.
-
-        Args:
-            message: The message.
-            task: What follows an :class:`.RunTask`.
-        """
+        """Handles a message of the main process, and returns the reply. A :class:`.RunTask` comes with its task."""
         assert self._service is not None
         self.finish_reply()
         if isinstance(message, RunTask):
@@ -106,25 +98,26 @@ class WorkerActor:
         return ActorReply(RayPayload.of(pickled), getattr(reply, "is_only_read", False), self._link.flush())
 
     def finish_reply(self) -> None:
-        """Does what is left to do after an answer."""
+        """Completes the handling of the last message after its reply; exits if the worker is finished."""
         for _ in self._rest:
             pass
         if self._service is not None and self._service.is_finished:
             self.end()
 
     def end(self) -> None:
-        """Ends the worker in good order."""
+        """Shuts down the worker and exits."""
         self._rest = iter(())
         self._service = None
-        gc.collect()  # ends the workers of dataloaders
+        gc.collect()  # shuts down DataLoader workers
         self._link.flush()
         ray.actor.exit_actor()
 
 
 def _restore_signal_handling() -> None:
-    """Lets this worker hear what comes over the line, as one that is no child of Ray does, and no Ctrl-C of a terminal.
+    """Lets this process receive the link's signals like a worker without Ray, and no Ctrl-C from a terminal.
 
-    Ray starts workers with SIGINT blocked, and handles SIGTERM by an exit, which Lightning would call beside its own.
+    Ray starts workers with SIGINT blocked. Its handler of SIGTERM exits, and Lightning would call it in addition to its
+    own.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
@@ -133,12 +126,12 @@ def _restore_signal_handling() -> None:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of packages that are imported here."""
+    """Returns the versions of packages by name, and imports them."""
     return {name: str(getattr(importlib.import_module(name), "__version__", "?")) for name in packages}
 
 
 def _interface_with(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
+        if any(entry.address == address for entry in addresses):
             return str(name)
     return None

@@ -1,7 +1,7 @@
-"""The Ray cluster of this process: the one it is connected to, one it is told of, or one of its own on this machine.
+"""The Ray cluster of this process: connects to a cluster of the user, or starts one on this machine.
 
-Ray is one per process. What the user has connected stays; what is connected or started here is left or ended with the
-last pool that uses it.
+A process has at most one connection to Ray. A connection that the user has opened stays open. One that this module has
+opened is closed with the last pool that uses it, and a cluster that this module has started ends with it.
 """
 
 import importlib.util
@@ -24,11 +24,11 @@ from lightning_strategies_ext.registry import UnavailableHereError
 
 log = logging.getLogger(__name__)
 
-#: The extra that brings Ray.
+#: Extra of this package that installs Ray.
 EXTRA = "lightning-strategies-ext[ray]"
-#: Ray's sockets are in its directory, and the path of one must not be longer than 107 characters.
-_MOST_CHARACTERS = 36
-#: Connections that are attempted to Ray Client's proxy while it fails to start a server; each takes up to 40 s.
+#: Maximum length of the path of Ray's directory: the paths of sockets in it must not exceed 107 characters.
+_MAX_PATH_CHARACTERS = 36
+#: Attempts to connect through Ray Client's proxy while it fails to start a server; each takes up to 40 s.
 _ATTEMPTS = 3
 _ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
@@ -40,73 +40,73 @@ _address: str | None = None
 
 
 def check_ray_installed() -> None:
-    """Refuses to go on without Ray.
+    """Checks that Ray is installed.
 
     Raises:
-        UnavailableHereError: If it is not installed; names the extra.
+        UnavailableHereError: If it is not; the message names the extra.
     """
     try:
         with _preserved_sigterm_handler():
             import ray
     except ImportError as error:
         raise UnavailableHereError(
-            f"`strategy='ddp_ray_ext'` needs Ray, which cannot be imported ({error}). Install it:"
-            f" `pip install '{EXTRA}'`, on every host of the cluster in the same version."
+            f"`strategy='ddp_ray_ext'` needs Ray, which cannot be imported ({error}). Install the same"
+            f" version on every host of the cluster: `pip install '{EXTRA}'`."
         ) from error
-    if not hasattr(ray, "is_initialized"):  # a folder of that name beside the script
+    if not hasattr(ray, "is_initialized"):  # a directory with this name next to the script
         raise UnavailableHereError(
-            f"`strategy='ddp_ray_ext'` needs Ray, and `import ray` gives {list(ray.__path__)}, which is something else."
-            f" Install it: `pip install '{EXTRA}'`."
+            f"`strategy='ddp_ray_ext'` needs Ray, but `import ray` imports {list(ray.__path__)}, which is not Ray."
+            f" Install Ray: `pip install '{EXTRA}'`."
         )
 
 
 def is_client_address(address: str | None) -> bool:
-    """Whether an address is that of a server of Ray Client."""
+    """Whether an address is that of a Ray Client server."""
     return address is not None and address.startswith("ray://")
 
 
 def check_address(address: Any) -> None:
-    """Refuses an address that no cluster is reached by from here.
+    """Checks the argument `address`.
 
     Raises:
         TypeError: If it is neither a string nor None.
-        UnavailableHereError: If it is that of a server of Ray Client, and what Ray needs for that is not installed.
+        UnavailableHereError: If it is the address of a Ray Client server, and Ray Client is not installed.
     """
     if address is not None and not isinstance(address, str):
         raise TypeError(f"`address` must be None, 'auto', 'local', 'host:port' or 'ray://host:port', got {address!r}.")
     if is_client_address(address) and importlib.util.find_spec("grpc") is None:
         raise UnavailableHereError(
-            f"`address={address!r}` needs Ray Client. Install it: `pip install 'ray[client]'`, here and on the head of"
-            " the cluster."
+            f"`address={address!r}` needs Ray Client, which is not installed. Install it here and on the head of the"
+            " cluster: `pip install 'ray[client]'`."
         )
 
 
 def unreachable_message(address: str, error: Exception) -> str:
-    """What to say where nobody answers."""
-    wants_token = (
-        " If one is there, it may want a token, as Ray 2.60 does by default: set `RAY_AUTH_MODE=token` before Ray is"
-        " imported, and put its token into `~/.ray/auth_token`."
+    """Returns the error message for a cluster that does not respond."""
+    token_hint = (
+        " A running cluster may require a token, as Ray 2.60 does by default: set `RAY_AUTH_MODE=token` before Ray is"
+        " imported, and put the token of the cluster into `~/.ray/auth_token`."
     )
     return (
-        f"`address={address!r}`: no Ray cluster is there ({error}). Start one with `ray start --head`, or leave the"
-        " argument out to have one on this machine for as long as it is needed."
-        + (wants_token if is_client_address(address) and not os.environ.get("RAY_AUTH_MODE") else "")
+        f"`address={address!r}`: no Ray cluster responds ({error}). Start one with `ray start --head`, or leave out the"
+        " argument to use a temporary one on this machine."
+        + (token_hint if is_client_address(address) and not os.environ.get("RAY_AUTH_MODE") else "")
     )
 
 
 def connect(address: str | None, demand: ResourceDemand, num_workers: int, runtime_env: dict[str, Any] | None) -> bool:
-    """Connects this process to a cluster, or starts one; :func:`disconnect` is to be called as often.
+    """Connects this process to a cluster, or starts one. Each call needs one call of :func:`disconnect`.
 
     Args:
-        address: "auto" for the cluster that this machine belongs to, ``"host:port"`` for another, "local" for a new one
-            on this machine, ``"ray://host:port"`` for one that is reached by Ray Client. None is the one that this
-            process is connected to, else that of ``RAY_ADDRESS``, else a new one.
-        demand: What each worker needs.
-        num_workers: How many.
-        runtime_env: See ``ray.init``; of the job, if this call connects.
+        address: "auto" for the cluster of this machine, ``"host:port"`` for another cluster, "local" for a new one on
+            this machine, ``"ray://host:port"`` for one that is reached through Ray Client. None for the cluster that
+            this process is connected to, else that of ``RAY_ADDRESS``, else a new one.
+        demand: Resources of each worker.
+        num_workers: Number of workers.
+        runtime_env: Runtime environment of Ray's job, as in ``ray.init``. Used only if this call connects.
 
     Returns:
-        Whether this call has connected it.
+        Whether this call has connected the process.
 
     Raises:
         ValueError: If the workers do not fit, or this process is connected to another cluster.
@@ -118,7 +118,7 @@ def connect(address: str | None, demand: ResourceDemand, num_workers: int, runti
     with _lock:
         if ray.is_initialized():
             if _session != _this_session():
-                _forget()  # the user has left ours, and has connected to another since
+                _forget()  # the user has closed that connection and opened another
             if not _users or address != _address:
                 _check_same_cluster(address)
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
@@ -126,18 +126,18 @@ def connect(address: str | None, demand: ResourceDemand, num_workers: int, runti
                 _users += 1
             return False
         _forget()
-        asked, address = address, address or os.environ.get("RAY_ADDRESS") or "local"
+        requested, address = address, address or os.environ.get("RAY_ADDRESS") or "local"
         check_address(address)
         if address == "local":
-            here = _this_machine()
-            demand.check_fits(num_workers, [here], "this machine")
-            _directory = _start(here, runtime_env)
+            resources = _this_machine()
+            demand.check_fits(num_workers, [resources], "this machine")
+            _directory = _start(resources, runtime_env)
         else:
             try:
                 _connect(address, runtime_env)
             except (ConnectionError, TimeoutError) as error:
                 raise RuntimeError(unreachable_message(address, error)) from error
-        _users, _session, _address = 1, _this_session(), asked
+        _users, _session, _address = 1, _this_session(), requested
         try:
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
         except ValueError:
@@ -147,7 +147,7 @@ def connect(address: str | None, demand: ResourceDemand, num_workers: int, runti
 
 
 def disconnect() -> None:
-    """Called when a pool does not need the cluster any more; ends what was connected or started by :func:`connect`."""
+    """Reverts one call of :func:`connect`. The last call closes the connection, and ends a cluster started for it."""
     import ray
 
     global _users
@@ -164,7 +164,7 @@ def disconnect() -> None:
 
 
 def _forget() -> None:
-    """Lets go of what was joined before, which is not there any more."""
+    """Resets the state of a closed connection, and removes the directory of its cluster."""
     global _users, _directory, _session
     _users, _session = 0, None
     if _directory is not None:
@@ -173,31 +173,31 @@ def _forget() -> None:
 
 
 def host_resources() -> list[dict[str, float]]:
-    """The resources of each host that is there."""
+    """Returns the resources of each running host of the cluster."""
     import ray
 
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
 def free_resources_text() -> str:
-    """What is not in use, for people."""
+    """Returns the free resources of the cluster as text."""
     import ray
 
     free = ray.available_resources()
-    unsaid = ("node:", "memory", "object_store", "bundle_group")
-    named = {name: amount for name, amount in free.items() if not name.startswith(unsaid) and "_group_" not in name}
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(named.items())) or "nothing"
+    hidden = ("node:", "memory", "object_store", "bundle_group")
+    shown = {name: amount for name, amount in free.items() if not name.startswith(hidden) and "_group_" not in name}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
 
 
 def is_ray_client() -> bool:
-    """Whether this process is connected through Ray Client, and outside of the cluster."""
+    """Whether this process is connected through Ray Client, from outside the cluster."""
     from ray.util.client import ray as client
 
     return bool(client.is_connected())
 
 
 def _this_session() -> str:
-    """What tells the connection of this process to a cluster from others that it had before."""
+    """Returns an identifier of this process's current connection to a cluster."""
     import ray
 
     context = ray.get_runtime_context()
@@ -207,11 +207,11 @@ def _this_session() -> str:
 def _check_same_cluster(address: str | None) -> None:
     import ray
 
-    there = ray.get_runtime_context().gcs_address
-    if address not in (None, "auto", there):
+    current = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", current):
         raise ValueError(
-            f"`address={address!r}`: this process is connected to the Ray cluster at {there} already, and can be to one"
-            " only. Leave the argument out, or call `ray.shutdown()` first."
+            f"`address={address!r}`: this process is connected to the Ray cluster at {current} already, and Ray allows"
+            " one connection per process. Leave out the argument, or call `ray.shutdown()` first."
         )
 
 
@@ -223,9 +223,9 @@ def _this_machine() -> dict[str, float]:
 def _connect(address: str, runtime_env: dict[str, Any] | None) -> None:
     """Connects this process to the cluster at ``address``.
 
-    Ray Client's proxy forks a server for each client, and that process fails now and then before it runs: the proxy
-    has other threads in gRPC (Ray 2.60; 1 of 20 connections). ``ray.init`` raises ConnectionAbortedError then, and the
-    next attempt gets a new server.
+    Ray Client's proxy forks a server for each client. The server sometimes fails before it runs, because the proxy has
+    other threads in gRPC (Ray 2.60; 1 of 20 connections). ``ray.init`` then raises ConnectionAbortedError, and the next
+    attempt gets a new server.
     """
     import ray
 
@@ -242,28 +242,28 @@ def _connect(address: str, runtime_env: dict[str, Any] | None) -> None:
         except ConnectionAbortedError as error:
             if not is_client_address(address) or attempt == _ATTEMPTS - 1:
                 raise
-            log.info("Ray Client's proxy at %s did not start a server (%s); connecting again", address, error)
+            log.info("Ray Client's proxy at %s did not start a server (%s). Connecting again.", address, error)
         else:
             return
 
 
-def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | None:
+def _start(resources: dict[str, float], runtime_env: dict[str, Any] | None) -> str | None:
     import ray
 
     directory = None
     if "RAY_TMPDIR" not in os.environ:
         parent = tempfile.gettempdir()
-        directory = tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) + 14 <= _MOST_CHARACTERS else "/tmp")
+        directory = tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) + 14 <= _MAX_PATH_CHARACTERS else "/tmp")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray's default is 15: beside any other busy process, workers would train at a small fraction of their speed.
+    # With Ray's default, 15, workers train at a small fraction of their speed next to any other busy process.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    log.info("Ray is started on this machine, with %d CPUs and %d GPUs", here["CPU"], here["GPU"])
+    log.info("Starting Ray on this machine with %d CPUs and %d GPUs.", resources["CPU"], resources["GPU"])
     try:
         with _preserved_sigterm_handler(), _only_this_machine():
             ray.init(
                 address="local",
-                num_cpus=int(here["CPU"]),
-                num_gpus=int(here["GPU"]),
+                num_cpus=int(resources["CPU"]),
+                num_gpus=int(resources["GPU"]),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
@@ -279,10 +279,10 @@ def _start(here: dict[str, float], runtime_env: dict[str, Any] | None) -> str | 
 
 
 def _job_config() -> Any:
-    """Returns a job whose workers search the working directory for modules only if the main process does.
+    """Returns a job configuration with which workers search the working directory only if this process does.
 
-    Ray searches that directory first in each worker, and other users may write to it. Ray has no argument for this: it
-    adds the directory to a private list of the job (read in 2.60).
+    By default, Ray's workers search it first for modules, and other users may have write access to it. Ray has no
+    argument that prevents this: it adds the directory to a private list of the configuration (read in 2.60).
     """
     from ray.job_config import JobConfig
 
@@ -298,11 +298,11 @@ def _job_config() -> Any:
 
 @contextmanager
 def _only_this_machine() -> Generator[None, None, None]:
-    """Lets Ray that is started in it listen at 127.0.0.1 only.
+    """Makes Ray listen at 127.0.0.1 only, if it is started in this context.
 
-    Ray (read in 2.60) has no argument for that: it turns ``_node_ip_address="127.0.0.1"`` into an address that others
-    reach. It has a switch, meant for firewalls on other systems, which it reads when it is imported, here and in the
-    processes that it starts; ``ray._private.ray_constants`` has what it has read.
+    Ray (read in 2.60) has no argument for this: it replaces ``_node_ip_address="127.0.0.1"`` by an address that other
+    hosts reach. It has a switch, meant for firewalls on other systems, which it reads at its import, in this process
+    and in those that it starts; ``ray._private.ray_constants`` holds the value.
     """
     before = os.environ.get(_ONLY_THIS_MACHINE)
     os.environ[_ONLY_THIS_MACHINE] = "0"
@@ -323,11 +323,11 @@ def _only_this_machine() -> Generator[None, None, None]:
 
 @contextmanager
 def _preserved_sigterm_handler() -> Generator[None, None, None]:
-    """Keeps Ray from handling SIGTERM in this process: the pool does, and tells its workers."""
+    """Restores the handler of SIGTERM that Ray replaces: the pool handles SIGTERM, and forwards it to its workers."""
     is_main = threading.current_thread() is threading.main_thread()
-    usual = signal.getsignal(signal.SIGTERM)
+    previous = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if is_main and usual is not None:
-            signal.signal(signal.SIGTERM, usual)
+        if is_main and previous is not None:
+            signal.signal(signal.SIGTERM, previous)

@@ -1,6 +1,6 @@
-"""What a worker and the main process say over a line in the middle of a job: the protocol's short messages, as JSON.
+"""JSON encoding of the messages that a worker and the main process exchange over a link while a task runs.
 
-Nothing that comes over a line is unpickled: whoever got into the network between hosts could run code by that.
+Data from a link is never unpickled: otherwise a process with access to the network between hosts could run code.
 """
 
 import json
@@ -9,14 +9,14 @@ from dataclasses import asdict
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.launch.protocol import JoinedWorld, JoinPending, RankAssignment, ReadyToJoin, WorldMembers
 
-#: Those of them that the main process says. All else it says by a call of the actor.
+#: Messages that the main process sends over the link. It sends all others by calls of the actor.
 MESSAGES_TO_WORKERS = (RankAssignment, WorldMembers, JoinPending)
 
 ControlMessage = ReadyToJoin | JoinedWorld | RankAssignment | WorldMembers | JoinPending
 
 
 def encode(message: ControlMessage) -> bytes:
-    """As it goes over a line."""
+    """Returns a message as bytes."""
     if isinstance(message, JoinedWorld):
         return _dump("JoinedWorld", asdict(message.member))
     if isinstance(message, WorldMembers):
@@ -27,25 +27,25 @@ def encode(message: ControlMessage) -> bytes:
 
 
 def decode(data: bytes) -> ControlMessage:
-    """The reverse of :func:`encode`.
+    """Returns the message that :func:`encode` has encoded.
 
     Raises:
-        ValueError: If it is none of them.
+        ValueError: If the data is none of the messages.
     """
-    name, said = json.loads(data)
+    name, fields = json.loads(data)
     if name == "ReadyToJoin":
-        return ReadyToJoin(**said)
+        return ReadyToJoin(**fields)
     if name == "JoinedWorld":
-        return JoinedWorld(Member.of(said))
+        return JoinedWorld(Member.of(fields))
     if name == "RankAssignment":
-        store = said.pop("store")
-        return RankAssignment(**said, store=store if isinstance(store, str) else tuple(store))
+        store = fields.pop("store")
+        return RankAssignment(**fields, store=store if isinstance(store, str) else tuple(store))
     if name == "WorldMembers":
-        return WorldMembers(None if said is None else [Member.of(member) for member in said])
+        return WorldMembers(None if fields is None else [Member.of(member) for member in fields])
     if name == "JoinPending":
         return JoinPending()
-    raise ValueError(f"{name!r} is said by nobody")
+    raise ValueError(f"unknown control message {name!r}")
 
 
-def _dump(name: str, said: object) -> bytes:
-    return json.dumps([name, said]).encode()
+def _dump(name: str, fields: object) -> bytes:
+    return json.dumps([name, fields]).encode()

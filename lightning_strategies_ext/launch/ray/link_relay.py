@@ -1,9 +1,9 @@
-"""Lines to a main process outside of the cluster (Ray Client), where no worker can connect to it.
+"""Links to a main process outside the cluster (Ray Client), to which no worker can connect.
 
-An actor in the cluster takes its part: workers connect to it, and the main process gets what they say, and sends them
-signals, by calls of its methods, the only thing that surely goes from there into the cluster.
+Workers connect to a relay instead, an actor in the cluster. The main process receives their data and sends them signals
+by calls of the relay's methods: from outside, only such calls are sure to reach the cluster.
 
-What it does not promise: that workers outlast a main process that says nothing for :data:`MAIN_PROCESS_TIMEOUT_S`.
+Limitations: workers do not outlast a main process that requests no events for :data:`MAIN_PROCESS_TIMEOUT_S`.
 """
 
 import os
@@ -15,16 +15,17 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from typing_extensions import override
 
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
 
-#: How long a call waits for something to tell, in seconds.
+#: Seconds that a call of :meth:`LinkRelayActor.events` waits for an event.
 _CALL_S = 5.0
-#: After how long the main process counts as gone, in seconds. Ray's own connection comes back within 30.
+#: Seconds after which a main process that requests no events counts as exited. Ray reconnects within 30.
 MAIN_PROCESS_TIMEOUT_S = 60.0
 _MAX_EVENTS = 1000
 
-#: Which worker, and what came from it; None if it is gone.
+#: Number of a worker, and the data that its link has received; None if the link is closed.
 Event = tuple[int, bytes | None]
 
 
@@ -32,31 +33,31 @@ Event = tuple[int, bytes | None]
 
 
 class LinkRelayActor:
-    """The actor. Several of its methods run at once, each in a thread.
+    """The relay. Its methods may run concurrently, each in a thread.
 
     Args:
-        silence_s: After how long the main process counts as gone, in seconds: the actor ends then, and the workers with
-            it, for their lines break.
+        silence_s: Seconds after which a main process that requests no events counts as exited. The relay then exits,
+            which closes the links and so terminates the workers.
     """
 
     def __init__(self, silence_s: float) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._link_server = _RelayLinkServer(ray.util.get_node_ip_address(), self._events)
         self._silence_s = silence_s
-        self._heard_at = time.monotonic()
-        threading.Thread(target=self._watch, daemon=True, name="lightning-strategies-ext relay").start()
+        self._last_call_at = time.monotonic()
+        threading.Thread(target=self._exit_after_timeout, daemon=True, name="lightning-strategies-ext relay").start()
 
     def endpoint(self) -> tuple[tuple[str, int], bytes]:
-        """Where workers connect to, and what they say then."""
+        """Returns the address and port that workers connect to, and the secret that they prove to have."""
         return self._link_server.address, self._link_server.secret
 
     def expect(self, number: int) -> None:
-        """See :meth:`.LinkServer.expect`."""
+        """Creates the link of a worker that is about to be started."""
         self._link_server.expect(number, lambda: self._events.put((number, None)))
 
     def events(self) -> list[Event]:
-        """Waits a moment for what workers say."""
-        self._heard_at = time.monotonic()
+        """Returns new events, after a short wait if there are none."""
+        self._last_call_at = time.monotonic()
         found: list[Event] = []
         with suppress(queue.Empty):
             found.append(self._events.get(timeout=_CALL_S))
@@ -68,25 +69,25 @@ class LinkRelayActor:
         """Sends bytes to a worker."""
         self._link_server.send_bytes(number, data)
 
-    def _watch(self) -> None:
-        while time.monotonic() - self._heard_at < self._silence_s:
+    def _exit_after_timeout(self) -> None:
+        while time.monotonic() - self._last_call_at < self._silence_s:
             time.sleep(1)
         os._exit(1)
 
 
 class _RelayLinkServer(LinkServer):
-    """One whose lines are shown elsewhere."""
+    """Server whose links forward what they receive as events."""
 
     def __init__(self, address: str, events: "queue.SimpleQueue[Event]") -> None:
         self._events = events
         super().__init__(address)
 
+    @override
     def expect(self, number: int, on_update: Callable[[], None]) -> WorkerLink:
         link = self._links[number] = _RelayedLink(number, self._events, on_update)
         return link
 
     def send_bytes(self, number: int, data: bytes) -> None:
-        """Sends bytes to a worker, if it is there."""
         link = self._links[number]
         assert isinstance(link, _RelayedLink)
         link.send_bytes(data)
@@ -98,11 +99,11 @@ class _RelayedLink(WorkerLink):
         self._number = number
         self._events = events
 
+    @override
     def receive(self, data: bytes) -> None:
         self._events.put((self._number, data))
 
     def send_bytes(self, data: bytes) -> None:
-        """Sends bytes to the worker, if it is there."""
         connected = self._connected
         if connected is not None:
             with suppress(OSError):
@@ -113,7 +114,7 @@ class _RelayedLink(WorkerLink):
 
 
 class RelayedLinkServer:
-    """A :class:`.LinkServer` whose lines end in the cluster, and here by way of Ray Client."""
+    """A :class:`.LinkServer` whose links end at a relay in the cluster."""
 
     def __init__(self) -> None:
         self._relay: Any = (
@@ -122,19 +123,19 @@ class RelayedLinkServer:
         self.address, self.secret = ray.get(self._relay.endpoint.remote())
         self._links: dict[int, WorkerLink] = {}
         self._is_open = True
-        threading.Thread(target=self._receive, daemon=True, name="lightning-strategies-ext lines").start()
+        threading.Thread(target=self._receive, daemon=True, name="lightning-strategies-ext links").start()
 
     def expect(self, number: int, on_update: Callable[[], None]) -> WorkerLink:
-        """See :meth:`.LinkServer.expect`."""
+        """Creates the link of a worker, like :meth:`.LinkServer.expect`."""
         link = self._links[number] = WorkerLink(on_update)
         ray.get(self._relay.expect.remote(number))
         link.connect(_RelayedSocket(self._relay, number))  # type: ignore[arg-type]
         return link
 
     def close(self) -> None:
-        """Ends all lines, and the actor."""
+        """Closes all links, and kills the relay."""
         self._is_open = False
-        with suppress(Exception):  # Ray may be gone
+        with suppress(Exception):  # Ray may have exited
             ray.kill(self._relay)
         self._close_links()
 
@@ -150,12 +151,12 @@ class RelayedLinkServer:
                         self._links[number].close()
                     else:
                         self._links[number].receive(data)
-        except Exception:  # the actor, the cluster or the connection to it is gone
+        except Exception:  # the relay or the cluster has exited, or the connection is lost
             self._close_links()
 
 
 class _RelayedSocket:
-    """What a :class:`.WorkerLink` does with its connection."""
+    """The part of a socket that a :class:`.WorkerLink` uses; sends through the relay."""
 
     def __init__(self, relay: Any, number: int) -> None:
         self._relay = relay
@@ -165,7 +166,7 @@ class _RelayedSocket:
         try:
             self._relay.send_bytes.remote(self._number, data)
         except Exception as error:
-            raise OSError("the cluster is gone") from error
+            raise OSError("the cluster is unavailable") from error
 
     def close(self) -> None:
         pass

@@ -1,8 +1,8 @@
-"""Jobs and answers on their way through Ray: a small pickle, and the memory beside it without a copy of ours.
+"""Tasks and replies that are sent through Ray: a small pickle, and separate buffers that this package does not copy.
 
-Ray takes the buffers of a :class:`RayPayload` as they are (pickle protocol 5) and writes them to its object store, once
-each; a reader on the same host gets views of them there. What is defined in a script or in a notebook's cell travels by
-value, and comes back as what the main process has.
+Ray takes the buffers of a :class:`RayPayload` as they are (pickle protocol 5) and writes each once to its object store;
+a reader on the same host gets views of them. Classes and functions of a script or of a notebook's cell are sent by
+value. In replies, they become those of the main process again.
 """
 
 import pickle
@@ -18,7 +18,7 @@ from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFile
 from lightning_strategies_ext.launch.transport.pickling import MainByValuePickler, Pickled, SharedObjects, dump_with
 
-# Ray registers there how its own objects are written, references to data in its store above all.
+# Ray registers reducers of its own objects in this table, above all of references to its object store.
 _REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
 
 
@@ -33,41 +33,41 @@ def dump_for_ray(
     is_return: bool = False,
     received_objects: dict[int, Any] | None = None,
 ) -> Pickled:
-    """:func:`.pickling.dump` for a reader that has no ``__main__`` of the user's, with objects of Ray's own."""
+    """Pickles like :func:`.pickling.dump`, also Ray's own objects, for a reader without the user's ``__main__``."""
     return dump_with(_Pickler, obj, shared, is_return, received_objects)
 
 
 @dataclass
 class RayPayload:
-    """A pickled object on its way through Ray.
+    """A pickled object that is sent through Ray.
 
     Attributes:
         data: The pickle.
-        buffers: Memory that it refers to; read only where it arrives.
+        buffers: Memory that the pickle refers to; read-only at the receiver.
     """
 
     data: bytes
     buffers: list[Any] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Ray's own views of its memory, which a server of Ray Client sends on, cannot be pickled.
+        # Ray's own views of its memory, which a Ray Client server forwards, cannot be pickled.
         return {"data": self.data, "buffers": [pickle.PickleBuffer(_raw(buffer)) for buffer in self.buffers]}
 
     @classmethod
     def of(cls, pickled: Pickled) -> "RayPayload":
-        """Without a copy of what it refers to."""
+        """Wraps a pickled object, without a copy of its buffers."""
         return cls(pickled.data, pickled.buffers)
 
     def pickled(self, *, is_only_read: bool) -> Pickled:
-        """As it was, for the reader.
+        """Returns the pickled object, for the reader.
 
         Args:
-            is_only_read: Whether nobody keeps what is loaded, so that it may stay where it arrived.
+            is_only_read: Whether the loaded object is only read and not kept, so that its buffers are not copied.
         """
         return Pickled(self.data, [_view(buffer) if is_only_read else bytearray(buffer) for buffer in self.buffers])
 
     def to_received_message(self) -> ReceivedMessage:
-        """For a worker: in memory of its own, as a message over a channel would be, to tell what changes in it."""
+        """Returns a copy in memory of this worker, like a channel's message, so that changes in it can be detected."""
         if not self.buffers:
             return ReceivedMessage(Pickled(self.data))
         file = MemoryFile.write([self.data, *self.buffers])
@@ -78,12 +78,12 @@ class RayPayload:
 
 @dataclass
 class ActorReply:
-    """A worker's answer.
+    """A worker's reply.
 
     Attributes:
-        payload: The answer.
+        payload: The pickled reply.
         is_only_read: See :meth:`RayPayload.pickled`.
-        num_output_bytes: What has gone over the line before, in bytes.
+        num_output_bytes: Number of bytes of output that the worker has sent over its link before.
     """
 
     payload: RayPayload
@@ -91,12 +91,12 @@ class ActorReply:
     num_output_bytes: int
 
     def load(self) -> Any:
-        """Rebuilds the answer."""
+        """Unpickles the reply."""
         return self.payload.pickled(is_only_read=self.is_only_read).load()
 
 
 class _WritableView:
-    """Memory that NumPy takes for writable; torch warns of any other, though all that is done is to read it."""
+    """Memory that NumPy treats as writable: torch warns about read-only memory, even if it is never written to."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer

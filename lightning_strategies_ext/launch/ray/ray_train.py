@@ -1,4 +1,4 @@
-"""Ray Train: a worker of a ``TorchTrainer`` is a rank, and has a process group, before it makes a Trainer."""
+"""Ray Train: a worker of a ``TorchTrainer`` is a rank and has a process group before it creates a Trainer."""
 
 import os
 import sys
@@ -13,10 +13,10 @@ from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 
 
 def current_rank_info() -> WorkerRankInfo | None:
-    """Where this process sits among the workers of a ``TorchTrainer``; None if it is none of them.
+    """Returns this process's rank among the workers of a ``TorchTrainer``, or None if it is not one of them.
 
-    Nothing of Ray's is imported for it: who runs in its workers has done so. Of hosts that have not all as many ranks,
-    each counts as if they had.
+    Does not import Ray: a worker has already imported it. The number of hosts is computed as if all hosts had as many
+    ranks as this one.
     """
     context = _context()
     if context is None:
@@ -44,24 +44,15 @@ def check_compatible(
     process_group_options: Any,
     timeout: timedelta | None,
 ) -> None:
-    """Refuses what a strategy was asked for and Ray Train has decided otherwise.
-
-    Args:
-        rank_info: Of this process.
-        strategy: Name of its class.
-        starts_ranks: Whether it starts processes itself.
-        num_devices: How many devices the Trainer has been given.
-        process_group_backend: As the strategy was given it.
-        process_group_options: As the strategy was given them.
-        timeout: As the strategy was given it.
+    """Checks arguments of the Trainer and of its strategy, whose class is named ``strategy``.
 
     Raises:
-        ValueError: If something differs.
+        ValueError: If an argument contradicts what Ray Train has set up, or the strategy starts ranks itself.
     """
     if starts_ranks:
         raise ValueError(
-            f"`{strategy}` starts ranks, and Ray Train has started this one and the others. Use `strategy='ddp_ext'` in"
-            " what a TorchTrainer runs."
+            f"`{strategy}` starts ranks, but Ray Train has started them already. Use `strategy='ddp_ext'` in the"
+            " training function of a TorchTrainer."
         )
     backend = dist.get_backend()
     refused = [f"process_group_backend={process_group_backend!r}"] * (process_group_backend not in (None, backend))
@@ -69,18 +60,20 @@ def check_compatible(
     refused += [f"timeout={timeout!r}"] * (timeout != DEFAULT_TIMEOUT)
     if refused:
         raise ValueError(
-            f"`{refused[0]}`: Ray Train has made the process group already, over {backend!r}. Leave it out, and give"
-            " `torch_config=ray.train.torch.TorchConfig(backend=..., timeout_s=...)` to the TorchTrainer."
+            f"`{refused[0]}`: Ray Train has already created the process group, with backend {backend!r}. Leave out the"
+            " argument, and pass `torch_config=ray.train.torch.TorchConfig(backend=..., timeout_s=...)` to the"
+            " TorchTrainer."
         )
     if current_device().type == "cpu" and num_devices not in (1, rank_info.local_world_size):
         raise ValueError(
             f"`devices={num_devices}`: Ray Train has started {rank_info.local_world_size} of its"
-            f" {rank_info.world_size} workers on this host. Leave it out: `ScalingConfig(num_workers=...)` says it."
+            f" {rank_info.world_size} workers on this host. Leave out the argument:"
+            " `ScalingConfig(num_workers=...)` sets the number of ranks."
         )
 
 
 def current_device() -> torch.device:
-    """The device that Ray Train has given to this process."""
+    """Returns the device that Ray Train has assigned to this process."""
     from ray.train.torch import get_device
 
     device: torch.device = get_device()
@@ -93,7 +86,7 @@ def _context() -> Any:
         return None
     try:
         context = train.get_context()
-        is_one = (context.get_world_rank(), context.get_world_size()) == (dist.get_rank(), dist.get_world_size())
-    except (RuntimeError, DeprecationWarning):  # not one of its workers, or a trial of Ray Tune's
+        is_same_rank = (context.get_world_rank(), context.get_world_size()) == (dist.get_rank(), dist.get_world_size())
+    except (RuntimeError, DeprecationWarning):  # not a worker of a TorchTrainer, or a trial of Ray Tune
         return None
-    return context if is_one else None
+    return context if is_same_rank else None

@@ -1,4 +1,4 @@
-"""A worker on Ray as the main process sees it: asked by calls of its actor, watched by them and by its line."""
+"""Main process's side of a worker on Ray. Calls of its actor and its link carry messages and detect its exit."""
 
 import logging
 import math
@@ -16,9 +16,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RaySystemError, RayTaskError
+from typing_extensions import override
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
-from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S
+from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, SentTask, Worker
 from lightning_strategies_ext.launch.protocol import Ping, RunTask, Shutdown, TaskFailed, WorkerRankInfo
 from lightning_strategies_ext.launch.ray import cluster, control_messages
 from lightning_strategies_ext.launch.ray.actor import WorkerHostInfo
@@ -28,47 +29,43 @@ from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLi
 
 log = logging.getLogger(__name__)
 
-#: After how long it is said that one has not come which was started in the place of another, in seconds.
+#: Seconds after which a warning is logged that a replacement worker has not started.
 _WARN_AFTER_S = 30.0
-#: How long Ray may take to say why an actor is gone whose line is broken, in seconds.
+#: Seconds to wait for Ray's reason for the exit of an actor whose link is closed.
 _REASON_S = 3.0
-#: The same where others go on without it, and do not wait for the reason.
+#: The same if the other workers continue without the worker.
 _SHORT_REASON_S = 0.25
 
 
-class SentPayload:
-    """A job in Ray's object store, see :class:`.SentTask`.
-
-    Args:
-        payload: The job.
-    """
+class SentPayload(SentTask):
+    """A task in Ray's object store."""
 
     def __init__(self, payload: RayPayload) -> None:
         self.reference: Any = ray.put(payload)
 
+    @override
     def close(self) -> None:
-        """Lets go of it; workers that were given it have it still."""
         self.reference = None
 
 
-class RayWorker:
-    """See :class:`.Worker`.
+class RayWorker(Worker):
+    """A worker on Ray.
 
     Args:
-        rank: Among the pool's workers, as far as that is known.
-        number: Which tells it from all others.
-        bundle: Its place in the placement group.
-        link_server: Where its line ends.
-        options: For Ray, see ``ActorClass.options``.
-        actor_class: The class of the actor, as Ray has it.
-        is_elastic: Whether another one, on another host, may take its place in the middle of a job.
+        rank: Index among the pool's workers; preliminary until all ranks are assigned.
+        number: Number of the worker, unique for its link server.
+        bundle: Index of the worker's bundle in the placement group.
+        link_server: Server of the worker's link.
+        options: Ray's options of the actor, see ``ActorClass.options``.
+        actor_class: Ray's class of the actor.
+        is_elastic: Whether a worker on another host may replace this one while a task runs.
 
     Attributes:
-        rank: Among the pool's workers.
-        bundle: See above.
-        link: Its line.
-        info: Where it is.
-        rank_info: Among the others.
+        rank: Index among the pool's workers.
+        bundle: Index of the worker's bundle in the placement group.
+        link: Link to the worker.
+        info: Information about the worker and its host; None until the worker has started.
+        rank_info: Rank info of the worker; None until it is assigned.
     """
 
     def __init__(
@@ -95,55 +92,56 @@ class RayWorker:
         self._error: BaseException | None = None
         self._steps: Generator[Future[Any], Any, None] | None = None
         self._step: Future[Any] | None = None
-        self._order: tuple[RunTask, SentPayload] | None = None
+        self._unsent_task: tuple[RunTask, SentPayload] | None = None
         self._warn_at = math.inf
         self.link: WorkerLink = link_server.expect(number, self._wake_up)
         self._actor: Any = actor_class.options(**options).remote(link_server.address, link_server.secret, number)
 
-    # --- what it is ---
+    # --- description ---
 
     @property
+    @override
     def pid(self) -> int:
-        """Its process id, on its host; 0 before that is known."""
+        """Process id of the worker on its host; 0 until the worker has started."""
         return 0 if self.info is None else self.info.pid
 
     @property
+    @override
     def description(self) -> str:
-        """Which process it is, for people."""
         return "not started by Ray so far" if self.info is None else f"pid {self.pid} on {self.info.address}"
 
     @property
+    @override
     def environment(self) -> dict[str, str]:
-        """Environment variables of its own: where it meets the others."""
         assert self.rank_info is not None
         assert self.info is not None
         variables = {"MASTER_ADDR": self.rank_info.main_address, "MASTER_PORT": str(self.rank_info.main_port)}
         interface = self.info.interface
-        may_have_others = self.rank_info.num_nodes > 1 or self._is_elastic
-        if may_have_others and interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        may_span_hosts = self.rank_info.num_nodes > 1 or self._is_elastic
+        if may_span_hosts and interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             variables["GLOO_SOCKET_IFNAME"] = interface
         return variables
 
-    # --- what is said ---
+    # --- messages ---
 
     def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the actor; its answer is a future's."""
+        """Calls a method of the actor, and returns a future of its result."""
         future = getattr(self._actor, method).remote(*args).future()
         future.add_done_callback(lambda future: self._wake_up())
         return future
 
     def start_up(self, steps: Generator["Future[Any]", Any, None]) -> None:
-        """Lets it get ready while others work: :meth:`next_reply` goes on with it, and gives it its order in the end.
+        """Sets the worker up while others run: :meth:`next_reply` continues the setup, and submits the task at its end.
 
         Args:
-            steps: Each is waited for, and its result sent in. An exception means that the worker is of no use.
+            steps: Generator that yields futures, and receives their results. If it raises, the worker has failed.
         """
         self._steps, self._step = steps, next(steps)
         self._warn_at = time.monotonic() + _WARN_AFTER_S
 
     @property
+    @override
     def is_connected(self) -> bool:
-        """Whether it is ready for what it is told."""
         return self._steps is None
 
     def _advance_startup(self) -> None:
@@ -152,52 +150,40 @@ class RayWorker:
                 self._step = self._steps.send(self._step.result())
             except StopIteration:
                 self._steps = None
-                if self._order is not None:
-                    (order, task), self._order = self._order, None
-                    with suppress(OSError):  # `next_reply` says why
+                if self._unsent_task is not None:
+                    (order, task), self._unsent_task = self._unsent_task, None
+                    with suppress(OSError):  # `next_reply` returns the error
                         self.submit(_task_for(self, order), task)
             except Exception as error:
                 self._error = error
         if self.info is None and time.monotonic() > self._warn_at:
             log.warning(
-                "Worker %d has not come so far; free in the cluster are %s.", self.rank, cluster.free_resources_text()
+                "Worker %d has not started. Free resources in Ray: %s.", self.rank, cluster.free_resources_text()
             )
             self._warn_at = math.inf
 
+    @override
     def send(self, message: Any) -> None:
-        """Sends a message.
-
-        Raises:
-            OSError: If the worker is gone.
-        """
         if isinstance(message, control_messages.MESSAGES_TO_WORKERS):
             self.link.send(message)
         else:
             self._send(message, None)
 
+    @override
     def notify_peer_loss(self, world: int) -> None:
-        """Says that another worker of its world is gone, whose host may be gone as well.
-
-        Args:
-            world: The world's number.
-        """
         self.link.notify_peer_loss(world)
 
+    @override
     def submit(self, order: RunTask, task: SentPayload | None) -> None:
-        """Orders it to run a job.
-
-        Raises:
-            OSError: If the worker is gone.
-        """
         assert task is not None
         if self._steps is None:
             self._send(order, task.reference)
         else:
-            self._order = order, task
+            self._unsent_task = order, task
 
     def _send(self, message: Any, task: Any) -> None:
         if not self.is_alive():
-            raise OSError("the worker is gone")
+            raise OSError("the worker has exited")
         try:
             if isinstance(message, Shutdown):
                 self._actor.end.remote()
@@ -206,44 +192,40 @@ class RayWorker:
             self._waiting.add_done_callback(lambda future: self._wake_up())
             if isinstance(message, RunTask):
                 self._actor.finish_reply.remote()
-        except Exception as error:  # Ray may be gone as well
+        except Exception as error:  # Ray may have exited too
             self._error = error
-            raise OSError("the worker is gone") from error
+            raise OSError("the worker has exited") from error
 
+    @override
     def poll(self, timeout_s: float | None) -> bool:
-        """Waits until there is something to receive, or the worker is gone; False if neither came in time."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._has_reply() and self.is_alive():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            remaining_s = None if deadline is None else deadline - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
                 return False
-            self._wait_for_wakeup(left)
+            self._wait_for_wakeup(remaining_s)
         return True
 
+    @override
     def receive(self) -> Any:
-        """Waits for a message.
-
-        Raises:
-            EOFError: If the worker is gone.
-        """
         self.poll(None)
         if not self._has_reply() and self._waiting is not None:
             wait_until(self._waiting, _REASON_S)
         if not self._has_reply():
-            raise EOFError("the worker is gone")
+            raise EOFError("the worker has exited")
         waiting, self._waiting = self._waiting, None
         assert waiting is not None
         try:
             actor_reply = waiting.result()
         except RayError as error:
-            # If it is another one's, the actor is there, and its method has failed: at a class that it lacks, say.
+            # If the error is not Ray's own, the actor runs, and its method has failed, for example for lack of a class.
             if isinstance(error, RayTaskError) and not _is_of_ray_itself(error):
                 return _failure_of(error)
             self._error = error
-            raise EOFError("the worker is gone") from error
+            raise EOFError("the worker has exited") from error
         self.link.wait_for_output(actor_reply.num_output_bytes)
         reply = actor_reply.load()
-        if isinstance(reply, TaskFailed):  # hosts have clocks of their own: what is heard first counts as first
+        if isinstance(reply, TaskFailed):  # hosts have different clocks: the failure received first is the first
             reply = replace(reply, time=time.monotonic())
         return reply
 
@@ -251,89 +233,86 @@ class RayWorker:
         return self._waiting is not None and self._waiting.done()
 
     @property
+    @override
     def waitables(self) -> list[Any]:
-        """What becomes ready when there is an answer, or the worker has died."""
         return [self._wakeup_fd]
 
+    @override
     def next_reply(self) -> Any:
-        """The worker's answer to a job, its death if it died without one, or None for now.
-
-        In a job whose ranks may change also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`.
-        """
         self._drain_wakeups()
         self._advance_startup()
         is_dead = not self.is_alive()
         if self.link.messages:
-            self._wake_up()  # there may be more to hear
+            self._wake_up()  # there may be more messages
             return self.link.messages.popleft()
         if self._has_reply():
             with suppress(EOFError):
                 return self.receive()
         return self.exit_error() if is_dead or self._error is not None else None
 
+    @override
     def ping(self) -> None:
-        """Asks the worker, which waits for a job, to answer :meth:`is_responsive`."""
         with suppress(OSError):
             self.send(Ping())
 
+    @override
     def is_responsive(self) -> bool:
-        """Waits for the answer to :meth:`ping`; False if the worker ended instead."""
         if self._waiting is None:
             return False
         with suppress(EOFError):
             return isinstance(self.receive(), Ping)
         return False
 
-    # --- how it ends ---
+    # --- exit ---
 
+    @override
     def is_alive(self) -> bool:
-        """Whether it runs."""
         return self._is_open and self._error is None and not self.link.closed.is_set()
 
+    @override
     def exit_error(self) -> WorkerDiedError:
-        """Describes how it ended; waits a moment for Ray to know."""
         if self._error is None and self._waiting is not None:
             wait_until(self._waiting, _SHORT_REASON_S if self._is_elastic else _REASON_S)
             if self._waiting.done() and isinstance(self._waiting.exception(), RayError):
                 self._error = self._waiting.exception()
-        message = f"rank {self.rank} ({self.description}) ended, in the middle of its work."
+        message = f"rank {self.rank} ({self.description}) exited in the middle of its work."
         if isinstance(self._error, RayError):
-            message += f" Ray says: {reason_from_ray(self._error)}"
+            message += f" Ray reports: {reason_from_ray(self._error)}"
         elif self._error is not None:
             message = f"rank {self.rank} ({self.description}) could not be started: {self._error}"
         return WorkerDiedError(message, self.rank, self.pid, -1)
 
+    @override
     def signal(self, signum: int) -> None:
-        """Sends it a signal, if it runs."""
         if signum == signal.SIGKILL:
             self.kill()
         elif self.is_alive():
             self.link.signal(signum)
 
+    @override
     def wait(self, timeout_s: float) -> None:
-        """Waits until it has ended."""
         self.link.closed.wait(timeout_s)
 
+    @override
     def kill(self) -> None:
-        """Kills it, if it runs."""
         if self._is_open and not self.link.closed.is_set():
-            with suppress(Exception):  # Ray may be gone
+            with suppress(Exception):  # Ray may have exited
                 ray.kill(self._actor)
             if self.link.is_connected:
                 self.wait(EXIT_TIMEOUT_S)
 
+    @override
     def close(self) -> None:
-        """Frees what this process holds for it."""
         with suppress(Exception):
-            ray.kill(self._actor)  # one that has never connected
-        self._actor = self._waiting = self._steps = self._step = self._order = None
+            ray.kill(self._actor)  # it may never have connected
+        self._actor = self._waiting = self._steps = self._step = self._unsent_task = None
         with self._lock:
             if self._is_open:
                 self._is_open = False
                 os.close(self._wakeup_fd)
                 os.close(self._wakeup_writer)
 
-    # --- the bell ---
+    # --- wakeups ---
 
     def _wake_up(self) -> None:
         with self._lock:
@@ -351,29 +330,29 @@ class RayWorker:
 
 
 def _task_for(worker: RayWorker, order: RunTask) -> RunTask:
-    """An order that was written for another worker, whose variables may have been others."""
+    """Returns a message that was written for the replaced worker, with this worker's environment variables."""
     settings = order.settings
     return replace(order, settings=replace(settings, environment={**settings.environment, **worker.environment}))
 
 
 def wait_until(future: "Future[Any]", timeout_s: float) -> None:
-    """Waits for a future, and raises nothing."""
+    """Waits for a future without raising its exception."""
     with suppress(Exception):
         future.exception(timeout_s)
 
 
 def reason_from_ray(error: BaseException) -> str:
-    """What Ray says of an actor that is gone, without the advice and the numbers."""
+    """Returns Ray's reason for the exit of an actor, without its advice and numbers."""
     text = str(error).strip()
     found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text, re.DOTALL)
-    said = (text.splitlines()[-1] if found is None else found.group(1)).strip().rstrip(".") + "."
-    if found is not None and "connection error" in said:
-        said += " It was killed or has crashed; the kernel kills when memory runs out."
-    return said
+    reason = (text.splitlines()[-1] if found is None else found.group(1)).strip().rstrip(".") + "."
+    if found is not None and "connection error" in reason:
+        reason += " The worker was killed or crashed; the kernel kills processes if memory runs out."
+    return reason
 
 
 def _is_of_ray_itself(error: RayTaskError) -> bool:
-    """Whether it is the end of Ray's daemon on the host that a method met, and will end the actor with it."""
+    """Whether a method failed because Ray's daemon on its host has exited, which also terminates the actor."""
     return isinstance(getattr(error, "cause", None), RaySystemError)
 
 

@@ -1,10 +1,12 @@
-"""What makes a worker on another host like the main process: as far as hosts may be alike."""
+"""Settings of the main process that its workers on other hosts receive."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings
 
@@ -19,12 +21,13 @@ HOST_VARIABLES = frozenset(
         *("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "INVOCATION_ID", "JOURNAL_STREAM", "MAIL", "TMUX", "STY"),
     }
 )
-#: The same for prefixes of their names; Ray's variables include its authentication token.
+#: Prefixes of names of such variables. Ray's variables include its authentication token.
 _PREFIXES_OF_A_HOST = ("RAY_", "XDG_")
-#: Those that all ranks need alike, whatever list of others the user gives: the secret of the job, seeds, the network.
+#: Variables that ranks receive even if the user lists only others: the secret of the job, seeds, the network.
 _OF_ALL_RANKS = ("LIGHTNING_STRATEGIES_EXT_*", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "GLOO_SOCKET_IFNAME")
 
-_brought: set[str] = set()
+#: Names of the variables that the last task has set.
+_received: set[str] = set()
 
 
 @dataclass
@@ -32,29 +35,31 @@ class RemoteProcessSettings(ProcessSettings):
     """:class:`.ProcessSettings` on a host that may have other directories, paths and devices."""
 
     def __post_init__(self) -> None:
-        """Removes variables of the host and of Ray, with its token, before the main process sends them."""
+        """Removes variables of the host and of Ray, including its token, before the main process sends them."""
         self.environment = {name: value for name, value in self.environment.items() if not _is_of_a_host(name)}
 
+    @override
     def enter_directory(self) -> None:
-        """Changes to the main process's directory where there is one, and stays where Ray has put it otherwise."""
+        """Changes to the main process's directory if it exists here; otherwise keeps the directory that Ray has set."""
         if os.path.isdir(self.directory):
             os.chdir(self.directory)
 
+    @override
     def set_environment(self) -> None:
-        """Sets the main process's variables, and removes those that an earlier job has set and this one lacks."""
-        for name in _brought - self.environment.keys():
+        """Sets the main process's variables, and removes those that only the last task had."""
+        for name in _received - self.environment.keys():
             os.environ.pop(name, None)
-        _brought.clear()
-        _brought.update(self.environment)
+        _received.clear()
+        _received.update(self.environment)
         os.environ.update(self.environment)
 
 
 def check_environment_variables(names: Any) -> None:
-    """Rejects a value of the argument `environment_variables` that cannot work.
+    """Checks the argument `environment_variables`.
 
     Raises:
-        TypeError: If it is no list of names.
-        ValueError: If an entry is no name, or names a variable that is never sent.
+        TypeError: If it is neither None nor a list of names.
+        ValueError: If an entry is not a name, or names a variable that is never sent.
     """
     if names is None:
         return
@@ -66,18 +71,18 @@ def check_environment_variables(names: Any) -> None:
     for name in names:
         if not name.removeprefix("!") or "=" in name:
             raise ValueError(
-                f"`environment_variables` contains {name!r}, which is no name of a variable. Use the name without a"
+                f"`environment_variables` contains {name!r}, which is not a variable's name. Use the name without a"
                 " value; `runtime_env={'env_vars': {...}}` sets variables on workers."
             )
         if _is_of_a_host(name):
             raise ValueError(
                 f"`environment_variables` contains {name!r}: variables of Ray or of a host are never sent to workers."
-                " Leave it out; `runtime_env={'env_vars': {...}}` sets variables on workers."
+                " Leave out the entry; `runtime_env={'env_vars': {...}}` sets variables on workers."
             )
 
 
 def selected(environment: Mapping[str, str], names: Sequence[str] | None) -> dict[str, str]:
-    """The variables of an environment that workers receive.
+    """Returns the variables of an environment that workers receive.
 
     Args:
         environment: All variables.

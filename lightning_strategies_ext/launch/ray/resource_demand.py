@@ -1,4 +1,4 @@
-"""What workers need of a cluster, and whether it has that. It knows Ray's names of resources, and not Ray."""
+"""Resources that workers need of a Ray cluster, and checks that it has them. Does not import Ray."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,19 +7,19 @@ from typing import Any, Literal, get_args
 
 PlacementStrategy = Literal["PACK", "SPREAD"]
 
-#: Ray counts resources in steps of this.
+#: Granularity of Ray's amounts of resources.
 _STEP = 1e-4
 
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """What each worker needs, and where workers are put.
+    """Resources of each worker, and the placement of workers on hosts.
 
     Attributes:
-        num_cpus: CPUs of a worker, a fraction if several share one.
-        num_gpus: GPUs of a worker.
-        resources: Further resources of a worker, by their names in the cluster.
-        placement: "PACK" puts workers on as few hosts as possible, "SPREAD" on as many.
+        num_cpus: CPUs per worker; a fraction if several workers share one.
+        num_gpus: GPUs per worker.
+        resources: Further resources per worker, by their names in the cluster.
+        placement_strategy: "PACK" places workers on as few hosts as possible, "SPREAD" on as many.
     """
 
     num_cpus: float = 1
@@ -29,37 +29,38 @@ class ResourceDemand:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Of one worker, as Ray writes it."""
+        """Resources of one worker, as a bundle of a Ray placement group."""
         needed = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.resources}
         return {name: amount for name, amount in needed.items() if amount}
 
     def check_fits(self, num_workers: int, hosts: Sequence[Mapping[str, float]], cluster: str) -> None:
-        """Refuses more workers than there can ever be at once.
+        """Rejects more workers than the cluster can ever run at once.
 
         Args:
-            num_workers: How many there should be.
-            hosts: The resources of each host of the cluster.
-            cluster: What to call it.
+            num_workers: Number of workers.
+            hosts: Resources of each host of the cluster.
+            cluster: Name of the cluster in the error message.
 
         Raises:
-            ValueError: If they do not fit; with the numbers.
+            ValueError: If the workers do not fit; the message has the numbers.
         """
         for name, amount in self.bundle.items():
-            needed, there = amount * num_workers, sum(host.get(name, 0.0) for host in hosts)
-            if needed > there + _STEP:
+            needed, available = amount * num_workers, sum(host.get(name, 0.0) for host in hosts)
+            if needed > available + _STEP:
                 raise ValueError(
-                    f"`num_workers={num_workers}` workers with `{self._argument(name)}` each need {needed:g}"
-                    f" {_resource_text(name, needed)}, and {cluster} has {there:g}. Ask for fewer workers, or for less"
-                    " for each (a fraction lets several share one), or add hosts to the cluster."
+                    f"`num_workers={num_workers}` workers with `{self._argument(name)}` need {needed:g}"
+                    f" {_resource_text(name, needed)}, but {cluster} has {available:g}. Request fewer workers, or less"
+                    " per worker (with a fraction, several workers share one), or add hosts to the cluster."
                 )
-        places = [
+        capacities = [
             min((math.floor(host.get(name, 0.0) / amount + _STEP) for name, amount in self.bundle.items()), default=0)
             for host in hosts
         ]
-        if sum(places) < num_workers:
+        if sum(capacities) < num_workers:
             raise ValueError(
                 f"`num_workers={num_workers}` workers that each need {self._text()} do not fit into {cluster}: its"
-                f" {len(hosts)} hosts have room for {' + '.join(map(str, places))} of them. A worker is on one host."
+                f" {len(hosts)} hosts can run {' + '.join(map(str, capacities))} of them, because a worker cannot"
+                " span hosts. Request fewer workers, or less per worker."
             )
 
     def _argument(self, name: str) -> str:
@@ -74,11 +75,11 @@ class ResourceDemand:
 
 
 def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement: Any) -> None:
-    """Refuses what no cluster could give.
+    """Checks the strategy's arguments about workers, without a cluster.
 
     Raises:
-        TypeError: If one of them is of the wrong kind.
-        ValueError: If a value cannot work.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is invalid.
     """
     if num_workers is not None and (not isinstance(num_workers, int) or isinstance(num_workers, bool)):
         raise TypeError(f"`num_workers` must be an int or None, got {num_workers!r}.")
@@ -93,20 +94,20 @@ def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, res
         for name in ("CPU", "GPU"):
             if name in resources:
                 raise ValueError(
-                    f"`resources_per_worker` names {name!r}: use `num_{name.lower()}s_per_worker` for that."
+                    f"`resources_per_worker` contains {name!r}. Use `num_{name.lower()}s_per_worker` instead."
                 )
         amounts.update({f"resources_per_worker[{name!r}]": amount for name, amount in resources.items()})
     for name, amount in amounts.items():
         if not isinstance(amount, (int, float)) or isinstance(amount, bool):
             raise TypeError(f"`{name}` must be a number, got {amount!r}.")
         if not 0 <= amount < math.inf:
-            raise ValueError(f"`{name}={amount!r}` must not be negative, nor infinite.")
+            raise ValueError(f"`{name}={amount!r}` must be finite and not negative.")
         if amount > 1 and amount != int(amount):
-            raise ValueError(f"`{name}={amount!r}`: Ray gives fractions of one only. Use a whole number.")
+            raise ValueError(f"`{name}={amount!r}`: Ray supports fractions only below 1. Use a whole number.")
     if not num_cpus:
-        raise ValueError("`num_cpus_per_worker=0`: a worker computes. Use a fraction to let several share a CPU.")
+        raise ValueError("`num_cpus_per_worker=0`: a worker computes. Use a fraction if several workers share a CPU.")
     if placement not in get_args(PlacementStrategy):
-        raise ValueError(f"`placement={placement!r}` must be 'PACK' (few hosts) or 'SPREAD' (many).")
+        raise ValueError(f"`placement={placement!r}` must be 'PACK' (few hosts) or 'SPREAD' (many hosts).")
 
 
 def _resource_text(name: str, amount: float) -> str:

@@ -1,4 +1,4 @@
-"""Starts workers on a Ray cluster: a placement group, an actor in each of its bundles, a seat for each."""
+"""Starts workers on a Ray cluster: a placement group, an actor in each of its bundles, and a rank for each actor."""
 
 import logging
 import os
@@ -12,9 +12,11 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing_extensions import override
 
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext.interpreters import current_options_as_variables
+from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
 from lightning_strategies_ext.launch.protocol import WorkerRankInfo, WorkerSetup
 from lightning_strategies_ext.launch.ray import cluster
@@ -30,23 +32,23 @@ from lightning_strategies_ext.launch.transport.pickling import Pickled
 
 log = logging.getLogger(__name__)
 
-#: After how long it is said that the cluster has no room, in seconds.
+#: Seconds after which a warning is logged that the cluster lacks free resources.
 _WARN_AFTER_S = 5.0
 _POLL_S = 0.2
 _PACKAGES = ("lightning_strategies_ext", "torch", "cloudpickle")
 
 
-class RayStarter:
-    """See :class:`.WorkerStarter`.
+class RayStarter(WorkerStarter):
+    """Starts workers on a Ray cluster.
 
     Args:
-        demand: What each worker needs.
-        address: See :func:`.cluster.connect`.
-        runtime_env: What workers find on their hosts, as Ray takes it.
+        demand: Resources of each worker.
+        address: Address of the cluster, see :func:`.cluster.connect`.
+        runtime_env: Ray's runtime environment of the workers.
         environment_variables: Names of variables that workers receive, see :func:`.remote_settings.selected`.
-        timeout_s: How long to wait for room in the cluster.
-        modules: What workers import before they get a job: the Lightning that the main process has.
-        is_elastic: Whether workers may be replaced in the middle of a job.
+        timeout_s: Seconds to wait for free resources in the cluster.
+        modules: Modules that workers import before the first task: the Lightning package of the main process.
+        is_elastic: Whether workers may be replaced while a task runs.
     """
 
     name = "strategy='ddp_ray_ext'"
@@ -77,44 +79,46 @@ class RayStarter:
         self._link_server: LinkServer | RelayedLinkServer | None = None
         self._has_joined = False
         self._actor_class: Any = None
-        self._is_env_of_actors = False  # the job has the runtime environment if this process has started the job
-        self._number = 0  # of workers so far
-        self._workers: list[RayWorker] = []  # by bundle, the newest of each
+        self._is_env_of_actors = False  # Ray's job has the runtime environment if this process has started the job
+        self._number = 0  # of workers started so far
+        self._workers: list[RayWorker] = []  # the newest worker of each bundle
 
     def __getstate__(self) -> dict[str, Any]:
         nothing: dict[str, Any] = {"_group": None, "_link_server": None, "_actor_class": None, "_workers": []}
         return {**vars(self), **nothing, "_has_joined": False}
 
     @property
+    @override
     def reuse_key(self) -> Any:
-        """What has to be alike in two of them for the workers of one to be of use to the other."""
         demand = self._demand
         bundles = sorted(demand.bundle.items()), demand.placement_strategy
         return "ray", self._address, repr(self._runtime_env), bundles, self._is_elastic
 
+    @override
     def environment(self) -> dict[str, str]:
-        """Returns the environment variables of the main process that its workers receive."""
         return selected(rank_variables.environment_for_ranks(), self._environment_variables)
 
+    @override
     def num_cpus(self, num_workers: int) -> int:
-        """How many CPUs a worker has for its computations."""
         return max(1, int(self._demand.num_cpus))
 
     @property
+    @override
     def address(self) -> str:
-        """Of this process's host, as the workers reach it."""
         assert self._link_server is not None
         return self._link_server.address[0]
 
+    @override
     def check_can_start(self) -> None:
-        """Does nothing: what a cluster can give is known when it is joined."""
+        """No-op: the resources of the cluster are known only after connecting to it."""
 
+    @override
     def start(self, rank: int, num_workers: int, inherited_task: WorkerTask | None) -> RayWorker:
-        """Starts a worker, the first one when the cluster has room for all.
+        """Starts a worker. The first call connects to the cluster, and waits for the resources of all workers.
 
         Raises:
-            ValueError: If the cluster has less than they need.
-            RuntimeError: If it cannot be reached, or others do not leave room in time.
+            ValueError: If the workers do not fit into the cluster.
+            RuntimeError: If the cluster cannot be reached, or lacks free resources until the timeout.
         """
         if not self._has_joined:
             has_connected = cluster.connect(self._address, self._demand, num_workers, self._runtime_env)
@@ -124,8 +128,9 @@ class RayStarter:
             is_ray_client = cluster.is_ray_client()
             if is_ray_client and self._is_elastic:
                 raise RuntimeError(
-                    "`elastic=True` with Ray Client: workers meet in the main process, which they cannot reach there."
-                    " Run the script in the cluster, by `ray job submit` or on one of its hosts, or leave it out."
+                    "`elastic=True` cannot be combined with Ray Client: workers connect to a store in the main process,"
+                    " which they cannot reach outside the cluster. Run the script in the cluster, with `ray job submit`"
+                    " or on one of its hosts, or leave out the argument."
                 )
             self._reserve(num_workers)
             self._link_server = RelayedLinkServer() if is_ray_client else LinkServer(ray.util.get_node_ip_address())
@@ -167,26 +172,28 @@ class RayStarter:
             waited = time.monotonic() - started
             if waited > self._timeout_s:
                 raise RuntimeError(
-                    f"The Ray cluster has had no room for {num_workers} workers with {demand.bundle} each for"
-                    f" {waited:.0f} s (`timeout`): free are {cluster.free_resources_text()}. Others use the rest."
+                    f"The Ray cluster had too few free resources for {num_workers} workers with {demand.bundle} each"
+                    f" for {waited:.0f} s (`timeout`), because other jobs use them. Free resources:"
+                    f" {cluster.free_resources_text()}. Increase the timeout, or request fewer resources."
                 )
             if waited > _WARN_AFTER_S and not has_warned:
                 log.warning(
-                    "Waiting for room in the Ray cluster for %d workers with %s each; free are %s.",
+                    "Waiting until the Ray cluster has the resources for %d workers with %s each. Free resources: %s.",
                     num_workers,
                     demand.bundle,
                     cluster.free_resources_text(),
                 )
                 has_warned = True
 
+    @override
     def prepare(self, workers: Sequence[RayWorker]) -> list[RayWorker]:
-        """Waits until all workers are there, and gives each its seat: those of the main process's host come first.
+        """Waits until all workers have started, and assigns ranks, first to workers on the main process's host.
 
         Raises:
-            RuntimeError: If one does not come, or has other versions of what must be alike.
+            RuntimeError: If a worker does not start, or has different versions of packages.
         """
-        asked = [(worker, self._request_info(worker)) for worker in workers]
-        for worker, future in asked:
+        requested = [(worker, self._request_info(worker)) for worker in workers]
+        for worker, future in requested:
             worker.info = _result(worker, future)
             self._check_versions(worker)
         ranked = _with_rank_info(workers, ray.get_runtime_context().get_node_id())
@@ -197,8 +204,9 @@ class RayStarter:
             _check_has_started(worker, _result(worker, future))
         return ranked
 
+    @override
     def replace(self, dead: RayWorker, num_workers: int, inherited_task: WorkerTask | None) -> RayWorker:
-        """Starts a worker in the bundle of one that has died, on another host if Ray has had to move the bundle."""
+        """Starts a worker in the bundle of one that has exited, on another host if Ray had to move the bundle."""
         worker = self._workers[dead.bundle] = self._start(dead.rank, dead.bundle)
         worker.start_up(self._startup_steps(worker, num_workers))
         return worker
@@ -209,10 +217,10 @@ class RayStarter:
         info = worker.info
         assert info is not None
         others = [other for other in self._workers if other is not worker and other.info is not None]
-        num_here = sum(other.is_alive() and other.info.host == info.host for other in others)  # type: ignore[union-attr]
-        # Until it has joined the others it is none of them, and not the first, whose part in that is done.
+        num_local = sum(other.is_alive() and other.info.host == info.host for other in others)  # type: ignore[union-attr]
+        # Preliminary, until the worker joins a world. Not rank 0, whose role during the startup is over.
         worker.rank_info = WorkerRankInfo(
-            max(1, worker.rank), num_workers, num_here, num_here + 1, 0, 1, info.address, info.port
+            max(1, worker.rank), num_workers, num_local, num_local + 1, 0, 1, info.address, info.port
         )
         _check_has_started(worker, (yield worker.call("start", WorkerSetup(worker.rank, None, worker.rank_info))))
 
@@ -222,20 +230,20 @@ class RayStarter:
 
     def _check_versions(self, worker: RayWorker) -> None:
         assert worker.info is not None
-        ours, theirs = versions(self._packages), worker.info.versions
-        differing = [f"{name} {theirs[name]} in place of {ours[name]}" for name in ours if theirs[name] != ours[name]]
+        required, found = versions(self._packages), worker.info.versions
+        differing = [f"{name} {found[name]} instead of {own}" for name, own in required.items() if found[name] != own]
         if differing:
             raise RuntimeError(
-                f"A worker on {worker.info.address} has {' and '.join(differing)}. All hosts of a cluster need the"
-                " same versions as the main process: install them there, or name them in `runtime_env={'pip': [...]}`."
+                f"A worker on {worker.info.address} has {' and '.join(differing)}. All hosts of the cluster need the"
+                " versions of the main process: install them there, or list them in `runtime_env={'pip': [...]}`."
             )
 
+    @override
     def pack(self, pickled: Pickled, cache: MemoryFileCache) -> SentPayload:
-        """Puts a job into Ray's object store, once for all workers."""
         return SentPayload(RayPayload.of(pickled))
 
+    @override
     def close(self) -> None:
-        """Gives all that was reserved back, and ends what was started for it."""
         if not self._has_joined:
             return
         if self._link_server is not None:
@@ -259,15 +267,15 @@ def _result(worker: RayWorker, future: Any) -> Any:
         return future.result()
     hint = ""
     if "No module named" in str(error):
-        hint = " Every host needs this package, torch and Lightning; `runtime_env={'pip': [...]}` can bring them."
+        hint = " Every host needs this package, torch, and Lightning; `runtime_env={'pip': [...]}` can install them."
     raise RuntimeError(
-        f"Worker {worker.rank} does not start on the Ray cluster: {reason_from_ray(error)}{hint}"
+        f"Worker {worker.rank} did not start on the Ray cluster: {reason_from_ray(error)}{hint}"
     ) from error
 
 
 def _check_has_started(worker: RayWorker, failure: Any) -> None:
     if failure is not None:
-        raise RuntimeError(f"Worker {worker.rank} ({worker.description}) cannot start: {failure.traceback}")
+        raise RuntimeError(f"Worker {worker.rank} ({worker.description}) did not start: {failure.traceback}")
 
 
 def _with_rank_info(workers: Sequence[RayWorker], main_host: str) -> list[RayWorker]:

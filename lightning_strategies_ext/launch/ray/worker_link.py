@@ -1,9 +1,9 @@
-"""A TCP connection from each worker on Ray to the main process, beside the calls of the actor's methods.
+"""A TCP connection from each worker on Ray to the main process, in addition to the calls of the actor's methods.
 
 It carries signals to the worker, output from the worker, and the messages of a task that is running
-(:mod:`.control_messages`). Each end detects at once that the other is gone, and a worker whose link breaks exits. The
-worker connects. The main process sends a challenge, and the worker proves that it has the secret that it received
-through Ray.
+(:mod:`.control_messages`). Each process detects at once that the other has exited, and a worker whose link closes kills
+itself. The worker connects. The main process sends a challenge, and the worker proves that it has the secret that it
+received through Ray.
 
 The contents of a link are not encrypted, as those of Ray's own connections are not.
 """
@@ -30,11 +30,11 @@ from typing import Any
 
 from lightning_strategies_ext.launch.ray import control_messages
 
-_HEADER = struct.Struct("!BI")  # what follows, and how many bytes of it
+_HEADER = struct.Struct("!BI")  # kind of the data that follows, and its length in bytes
 _OUT, _ERR, _MESSAGE, _SIGNAL, _LOSS = 1, 2, 3, 4, 5
 _NUMBER = struct.Struct("!I")
 _SECRET_BYTES = 32
-#: Length of a challenge, and of its answer, in bytes.
+#: Length of a challenge, and of its response, in bytes.
 _PROOF_BYTES = 32
 _CONNECT_S = 10.0
 #: Time in which a connection has to prove that it belongs to a worker, in seconds.
@@ -46,31 +46,31 @@ _FLUSH_S = 2.0
 
 
 def enable_worker_keepalive(connected: socket.socket) -> None:
-    """Lets a connection break within half a minute when the other host is gone without a word."""
+    """Enables TCP keepalive, so that the connection is closed within half a minute if the other host is lost."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # as long, where something waits to be acknowledged
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the same for unacknowledged data
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class _FrameDecoder:
-    """What comes over a connection, cut into what was sent."""
+    """Splits the data of a connection into frames."""
 
     def __init__(self) -> None:
-        self._waiting = b""
+        self._buffer = b""
 
     def of(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Each that is complete with this: what it is, and itself."""
-        self._waiting += data
-        while len(self._waiting) >= _HEADER.size:
-            kind, size = _HEADER.unpack_from(self._waiting)
+        """Yields kind and content of each frame that the data completes."""
+        self._buffer += data
+        while len(self._buffer) >= _HEADER.size:
+            kind, size = _HEADER.unpack_from(self._buffer)
             end = _HEADER.size + size
-            if len(self._waiting) < end:
+            if len(self._buffer) < end:
                 return
-            frame, self._waiting = self._waiting[_HEADER.size : end], self._waiting[end:]
+            frame, self._buffer = self._buffer[_HEADER.size : end], self._buffer[end:]
             yield kind, frame
 
 
@@ -82,14 +82,14 @@ def _framed(kind: int, data: bytes) -> bytes:
 
 
 class WorkerLink:
-    """A worker's line, in the main process.
+    """Main process's side of the link to a worker.
 
     Args:
-        on_update: Called, in another thread, when the worker has said something to the main process, or is gone.
+        on_update: Callable that another thread calls when a message has arrived, and when the link is closed.
 
     Attributes:
-        closed: Set when it is gone.
-        messages: What it has said.
+        closed: Event that is set when the link is closed.
+        messages: Received messages, the oldest first.
     """
 
     def __init__(self, on_update: Callable[[], None]) -> None:
@@ -104,60 +104,60 @@ class WorkerLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the worker has made the connection, and it has not been closed."""
+        """Whether the worker has connected, and the link is not closed."""
         return self._connected is not None
 
     def signal(self, signum: int) -> None:
-        """Sends the worker a signal, if it is there."""
+        """Sends the worker a signal, if the link is connected."""
         self._send(_SIGNAL, bytes([signum]))
 
     def send(self, message: control_messages.ControlMessage) -> None:
-        """Says something to the worker, if it is there."""
+        """Sends the worker a message, if the link is connected."""
         self._send(_MESSAGE, control_messages.encode(message))
 
     def notify_peer_loss(self, world: int) -> None:
-        """Lets a worker know, whatever it waits for, that another one of a world is gone."""
+        """Notifies a worker, also while it waits, that another worker of the world with this number has exited."""
         self._send(_LOSS, _NUMBER.pack(world))
 
     def _send(self, kind: int, data: bytes) -> None:
-        # In one piece and without a lock, for a handler of signals sends, too: it runs before or after.
+        # In one call and without a lock, because signal handlers send too: they run before or after the call.
         connected = self._connected
         if connected is not None:
             with suppress(OSError):
                 connected.sendall(_framed(kind, data))
 
     def wait_for_output(self, num_bytes: int) -> None:
-        """Waits until so much output has come and is shown, not for long if the line is broken."""
+        """Waits at most two seconds until this many bytes of output are printed, or the link is closed."""
         with self._received:
             self._received.wait_for(lambda: self._num_bytes >= num_bytes or self.closed.is_set(), _FLUSH_S)
 
     def connect(self, connected: socket.socket) -> None:
-        """Begins."""
+        """Sets the connection of the worker."""
         self._connected = connected
 
     def receive(self, data: bytes) -> None:
-        """Takes what has come: shows what was printed, keeps what was said."""
+        """Handles received data: prints output, and stores messages."""
         num_bytes = 0
         for kind, frame in self._frames.of(data):
             if kind == _MESSAGE:
                 self.messages.append(control_messages.decode(frame))
                 self._on_update()
             else:
-                self._show(kind, frame)
+                self._print(kind, frame)
                 num_bytes += len(frame)
         if num_bytes:
             with self._received:
                 self._num_bytes += num_bytes
                 self._received.notify_all()
 
-    def _show(self, stream: int, data: bytes) -> None:
-        shown = sys.stderr if stream == _ERR else sys.stdout
-        with suppress(Exception):  # the user's stream; it may be closed
-            shown.write(self._decoders[stream].decode(data))
-            shown.flush()
+    def _print(self, stream: int, data: bytes) -> None:
+        target = sys.stderr if stream == _ERR else sys.stdout
+        with suppress(Exception):  # the user may have closed the stream
+            target.write(self._decoders[stream].decode(data))
+            target.flush()
 
     def close(self) -> None:
-        """Ends it. A second call does no harm."""
+        """Closes the link. A second call is a no-op."""
         if self._connected is not None:
             self._connected.close()
             self._connected = None
@@ -184,10 +184,10 @@ class _Unproved:
 
 
 class LinkServer:
-    """Where the lines of a pool's workers end.
+    """Server to which the workers of a pool connect.
 
     Args:
-        address: Of this host, as workers reach it.
+        address: Address at which workers reach this host.
     """
 
     def __init__(self, address: str) -> None:
@@ -197,33 +197,28 @@ class LinkServer:
         self._links: dict[int, WorkerLink] = {}
         self._unproved: dict[Any, _Unproved] = {}
         self._selector = selectors.DefaultSelector()
-        self._ours, self._theirs = socket.socketpair()
-        threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext lines").start()
+        self._close_writer, self._close_reader = socket.socketpair()
+        threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext links").start()
 
     def expect(self, number: int, on_update: Callable[[], None]) -> WorkerLink:
-        """The line of a worker that is about to be started.
-
-        Args:
-            number: Which tells it from all others, also from those that are gone.
-            on_update: See :class:`WorkerLink`.
-        """
+        """Creates the link of a worker that is about to be started, with a number that no earlier worker has had."""
         link = self._links[number] = WorkerLink(on_update)
         return link
 
     def close(self) -> None:
-        """Ends all lines."""
+        """Closes all links."""
         with suppress(OSError):
-            self._ours.send(b"x")
+            self._close_writer.send(b"x")
 
     def _serve(self) -> None:
         self._listening.setblocking(False)
         with self._selector as selector:
             selector.register(self._listening, selectors.EVENT_READ)
-            selector.register(self._theirs, selectors.EVENT_READ)
+            selector.register(self._close_reader, selectors.EVENT_READ)
             is_open = True
             while is_open:
                 for key, _ in selector.select(_PROOF_S if self._unproved else None):
-                    if key.fileobj is self._theirs:
+                    if key.fileobj is self._close_reader:
                         is_open = False
                     elif key.fileobj is self._listening:
                         self._accept()
@@ -232,16 +227,16 @@ class LinkServer:
                     else:
                         self._receive(key)
                 now = time.monotonic()
-                for connected in [each for each, state in self._unproved.items() if now > state.deadline]:
+                for connected in [end for end, state in self._unproved.items() if now > state.deadline]:
                     self._end_proof(connected)
                     connected.close()
         for link in self._links.values():
             link.close()
-        for ours in (self._listening, self._ours, self._theirs, *self._unproved):
-            ours.close()
+        for end in (self._listening, self._close_writer, self._close_reader, *self._unproved):
+            end.close()
 
     def _accept(self) -> None:
-        """Accepts a connection and sends a challenge; accepts no more while too many have not answered."""
+        """Accepts a connection and sends a challenge. Stops accepting while too many connections lack a proof."""
         with suppress(OSError):
             connected, _ = self._listening.accept()
             connected.setblocking(False)
@@ -253,7 +248,7 @@ class LinkServer:
                 self._selector.unregister(self._listening)
 
     def _take_proof(self, connected: Any) -> None:
-        """Receives a proof, and makes the connection the line of the worker; the first connection of each worker."""
+        """Receives a proof, and makes the connection that of the worker, if it is the worker's first connection."""
         state, part = self._unproved[connected], b""
         with suppress(OSError):
             part = connected.recv(_PROOF_BYTES + _NUMBER.size - len(state.received))
@@ -277,11 +272,11 @@ class LinkServer:
         del self._unproved[connected]
 
     def _link_of(self, state: _Unproved) -> WorkerLink | None:
-        """Returns the line that a connection has proved to belong to, or None if there is no proof or no free line."""
+        """Returns the link that a connection has proved to belong to; None without a proof or an unconnected link."""
         proof, number = state.received[:_PROOF_BYTES], state.received[_PROOF_BYTES:]
-        # A process that sends the secret itself has it as well; workers of this version do not send it.
+        # The secret itself is accepted as a proof, too; workers of this version do not send it.
         expected = (_proof(self.secret, state.challenge, number), self.secret)
-        if len(number) < _NUMBER.size or not any(hmac.compare_digest(proof, each) for each in expected):
+        if len(number) < _NUMBER.size or not any(hmac.compare_digest(proof, valid) for valid in expected):
             return None
         link = self._links.get(*_NUMBER.unpack(number))
         return None if link is None or link.is_connected or link.closed.is_set() else link
@@ -292,7 +287,7 @@ class LinkServer:
         data = b""
         with suppress(OSError):
             data = connected.recv(_MAX_RECEIVED_BYTES)
-        with suppress(ValueError):  # what nobody says who got the secret: it is not heard any more
+        with suppress(ValueError):  # no worker sends such data: the link is closed
             if data:
                 link.receive(data)
                 return
@@ -304,15 +299,15 @@ class LinkServer:
 
 
 class MainLink:
-    """The line, in the worker: from here on, what the process prints goes over it.
+    """Worker's side of the link to the main process. Redirects the output of this process to the link.
 
     Args:
-        address: Of the main process.
-        secret: Which says that the worker belongs to it.
-        number: Which worker this is.
+        address: Address and port of the link server.
+        secret: Secret that proves that the worker belongs to the main process.
+        number: Number of this worker.
 
     Attributes:
-        channel: For what a job says on its way.
+        channel: Channel for the messages of a running task.
 
     Raises:
         OSError: If the main process cannot be reached.
@@ -328,7 +323,7 @@ class MainLink:
         enable_worker_keepalive(self._connected)
         own_number = _NUMBER.pack(number)
         self._connected.sendall(_proof(secret, _received(self._connected, _PROOF_BYTES), own_number) + own_number)
-        # The workers of its dataloaders must not hold the connection when this process is gone.
+        # DataLoader workers must not keep the connection open after this process has exited.
         os.register_at_fork(after_in_child=self._connected.close)
         self._num_bytes = 0
         self._sending = threading.Lock()
@@ -342,12 +337,12 @@ class MainLink:
         sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), "utf-8", "replace", line_buffering=True)
         sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), "utf-8", "replace", line_buffering=True)
         for target in (self._run_commands, self._forward_output):
-            threading.Thread(target=target, daemon=True, name="lightning-strategies-ext line").start()
+            threading.Thread(target=target, daemon=True, name="lightning-strategies-ext link").start()
 
     def flush(self) -> int:
-        """Waits until all that was printed is on its way; returns how much that is so far, in bytes."""
+        """Waits at most two seconds until all output is sent; returns the number of bytes sent so far."""
         for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the user may have put another in its place
+            with suppress(Exception):  # the user may have replaced the stream
                 stream.flush()
         deadline = time.monotonic() + _FLUSH_S
         while time.monotonic() < deadline:
@@ -363,7 +358,7 @@ class MainLink:
             data = b""
             with suppress(OSError):
                 data = self._connected.recv(_MAX_RECEIVED_BYTES)
-            if not data:  # the main process is gone
+            if not data:  # the main process has exited
                 os.kill(os.getpid(), signal.SIGKILL)
             for kind, frame in frames.of(data):
                 if kind == _SIGNAL:
@@ -385,21 +380,21 @@ class MainLink:
                 for key, _ in selector.select():
                     with self._sending:
                         data = os.read(key.fd, _MAX_RECEIVED_BYTES)
-                        with suppress(OSError):  # the other thread notices
+                        with suppress(OSError):  # the other thread detects it
                             self._connected.sendall(_framed(key.data, data))
                         self._num_bytes += len(data)
 
 
 class LinkChannel:
-    """What :class:`.WorkerMembership` asks of a channel, over a line.
+    """A :class:`.TaskChannel` over the link, for :class:`.WorkerMembership`.
 
     Args:
-        say: Says something to the main process.
+        send: Callable that sends a message to the main process.
 
     Attributes:
-        socket: To wait on.
-        on_peer_loss: Called, in another thread, with the number of a world of which another worker is gone, before
-            the main process says anything of the next.
+        socket: Socket that is readable when there is a message.
+        on_peer_loss: Callable that another thread calls when another worker has exited, with the number of their
+            world, before messages about the next world arrive.
     """
 
     def __init__(self, send: Callable[[control_messages.ControlMessage], None]) -> None:
@@ -409,26 +404,26 @@ class LinkChannel:
         self.on_peer_loss: Callable[[int], None] = lambda world: None
 
     def put(self, message: bytes) -> None:
-        """Takes what has come; from any thread."""
+        """Adds a received message. Any thread may call it."""
         self._received.append(message)
         self._wakeup_fd.send(b"!")
 
     def send(self, message: Any) -> None:
-        """Says something.
+        """Sends a message.
 
         Raises:
-            OSError: If the main process is gone.
+            OSError: If the main process has exited.
         """
         self._send_to_main(message)
 
     def receive(self) -> Any:
-        """Waits for what it says."""
+        """Waits for a message."""
         self.socket.recv(1)
         return control_messages.decode(self._received.popleft())
 
 
 def _proof(secret: bytes, challenge: bytes, number: bytes) -> bytes:
-    """Returns the answer to a challenge, which proves that the sender has the secret."""
+    """Returns the response to a challenge, which proves that the sender has the secret."""
     return hmac.digest(secret, challenge + number, "sha256")
 
 
