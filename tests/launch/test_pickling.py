@@ -103,9 +103,9 @@ def test_a_function_that_nobody_could_import_says_so_when_it_is_called():
     sent = dump({"local": local, "function": copied}, is_return=True)
     arrived = sent.load()
     assert arrived["function"] is copied
-    with pytest.raises(RuntimeError, match=r"local` was made in a worker process"):
+    with pytest.raises(RuntimeError, match=r"local` was created in a worker process"):
         arrived["local"](1)
-    with pytest.raises(RuntimeError, match=r"local` was made in a worker process"):
+    with pytest.raises(RuntimeError, match=r"local` was created in a worker process"):
         dump(arrived).load()["local"](1)  # it can go on to the next worker
     assert dump(local).load()(1) == 1  # the other way it goes along
 
