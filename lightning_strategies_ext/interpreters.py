@@ -37,7 +37,7 @@ def python(program: str, *arguments: str, options: Sequence[str] = ()) -> list[s
 
     Args:
         program: Statements of the program.
-        arguments: Its ``sys.argv[1:]``.
+        arguments: Command-line arguments, ``sys.argv[1:]``.
         options: Options of the interpreter.
     """
     path = f"import sys; sys.path[:] = {module_path()!r}"
@@ -49,7 +49,7 @@ def python_module(module: str, *arguments: str, options: Sequence[str] = ()) -> 
 
     Args:
         module: Name of the module.
-        arguments: Its ``sys.argv[1:]``.
+        arguments: Command-line arguments, ``sys.argv[1:]``.
         options: Options of the interpreter.
     """
     program = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"

@@ -28,7 +28,7 @@ def reduce_class(cls: type, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Args:
         cls: The class.
-        reduced: Its reduction by cloudpickle.
+        reduced: Reduction of the class by cloudpickle.
     """
     make, arguments, state, *items, set_state = reduced
     key = _keys.setdefault(cls, uuid.uuid4().hex)

@@ -118,7 +118,7 @@ def _reducer_of(obj: Any) -> Callable[[Any], Any] | None:
 
 
 class _StartedProcess:
-    """Stands in for the process that multiprocessing starts, for its reducers."""
+    """Substitute for the process that multiprocessing starts, for use by its reducers."""
 
     def __init__(self, handles: dict[int, Handle]) -> None:
         self._handles = handles

@@ -1,4 +1,4 @@
-"""Search for the part of a message that cannot be rebuilt, and its report by the names that the user knows."""
+"""Search for the part of a message that cannot be rebuilt, to report it by the names that the user knows."""
 
 import io
 import pickle
