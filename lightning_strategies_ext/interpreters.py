@@ -1,9 +1,9 @@
 """Commands that start Python with exactly the module path of this process.
 
-``python -m`` and ``python -c`` search the working directory before all others. Where other users can write to it, they
-could have their code run by this user, from a file such as ``json.py``. So the first statement of each command sets the
-module path, and ``-P`` (Python 3.11) keeps multiprocessing from searching the working directory when the new process
-starts interpreters in turn.
+``python -m`` and ``python -c`` search the working directory first. If other users can write to it, they could make this
+user run their code, from a file such as ``json.py``. The first statement of each command therefore sets the module
+path, and ``-P`` (Python 3.11) prevents multiprocessing from searching the working directory when the new process starts
+further interpreters.
 """
 
 import os
@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from lightning_strategies_ext import discovery
 
 _SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
-
-
 #: Flags of :data:`sys.flags` and names of ``-X`` options, by the environment variable with the same meaning.
 _FLAGS_BY_VARIABLE = {
     "PYTHONOPTIMIZE": "optimize",
@@ -38,8 +36,8 @@ def python(program: str, *arguments: str, options: Sequence[str] = ()) -> list[s
     """Returns the command of an interpreter that runs a program.
 
     Args:
-        program: Statements.
-        arguments: For ``sys.argv[1:]``.
+        program: Statements of the program.
+        arguments: Command-line arguments, ``sys.argv[1:]``.
         options: Options of the interpreter.
     """
     path = f"import sys; sys.path[:] = {module_path()!r}"
@@ -50,8 +48,8 @@ def python_module(module: str, *arguments: str, options: Sequence[str] = ()) -> 
     """Returns the command of an interpreter that runs a module as ``python -m`` does.
 
     Args:
-        module: Its name.
-        arguments: For ``sys.argv[1:]``.
+        module: Name of the module.
+        arguments: Command-line arguments, ``sys.argv[1:]``.
         options: Options of the interpreter.
     """
     program = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
@@ -59,11 +57,8 @@ def python_module(module: str, *arguments: str, options: Sequence[str] = ()) -> 
 
 
 def current_options() -> list[str]:
-    """Returns the options that this interpreter was started with, such as ``-O``, ``-W error``, and ``-X dev``.
-
-    The private function of :mod:`subprocess` is the one with which multiprocessing starts its processes (Python 3.10 to
-    3.14).
-    """
+    """Returns the options of this interpreter, such as ``-O``, ``-W error``, and ``-X dev``."""
+    # Private, but multiprocessing starts its processes with it (Python 3.10 to 3.14).
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return options
 
@@ -71,8 +66,8 @@ def current_options() -> list[str]:
 def current_options_as_variables() -> dict[str, str]:
     """Returns the environment variables with the meaning of :func:`current_options`, for interpreters that Ray starts.
 
-    Variables that this process has already are left out. There are none for ``-E``, for the part of ``-I`` that ignores
-    environment variables, and for some ``-X`` options.
+    Leaves out variables that this process has already. ``-E``, the part of ``-I`` that ignores environment variables,
+    and some ``-X`` options have no variable.
     """
     flags = {variable: getattr(sys.flags, name, 0) for variable, name in _FLAGS_BY_VARIABLE.items()}
     variables = {variable: str(int(value)) for variable, value in flags.items() if value}
@@ -85,6 +80,6 @@ def current_options_as_variables() -> dict[str, str]:
 
 
 def module_path() -> list[str]:
-    """``sys.path`` with absolute directories; relative ones are below the directory in which this process started."""
-    here = discovery.INITIAL_DIRECTORY
-    return [os.path.join(here, entry) if entry else here for entry in sys.path if isinstance(entry, str)]
+    """Returns ``sys.path`` with absolute directories; relative ones are below the initial working directory."""
+    start = discovery.INITIAL_DIRECTORY
+    return [os.path.join(start, entry) if entry else start for entry in sys.path if isinstance(entry, str)]

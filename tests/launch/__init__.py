@@ -1,1 +1,1 @@
-"""Workers, and what travels between them and the main process."""
+"""Tests of launchers, workers, and the transfer of objects between workers and the main process."""

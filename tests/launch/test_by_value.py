@@ -1,4 +1,4 @@
-"""What workers could not import goes to them all the same, and comes back as what the main process has."""
+"""Classes and functions that workers cannot import are sent to them, and return as the main process's own."""
 
 import subprocess
 import sys
@@ -51,7 +51,7 @@ def make_class() -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext"])
-def test_local_classes_and_lambdas_train_to_the_weights_of_those_that_can_be_imported(strategy: str) -> None:
+def test_local_classes_and_lambdas_train_the_weights_of_importable_ones(strategy: str) -> None:
     class Local(MLP):
         def __init__(self) -> None:
             super().__init__()
@@ -97,7 +97,7 @@ def test_local_classes_and_lambdas_train_to_the_weights_of_those_that_can_be_imp
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-def test_objects_of_local_classes_come_back_as_objects_of_them() -> None:
+def test_objects_of_local_classes_return_with_the_same_classes() -> None:
     class Grade(Enum):
         LOW = 0
         HIGH = 1
@@ -122,12 +122,12 @@ def test_objects_of_local_classes_come_back_as_objects_of_them() -> None:
     assert len(outputs) == 8
     assert {type(output) for output in outputs} == {Output}
     assert {output.grade for output in outputs} <= set(Grade)
-    assert Output.__dict__["total"] is total  # it was not replaced by what came back
+    assert Output.__dict__["total"] is total  # the returned class has not replaced it
     ADDED["to"] = 5.0
     assert torch.equal(outputs[0].total, outputs[0].logits.sum() + 5.0)
 
 
-def test_objects_of_classes_that_a_worker_has_made_come_back_with_their_methods() -> None:
+def test_objects_of_classes_that_a_worker_has_created_return_with_their_methods() -> None:
     class Predicts(MLP):
         output: Any = None
 
@@ -144,7 +144,7 @@ def test_objects_of_classes_that_a_worker_has_made_come_back_with_their_methods(
         assert batch._replace(index=3).index == 3
 
 
-def test_a_failure_inside_a_local_class_says_the_file_and_the_line() -> None:
+def test_a_failure_in_a_local_class_is_reported_with_file_and_line() -> None:
     class Fails(MLP):
         def training_step(self, batch, batch_idx):
             raise RuntimeError("on purpose")  # this line
@@ -159,7 +159,7 @@ def test_a_failure_inside_a_local_class_says_the_file_and_the_line() -> None:
 PROGRAM = """
 from tests.support.models import MLP, loader, make_trainer
 
-class Here(MLP):
+class Local(MLP):
     losses = []
 
     def training_step(self, batch, batch_idx):
@@ -168,18 +168,18 @@ class Here(MLP):
         return loss
 
 factor = 3.0
-model = Here()
+model = Local()
 trainer = make_trainer("ddp_spawn_ext")
 trainer.fit(model, loader())
-print("TRAINED", type(model) is Here, trainer.global_step, all(p.isfinite().all() for p in model.parameters()))
+print("TRAINED", type(model) is Local, trainer.global_step, all(p.isfinite().all() for p in model.parameters()))
 """
 
 
-@pytest.mark.parametrize("how", ["-c", "-"])
-def test_a_program_that_is_in_no_file_trains_too(how: str) -> None:
+@pytest.mark.parametrize("option", ["-c", "-"])
+def test_a_program_without_a_file_trains(option: str) -> None:
     process = subprocess.run(
-        [sys.executable, how, PROGRAM] if how == "-c" else [sys.executable, how],
-        input=None if how == "-c" else PROGRAM,
+        [sys.executable, option, PROGRAM] if option == "-c" else [sys.executable, option],
+        input=None if option == "-c" else PROGRAM,
         env={**clean_environment(), "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
-"""The predictions of several ranks, put together, are what one process would have returned.
+"""The merged predictions of several ranks are those of one process.
 
-No process is started: a rank is its keys and a generator of what it predicted for them.
+These tests start no process: a rank is its keys and a generator of its predictions for them.
 """
 
 import random
@@ -41,7 +41,7 @@ def names(keys: list[int]) -> list[str]:
 
 
 def boxes(keys: list[int]) -> list[torch.Tensor]:
-    """As a detector: for each sample some boxes, 5 to 7 of them, so never as many as a batch here has samples."""
+    """Returns 5 to 7 boxes per sample, as a detector does; no batch here has as many samples."""
     return [torch.full((5 + key % 3, 4), float(key)) for key in keys]
 
 
@@ -90,13 +90,13 @@ def rank_of(predict: Predict, keys: list[int], batch_size: int) -> KeyedOutputs:
 
 
 def strided(predict: Predict, num_samples: int, world_size: int, batch_size: int) -> list[KeyedOutputs]:
-    """As a distributed sampler that repeats no sample: ranks may differ in length."""
-    shares = [list(range(rank, num_samples, world_size)) for rank in range(world_size)]
-    return [rank_of(predict, share, batch_size) for share in shares]
+    """Returns ranks with the keys of a distributed sampler that repeats no sample: their lengths may differ."""
+    shards = [list(range(rank, num_samples, world_size)) for rank in range(world_size)]
+    return [rank_of(predict, shard, batch_size) for shard in shards]
 
 
 def whole(keys: list[int]) -> dict[str, Any]:
-    """An output that cannot be cut: a mean over the batch. It names its samples, for the tests to compare."""
+    """Returns an output that cannot be split: a mean over the batch, with its keys for comparisons."""
     return {"mean": torch.tensor(keys).float().mean(), "of": tuple(keys)}
 
 
@@ -117,14 +117,14 @@ def assert_same(actual: Any, expected: Any) -> None:
             assert_same(getattr(actual, field.name), getattr(expected, field.name))
     elif isinstance(expected, list | tuple):
         assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
+        for actual_item, expected_item in zip(actual, expected, strict=True):
+            assert_same(actual_item, expected_item)
     else:
         assert actual == expected
 
 
 class TestOneProcess:
-    """The order and the batches of one process."""
+    """Results have the order and the batches of one process."""
 
     @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5])
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -141,13 +141,13 @@ class TestOneProcess:
         expected = one_process(predict, list(range(num_samples)), batch_size)
         assert_same(in_dataset_order(ranks, batch_size), expected)
 
-    def test_a_subclass_keeps_what_it_knows(self):
+    def test_a_defaultdict_keeps_its_factory(self):
         (batch,) = in_dataset_order(strided(PREDICT_STEPS["defaultdict"], 2, 2, 1), 2)
         assert batch.default_factory is list
 
     def test_keys_in_any_order(self):
         keys = random.Random(1).sample(range(100), 23)
-        ranks = [rank_of(logits, share, 4) for share in (keys[:9], keys[9:11], keys[11:])]
+        ranks = [rank_of(logits, shard, 4) for shard in (keys[:9], keys[9:11], keys[11:])]
         assert_same(in_dataset_order(ranks, 5), one_process(logits, sorted(keys), 5))
 
     def test_ranks_without_batches(self):
@@ -156,31 +156,31 @@ class TestOneProcess:
         assert in_dataset_order([], 2) == []
         assert in_dataset_order([KeyedOutputs([], iter(()))], 2) == []
 
-    def test_at_random(self):
+    def test_random_cases(self):
         choose = random.Random(20)
         steps = list(PREDICT_STEPS.values())
         for _ in range(150):
             predict, batch_size = choose.choice(steps), choose.randint(1, 6)
             keys = [choose.randrange(30) for _ in range(choose.randint(1, 40))]
             cuts = sorted(choose.randint(0, len(keys)) for _ in range(choose.randint(0, 4)))
-            shares = [keys[start:end] for start, end in zip([0, *cuts], [*cuts, len(keys)], strict=True)]
-            ranks = [rank_of(predict, share, batch_size) for share in shares]
+            shards = [keys[start:end] for start, end in zip([0, *cuts], [*cuts, len(keys)], strict=True)]
+            ranks = [rank_of(predict, shard, batch_size) for shard in shards]
             expected = one_process(predict, sorted(set(keys)), batch_size)
             assert_same(in_dataset_order(ranks, batch_size), expected)
 
 
 class TestDuplicates:
-    """A key that occurs again, because a sampler filled up or every rank saw everything, is dropped."""
+    """Duplicates of a key are dropped, whether a sampler has padded its indices or all ranks have all samples."""
 
     @pytest.mark.parametrize("num_samples", [1, 5, 7, 9])
     @pytest.mark.parametrize("world_size", [2, 3, 4])
-    def test_filled_up_shares(self, num_samples, world_size):
-        filled_up = -(-num_samples // world_size) * world_size
-        shares = [[key % num_samples for key in range(rank, filled_up, world_size)] for rank in range(world_size)]
-        ranks = [rank_of(logits, share, 2) for share in shares]
+    def test_padded_shards(self, num_samples, world_size):
+        padded_size = -(-num_samples // world_size) * world_size
+        shards = [[key % num_samples for key in range(rank, padded_size, world_size)] for rank in range(world_size)]
+        ranks = [rank_of(logits, shard, 2) for shard in shards]
         assert_same(in_dataset_order(ranks, 2), one_process(logits, list(range(num_samples)), 2))
 
-    def test_the_lowest_rank_and_its_earliest_is_kept(self):
+    def test_the_first_output_of_the_lowest_rank_is_kept(self):
         def by(source: str) -> Predict:
             positions = iter(range(100))
             return lambda keys: [f"{key} by {source}.{next(positions)}" for key in keys]
@@ -201,8 +201,8 @@ class TestDuplicates:
         assert ends == [0, 1, 2]
 
 
-class TestCuts:
-    """Samples that do not fit into one batch are not forced into one."""
+class TestSeparateBatches:
+    """Samples that do not fit into one batch stay in separate batches."""
 
     def test_rows_of_different_shapes(self):
         def padded(keys: list[int]) -> torch.Tensor:
@@ -219,7 +219,7 @@ class TestCuts:
             ranks = [rank_of(padded, [0, 2, 4, 5], 2), rank_of(padded, [1, 3, 6, 7], 2)]
             assert_same(in_dataset_order(ranks, batch_size), expected(*batches))
 
-    def test_other_dtype_type_or_keys(self):
+    def test_different_dtypes_types_or_keys(self):
         kinds: list[Predict] = [
             torch.tensor,
             lambda keys: torch.tensor(keys).float(),
@@ -248,7 +248,7 @@ class TestCuts:
 
 
 class TestWholeOutputs:
-    """An output that cannot be cut stays whole."""
+    """An output that cannot be split stays whole."""
 
     @pytest.mark.parametrize(
         "predict",
@@ -286,24 +286,24 @@ class TestWholeOutputs:
         assert [batch.is_nested and batch.layout for batch in result] == [layout, layout]
         assert_same([list(batch.unbind()) for batch in result], [boxes([3, 1]), boxes([4, 2])])
 
-    def test_all_samples_known_already(self):
+    def test_an_output_without_new_samples_is_dropped(self):
         ranks = [rank_of(whole, [0, 1, 2, 3], 2), rank_of(whole, [3, 0, 1, 4], 2)]
-        # [1, 4] of the second rank has one sample of its own, 4; [3, 0] has none.
+        # [1, 4] of the second rank has one new sample, 4; [3, 0] has none.
         assert_same(in_dataset_order(ranks, 2), [whole([0, 1]), whole([2, 3]), whole([1, 4])])
 
-    def test_among_outputs_that_can_be_cut(self):
+    def test_among_outputs_that_can_be_split(self):
         ranks = [rank_of(logits, [0, 2, 4, 6, 8], 2), rank_of(whole, [1, 3, 5, 7], 2)]
         expected = [logits([0]), whole([1, 3]), logits([2]), logits([4]), whole([5, 7]), logits([6]), logits([8])]
         assert_same(in_dataset_order(ranks, 4), expected)
 
-    def test_read_before_its_turn(self):
+    def test_an_output_that_is_read_before_it_is_needed(self):
         """The first output of the rank is needed last."""
         ranks = [KeyedOutputs([[8, 9], [0, 1]], iter([whole([8, 9]), logits([0, 1])])), rank_of(logits, [2, 3], 2)]
         assert_same(in_dataset_order(ranks, 3), [logits([0, 1, 2]), logits([3]), whole([8, 9])])
 
 
 class TestLists:
-    """A list may hold one entry per sample or batched values, and sometimes only other batches tell."""
+    """A list has one entry per sample, or batched values. Sometimes only other batches show which of the two."""
 
     def test_last_batch_that_looks_like_a_collection(self):
         """A detector whose last batch is one sample with one box."""
@@ -315,7 +315,7 @@ class TestLists:
         assert_same(in_dataset_order(ranks, 4), one_process(detect, list(range(10)), 4))
 
     def test_batch_of_one(self):
-        """Nothing is joined, so it does not matter which of the two a list is."""
+        """No batches are merged, so it does not matter which of the two a list has."""
 
         def detect(keys: list[int]) -> list[torch.Tensor]:
             return [torch.full((1 + key % 2, 4), float(key)) for key in keys]
@@ -323,18 +323,18 @@ class TestLists:
         assert_same(in_dataset_order(strided(detect, 5, 2, 1), 1), one_process(detect, list(range(5)), 1))
 
     def test_as_many_batched_values_as_samples(self):
-        """Nothing tells what the lists are, so the batches stay as they are."""
+        """The lists are ambiguous, so the batches stay as they are."""
         two = PREDICT_STEPS["list of batched tensors"]
         assert_same(in_dataset_order(strided(two, 4, 2, 2), 2), [two([0, 2]), two([1, 3])])
 
     def test_one_batched_tensor(self):
-        def one(keys: list[int]) -> list[torch.Tensor]:
+        def wrapped(keys: list[int]) -> list[torch.Tensor]:
             return [logits(keys)]
 
-        assert_same(in_dataset_order(strided(one, 17, 3, 4), 4), one_process(one, list(range(17)), 4))
+        assert_same(in_dataset_order(strided(wrapped, 17, 3, 4), 4), one_process(wrapped, list(range(17)), 4))
 
-    def test_one_after_the_other(self):
-        """No contradiction: the third batch told what the lists before it are, and the last is something else."""
+    def test_lists_of_both_kinds(self):
+        """The third list has batched values, so the lists before it have, too; the last has one entry per sample."""
         outputs = [
             *one_process(PREDICT_STEPS["list of batched tensors"], [0, 1, 2, 3], 2),
             [logits([4, 5])],
@@ -343,8 +343,8 @@ class TestLists:
         keys = chunks(list(range(8)), 2)
         assert_same(in_dataset_order([KeyedOutputs(keys, iter(outputs))], 2), outputs)
 
-    def test_found_out_late(self):
-        """The first lists may be either and stay whole; a later one tells what the rest are."""
+    def test_ambiguous_lists_before_a_clear_one(self):
+        """The first lists are ambiguous and stay whole; a later list shows what the lists after it have."""
 
         def detect(keys: list[int]) -> list[torch.Tensor]:
             return [torch.full((2 if key < 4 else 3, 4), float(key)) for key in keys]
@@ -354,34 +354,34 @@ class TestLists:
 
 
 class TestStreaming:
-    """Outputs are asked for late and let go early."""
+    """Outputs are read late and released early."""
 
-    @pytest.mark.parametrize("make", [logits, whole], ids=["cut", "whole"])
-    @pytest.mark.parametrize("copies", [1, 3], ids=["distributed", "everyone saw everything"])
-    def test_in_lock_step(self, make, copies):
+    @pytest.mark.parametrize("make", [logits, whole], ids=["split", "whole"])
+    @pytest.mark.parametrize("copies", [1, 3], ids=["distributed", "all samples on all ranks"])
+    def test_ranks_are_read_in_lockstep(self, make, copies):
         world_size, batch_size, num_samples = 3, 4, 96
         alive: dict[int, set[int]] = {rank: set() for rank in range(world_size)}
         most_alive, pulled = [], [0] * world_size
 
-        def watched(rank: int, batches: list[list[int]]) -> Iterator[Any]:
+        def recorded(rank: int, batches: list[list[int]]) -> Iterator[Any]:
             for number, keys in enumerate(batches):
                 pulled[rank] += 1
                 if copies == 1:
-                    assert max(pulled) - min(pulled) <= 1, "a rank is read ahead of the others"
+                    assert max(pulled) - min(pulled) <= 1, "a rank is read ahead of the other ranks"
                 output = make(keys)
                 tensor = output if isinstance(output, torch.Tensor) else output["mean"]
                 alive[rank].add(number)
                 weakref.finalize(tensor, alive[rank].discard, number)
                 most_alive.append(max(map(len, alive.values())))
-                box = [output]
+                holder = [output]
                 del output, tensor
-                yield box.pop()
+                yield holder.pop()
 
         stride = world_size if copies == 1 else 1
-        shares = [list(range(rank if copies == 1 else 0, num_samples, stride)) for rank in range(world_size)]
+        shards = [list(range(rank if copies == 1 else 0, num_samples, stride)) for rank in range(world_size)]
         ranks = [
-            KeyedOutputs(chunks(share, batch_size), watched(rank, chunks(share, batch_size)))
-            for rank, share in enumerate(shares)
+            KeyedOutputs(chunks(shard, batch_size), recorded(rank, chunks(shard, batch_size)))
+            for rank, shard in enumerate(shards)
         ]
         result = in_dataset_order(ranks, batch_size)
         assert len(result) == num_samples // batch_size
@@ -389,17 +389,17 @@ class TestStreaming:
         assert max(most_alive) <= 2
         assert not any(alive.values())
 
-    def test_no_output_before_its_row_is_needed(self):
-        """The samples of the second rank come after all of the first, so it is read after it."""
+    def test_no_output_is_read_before_it_is_needed(self):
+        """All samples of the second rank follow those of the first, so the second rank is read last."""
         read = []
 
-        def noted(rank: int, batches: list[list[int]]) -> Iterator[Any]:
+        def recorded(rank: int, batches: list[list[int]]) -> Iterator[Any]:
             for keys in batches:
                 read.append(rank)
                 yield logits(keys)
 
-        shares = [chunks(list(range(8)), 2), chunks(list(range(8, 16)), 2)]
-        in_dataset_order([KeyedOutputs(share, noted(rank, share)) for rank, share in enumerate(shares)], 2)
+        shards = [chunks(list(range(8)), 2), chunks(list(range(8, 16)), 2)]
+        in_dataset_order([KeyedOutputs(shard, recorded(rank, shard)) for rank, shard in enumerate(shards)], 2)
         assert read == [0, 0, 0, 0, 1, 1, 1, 1]
 
     @pytest.mark.parametrize(
@@ -413,20 +413,20 @@ class TestStreaming:
         ids=["tensor", "ndarray", "entries", "whole"],
     )
     @pytest.mark.parametrize("batch_size", [2, 4])
-    def test_nothing_is_shared_with_the_outputs(self, make, batch_size):
-        def zero(value: Any) -> Any:
+    def test_results_share_no_memory_with_the_outputs(self, make, batch_size):
+        def overwrite(value: Any) -> Any:
             if isinstance(value, torch.Tensor | np.ndarray):
                 value[...] = -1
             elif isinstance(value, dict | list | tuple):
                 for part in value.values() if isinstance(value, dict) else value:
-                    zero(part)
+                    overwrite(part)
             return value
 
-        given = one_process(make, [0, 1, 2, 3], 2)
-        result = in_dataset_order([KeyedOutputs([[0, 1], [2, 3]], iter(given))], batch_size)
-        zero(given)
-        can_be_cut = not isinstance(given[0], tuple)
-        assert_same(result, one_process(make, [0, 1, 2, 3], batch_size if can_be_cut else 2))
+        outputs = one_process(make, [0, 1, 2, 3], 2)
+        result = in_dataset_order([KeyedOutputs([[0, 1], [2, 3]], iter(outputs))], batch_size)
+        overwrite(outputs)
+        can_be_split = not isinstance(outputs[0], tuple)
+        assert_same(result, one_process(make, [0, 1, 2, 3], batch_size if can_be_split else 2))
 
 
 class TestBadInput:

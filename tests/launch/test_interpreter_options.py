@@ -1,4 +1,4 @@
-"""Ranks have the options of the main process's interpreter, and warn of nothing under ``-W error``."""
+"""Ranks have the options of the main process's interpreter, and issue no warnings under ``-W error``."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from tests.support.models import MLP, loader
 from lightning_strategies_ext import DDPSpawnStrategy
 
-warnings.simplefilter("ignore", PossibleUserWarning)  # Lightning's advice on the number of the loader's workers
+warnings.simplefilter("ignore", PossibleUserWarning)  # Lightning's advice on the number of DataLoader workers
 
 class Records(MLP):
     def on_train_end(self):
@@ -54,7 +54,7 @@ def test_ranks_have_the_options_of_the_main_process_and_do_not_warn(names: list[
     found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert len(found) == 2 * len(names)
     for options in found.values():
-        has_option = options["flags"][2] or names == ["ddp_ray_ext"]  # which has it by a variable
+        has_option = options["flags"][2] or names == ["ddp_ray_ext"]  # there, a variable has this effect
         assert [*options["flags"][:2], has_option] == [1, 1, True]
         assert options["warnings"] == ["error", "ignore:`isinstance(treespec"]
         assert not options["runs_assert"]
@@ -73,7 +73,7 @@ print(subprocess.run(command, capture_output=True, check=True, text=True).stdout
 @pytest.mark.parametrize(
     "options", [["-OO", "-b"], ["-I"], ["-E", "-s"], ["-X", "dev", "-X", "utf8=0"], ["-W", "once"]]
 )
-def test_an_interpreter_has_the_options_of_the_one_that_starts_it(options: list[str]) -> None:
+def test_an_interpreter_has_the_options_of_its_parent(options: list[str]) -> None:
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
 
     def run(program: str) -> Any:
@@ -84,7 +84,7 @@ def test_an_interpreter_has_the_options_of_the_one_that_starts_it(options: list[
     assert run(PRINT) != json.loads(subprocess.run(python(PRINT), capture_output=True, check=True, text=True).stdout)
 
 
-def test_options_as_variables_are_those_that_the_environment_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_as_variables_omit_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "warnoptions", ["error", "ignore::UserWarning"])
     monkeypatch.setattr(sys, "_xoptions", {"tracemalloc": "3", "faulthandler": True})
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")

@@ -1,4 +1,4 @@
-"""Processes of this package import modules from where the main process does, not from the working directory."""
+"""Processes of this package have the module path of the main process, without the working directory."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from lightning_strategies_ext.interpreters import module_path, python, python_mo
 from tests.support.ranks import REPOSITORY, run_script
 from tests.support.ray_clusters import needs_ray
 
-#: What Python, our processes, pip and Ray import early; the parents import none of them from the working directory.
+#: Modules that Python, processes of this package, pip, and Ray import early. The parent processes find them elsewhere.
 PLANTED = (
     *("json", "multiprocessing", "pip", "socket", "struct", "logging", "pickle", "runpy", "sitecustomize", "psutil"),
     *("numpy", "torch", "lightning", "torchmetrics", "lightning_strategies_ext", "cloudpickle", "typing_extensions"),
@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """A directory with modules that leave a trace where they are imported."""
+    """Creates a directory with modules that write to a file when they are imported."""
     directory = tmp_path / "working"
     directory.mkdir()
     for name in PLANTED:
@@ -44,8 +44,8 @@ def planted(tmp_path: Path) -> Path:
 
 
 def assert_none_was_imported(planted: Path) -> None:
-    trace = planted.parent / "imported"
-    assert not trace.exists(), trace.read_text()
+    imported = planted.parent / "imported"
+    assert not imported.exists(), imported.read_text()
 
 
 LAUNCHED = [
@@ -70,7 +70,7 @@ def test_ranks_import_nothing_from_the_working_directory(planted: Path, names: l
 
 
 @pytest.mark.processes
-def test_the_keeper_of_elastic_training_imports_nothing_from_the_working_directory(planted: Path) -> None:
+def test_the_process_that_keeps_commits_imports_nothing_from_the_working_directory(planted: Path) -> None:
     script = planted.parent / "train.py"
     script.write_text(SCRIPT)
     torchrun = "import sys; sys.path.remove(''); from torch.distributed.run import main; main()"
@@ -81,7 +81,7 @@ def test_the_keeper_of_elastic_training_imports_nothing_from_the_working_directo
 
 
 @pytest.mark.processes
-def test_pip_is_that_of_this_python(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_imports_nothing_from_the_working_directory(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(planted)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
@@ -93,15 +93,15 @@ def test_pip_is_that_of_this_python(planted: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.processes
 def test_the_command_of_this_package_imports_nothing_from_the_working_directory(planted: Path) -> None:
     for name in PLANTED:
-        if name not in ("json", "multiprocessing", "pip"):  # `python -m` imports others before it runs our code
+        if name not in ("json", "multiprocessing", "pip"):  # `python -m` imports the others before this package
             (planted / f"{name}.py").unlink()
     assert "works" in run_script("-m", "lightning_strategies_ext", cwd=planted).stdout
     assert_none_was_imported(planted)
 
 
 @pytest.mark.processes
-def test_the_command_of_a_package_below_the_working_directory_does_not_import_from_there(planted: Path) -> None:
-    """As where the working directory has a virtual environment with this package."""
+def test_the_command_of_a_package_below_the_working_directory_imports_nothing_else_from_it(planted: Path) -> None:
+    """The working directory may have a virtual environment with this package."""
     for name in PLANTED:
         if name not in ("json", "multiprocessing", "pip"):
             (planted / f"{name}.py").unlink()
@@ -112,10 +112,10 @@ def test_the_command_of_a_package_below_the_working_directory_does_not_import_fr
     assert_none_was_imported(planted)
 
 
-def test_relative_directories_are_those_below_where_the_process_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = os.getcwd()
+def test_relative_directories_are_below_the_initial_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    initial = os.getcwd()
     monkeypatch.setattr(sys, "path", ["", "src", "/usr/lib"])
     monkeypatch.chdir("/")
-    assert module_path() == [here, os.path.join(here, "src"), "/usr/lib"]
+    assert module_path() == [initial, os.path.join(initial, "src"), "/usr/lib"]
     assert f"; sys.path[:] = {module_path()!r}; pass" in python("pass")[-1]
     assert python_module("pip", "list")[-1] == "list"

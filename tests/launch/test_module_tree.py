@@ -1,4 +1,4 @@
-"""What a stage has done to a module's tree, without a stage: the values go to the objects that were there."""
+"""Changes to the tree of a module are applied to the sent objects. These tests run no stage."""
 
 import torch
 from torch import nn
@@ -6,14 +6,14 @@ from torch import nn
 from lightning_strategies_ext.launch.tasks.module_tree import ModuleTree, put_parts
 
 
-class Holds(nn.Module):
+class Averages(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("average", torch.zeros(2))
 
 
-def test_a_buffer_that_went_elsewhere_has_its_own_values_and_the_one_in_its_place_is_new():
-    model = nn.ModuleList([Holds(), Holds()])
+def test_a_moved_buffer_has_its_values_and_its_replacement_is_new():
+    model = nn.ModuleList([Averages(), Averages()])
     sent = [holder.average for holder in model]
     tree = ModuleTree(model)
     model[0].register_buffer("kept", model[1].average)
@@ -28,8 +28,8 @@ def test_a_buffer_that_went_elsewhere_has_its_own_values_and_the_one_in_its_plac
     assert changes[model[1]]["_buffers"]["average"] is model[1].average
 
 
-def test_a_buffer_that_was_replaced_gives_its_values_to_the_one_that_was_sent():
-    model = Holds()
+def test_a_sent_buffer_has_the_values_of_its_replacement():
+    model = Averages()
     sent = model.average
     tree = ModuleTree(model)
     model.average = sent + 1
@@ -37,7 +37,7 @@ def test_a_buffer_that_was_replaced_gives_its_values_to_the_one_that_was_sent():
     assert list(tree.changes(model)) == []
 
 
-def test_parts_come_in_the_order_that_they_have():
+def test_parts_keep_their_order():
     model, sent = (nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
     tree = ModuleTree(model)
     model.insert(0, nn.Tanh())

@@ -1,4 +1,4 @@
-"""How objects travel between processes: tensors beside the pickle, shared objects as references."""
+"""Transfer of objects between processes: tensors outside of the pickle, shared objects as references."""
 
 import errno
 import os
@@ -16,8 +16,8 @@ from lightning_strategies_ext.launch.transport.memory_files import MemoryFile, R
 from lightning_strategies_ext.launch.transport.pickling import SharedObjects, dump
 
 
-def copied(obj: Any, **kwargs: Any) -> Any:
-    """What a receiver would have, with memory of its own."""
+def transfer(obj: Any, **kwargs: Any) -> Any:
+    """Returns an object as a receiver rebuilds it, in memory of its own."""
     pickled = dump(obj, **kwargs)
     pickled.buffers = [bytearray(buffer) for buffer in pickled.buffers]
     return pickled.load(kwargs.get("shared"))
@@ -46,8 +46,8 @@ def copied(obj: Any, **kwargs: Any) -> Any:
     ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.dtype}-{tensor.layout}-{tensor.device}",
 )
 @pytest.mark.parametrize("is_return", [False, True])
-def test_tensors_arrive_as_they_were(tensor, is_return):
-    arrived = copied(tensor, is_return=is_return)
+def test_tensors_arrive_unchanged(tensor, is_return):
+    arrived = transfer(tensor, is_return=is_return)
     assert type(arrived) is type(tensor)
     assert (arrived.dtype, arrived.shape, arrived.device) == (tensor.dtype, tensor.shape, tensor.device)
     assert arrived.requires_grad == tensor.requires_grad
@@ -65,13 +65,13 @@ def test_memory_is_not_in_the_pickle():
 
 def test_tensors_that_share_memory_share_it_afterwards():
     whole = torch.zeros(6)
-    arrived = copied({"whole": whole, "part": whole[2:4], "parameter": torch.nn.Parameter(whole)})
+    arrived = transfer({"whole": whole, "part": whole[2:4], "parameter": torch.nn.Parameter(whole)})
     arrived["part"].fill_(7)
     assert arrived["whole"].tolist() == [0, 0, 7, 7, 0, 0]
     assert arrived["parameter"].tolist() == [0, 0, 7, 7, 0, 0]
 
 
-def test_a_small_view_does_not_bring_back_what_it_is_a_view_of():
+def test_a_small_view_returns_without_the_rest_of_its_storage():
     view = torch.zeros(1 << 20)[5:7]
     assert sum(memoryview(buffer).nbytes for buffer in dump(view, is_return=True).buffers) == view.nbytes
     assert sum(memoryview(buffer).nbytes for buffer in dump(view).buffers) == 4 << 20
@@ -79,16 +79,16 @@ def test_a_small_view_does_not_bring_back_what_it_is_a_view_of():
 
 def test_shared_objects_are_those_of_the_receiver():
     module = torch.nn.Linear(2, 2)
-    theirs = SharedObjects([module, module.weight])
-    ours = SharedObjects(["the module", "the weight"])
-    sent = dump({"module": module, "weights": [module.weight], "bias": module.bias}, theirs)
-    arrived = sent.load(ours)
+    of_sender = SharedObjects([module, module.weight])
+    of_receiver = SharedObjects(["the module", "the weight"])
+    sent = dump({"module": module, "weights": [module.weight], "bias": module.bias}, of_sender)
+    arrived = sent.load(of_receiver)
     assert arrived["module"] == "the module"
     assert arrived["weights"] == ["the weight"]
     assert torch.equal(arrived["bias"], module.bias)
 
 
-def test_what_must_not_travel_does_not():
+def test_an_object_that_must_not_be_sent_raises():
     loader = torch.utils.data.DataLoader([1])
     shared = SharedObjects([loader], never=(torch.utils.data.DataLoader,))
     assert dump([loader], shared).load(shared)[0] is loader
@@ -96,53 +96,53 @@ def test_what_must_not_travel_does_not():
         dump([torch.utils.data.DataLoader([1])], shared)
 
 
-def test_a_function_that_nobody_could_import_says_so_when_it_is_called():
+def test_a_returned_function_that_cannot_be_imported_raises_when_it_is_called():
     def local(x: int) -> int:
         return x
 
-    sent = dump({"local": local, "function": copied}, is_return=True)
+    sent = dump({"local": local, "function": transfer}, is_return=True)
     arrived = sent.load()
-    assert arrived["function"] is copied
-    with pytest.raises(RuntimeError, match=r"local` was made in a worker process"):
+    assert arrived["function"] is transfer
+    with pytest.raises(RuntimeError, match=r"local` was created in a worker process"):
         arrived["local"](1)
-    with pytest.raises(RuntimeError, match=r"local` was made in a worker process"):
-        dump(arrived).load()["local"](1)  # it can go on to the next worker
-    assert dump(local).load()(1) == 1  # the other way it goes along
+    with pytest.raises(RuntimeError, match=r"local` was created in a worker process"):
+        dump(arrived).load()["local"](1)  # it can be sent to the next worker
+    assert dump(local).load()(1) == 1  # to a worker, it is sent by value
 
 
 def channels() -> tuple[Channel, Channel]:
-    ours, theirs = socket.socketpair()
-    return Channel(ours), Channel(theirs)
+    first, second = socket.socketpair()
+    return Channel(first), Channel(second)
 
 
 @pytest.mark.parametrize("size", [1, 1 << 14, 1 << 22])
 def test_a_message_of_any_size_arrives(size):
-    ours, theirs = channels()
+    sender, receiver = channels()
     message = {"text": "x" * size, "tensor": torch.arange(size)}
-    sender = threading.Thread(target=ours.send, args=(message,))
-    sender.start()
-    arrived = theirs.receive()
-    sender.join()
+    thread = threading.Thread(target=sender.send, args=(message,))
+    thread.start()
+    arrived = receiver.receive()
+    thread.join()
     assert arrived["text"] == message["text"]
     assert torch.equal(arrived["tensor"], message["tensor"])
-    ours.send("x" * size)
-    assert theirs.receive() == "x" * size
-    ours.close()
+    sender.send("x" * size)
+    assert receiver.receive() == "x" * size
+    sender.close()
     with pytest.raises(EOFError):
-        theirs.receive()
+        receiver.receive()
 
 
-def test_receivers_of_one_message_do_not_see_what_the_others_write():
+def test_receivers_of_one_message_do_not_see_writes_of_each_other():
     prepared = PreparedMessage(dump(torch.zeros(3)))
     arrived = []
     for _ in range(2):
-        ours, theirs = channels()
-        prepared.send(ours)
-        message = theirs.receive_message(private=True)
+        sender, receiver = channels()
+        prepared.send(sender)
+        message = receiver.receive_message(private=True)
         arrived.append((message, message.open()))
     prepared.close()
-    (first_envelope, first), (_, second) = arrived
-    received = ReceivedBuffers(first_envelope.parts)
+    (first_message, first), (_, second) = arrived
+    received = ReceivedBuffers(first_message.parts)
     assert received.is_unchanged(first)
     first.fill_(5)
     assert second.tolist() == [0, 0, 0]
@@ -150,8 +150,8 @@ def test_receivers_of_one_message_do_not_see_what_the_others_write():
     assert not received.is_unchanged(torch.zeros(3))
     first.zero_()
     assert received.is_unchanged(first)
-    first_envelope.close()
-    assert not received.is_unchanged(first)  # it cannot be told any more
+    first_message.close()
+    assert not received.is_unchanged(first)  # its memory file is closed
 
 
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
@@ -159,15 +159,15 @@ def test_receivers_on_this_host_share_tensors_in_shared_memory(strategy):
     usual = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy(strategy)
     try:
-        sent = [torch.zeros(3).share_memory_() for _ in range(300)]  # more than one message of a socket may hold
+        sent = [torch.zeros(3).share_memory_() for _ in range(300)]  # more than fit into one message of a socket
         prepared = PreparedMessage(dump([sent, sent[7][1:], torch.ones(2)]))
         arrived = []
         for _ in range(2):
-            ours, theirs = channels()
-            sender = threading.Thread(target=prepared.send, args=(ours,))
-            sender.start()
-            arrived.append(theirs.receive())
-            sender.join()
+            sender, receiver = channels()
+            thread = threading.Thread(target=prepared.send, args=(sender,))
+            thread.start()
+            arrived.append(receiver.receive())
+            thread.join()
         prepared.close()
     finally:
         torch.multiprocessing.set_sharing_strategy(usual)
@@ -181,16 +181,16 @@ def test_receivers_on_this_host_share_tensors_in_shared_memory(strategy):
     assert not unshared.is_shared()
 
 
-def test_a_tensor_that_comes_back_is_in_shared_memory_again():
+def test_a_returned_tensor_is_in_shared_memory_again():
     shared = torch.ones(3).share_memory_()
-    first, second = copied([shared, shared[1:]], is_return=True)
+    first, second = transfer([shared, shared[1:]], is_return=True)
     first += 1
     assert second.tolist() == [2, 2]
     assert first.is_shared()
     assert shared.tolist() == [1, 1, 1]
 
 
-def test_a_full_memory_is_no_end_while_there_is_space_in_files(monkeypatch, tmp_path):
+def test_a_temporary_file_is_used_if_memory_is_full(monkeypatch, tmp_path):
     def full(fd: int, data: Any) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd"):
             raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,4 +1,4 @@
-"""What ``ddp_ray_ext`` needs of a cluster, and what it says where there is no Ray. No Ray is started here."""
+"""Requirements of ``ddp_ray_ext``, links of its workers, and its errors without Ray. These tests start no Ray."""
 
 import hmac
 import os
@@ -36,7 +36,7 @@ from tests.support.ray_clusters import needs_ray
         (ResourceDemand(1, 0.5, {"fast": 1}), 2, [{"CPU": 4.0, "GPU": 1.0, "fast": 2.0, "memory": 1e9}]),
     ],
 )
-def test_what_fits_is_let_through(demand, num_workers, hosts):
+def test_a_demand_that_fits_is_accepted(demand, num_workers, hosts):
     demand.check_fits(num_workers, hosts, "the cluster")
 
 
@@ -64,14 +64,14 @@ def test_what_fits_is_let_through(demand, num_workers, hosts):
         ),
     ],
 )
-def test_what_does_not_is_refused_with_the_numbers(demand, num_workers, hosts, message):
+def test_a_demand_that_does_not_fit_is_rejected_with_the_numbers(demand, num_workers, hosts, message):
     with pytest.raises(ValueError, match=message):
         demand.check_fits(num_workers, hosts, "it")
 
 
-def test_what_is_said_in_the_middle_of_a_job_arrives_as_it_was_and_nothing_else_is_heard():
+def test_messages_of_a_running_task_survive_encoding_and_others_are_rejected():
     members = [Member(Peer(rank, "host", 7, 0.5, "name", ("10.0.0.1",)), fit=1, batches=4) for rank in range(2)]
-    said = [
+    messages = [
         ReadyToJoin(),
         ReadyToJoin("lost"),
         JoinedWorld(members[0]),
@@ -80,7 +80,7 @@ def test_what_is_said_in_the_middle_of_a_job_arrives_as_it_was_and_nothing_else_
         WorldMembers(members),
         WorldMembers(None),
     ]
-    assert [control_messages.decode(control_messages.encode(message)) for message in said] == said
+    assert [control_messages.decode(control_messages.encode(message)) for message in messages] == messages
     assert isinstance(control_messages.decode(control_messages.encode(JoinPending())), JoinPending)
     with pytest.raises(ValueError, match="unknown control message"):
         control_messages.decode(b'["RunTask", {}]')
@@ -107,7 +107,7 @@ def test_variables_of_ray_and_of_the_host_are_not_sent_to_workers(monkeypatch):
 
 @needs_ray
 @pytest.mark.parametrize("names", [None, ["*"], ["R*", "?DG_RUNTIME_DIR", "?ATH"], ["!OTHER"]])
-def test_no_choice_of_the_user_sends_variables_of_ray_or_of_the_host(monkeypatch, names):
+def test_no_setting_sends_variables_of_ray_or_of_the_host(monkeypatch, names):
     unsent = ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS", "XDG_RUNTIME_DIR", "SSH_AUTH_SOCK", "KRB5CCNAME"]
     for name in (*unsent, "R_HOME"):
         monkeypatch.setenv(name, "1")
@@ -125,26 +125,26 @@ def test_the_secret_of_a_job_is_sent_unless_it_is_denied(monkeypatch, names, is_
     assert ("LIGHTNING_STRATEGIES_EXT_SECRET" in strategy._make_starter().environment()) == is_sent
 
 
-# --- the lines of workers ---
+# --- links of workers ---
 
 
 NUMBER = struct.Struct("!I")
 
 
 @contextmanager
-def switchboard(*numbers: int) -> Iterator[tuple[LinkServer, dict[int, WorkerLink]]]:
-    board = LinkServer("127.0.0.1")
+def link_server(*numbers: int) -> Iterator[tuple[LinkServer, dict[int, WorkerLink]]]:
+    server = LinkServer("127.0.0.1")
     try:
-        yield board, {number: board.expect(number, lambda: None) for number in numbers}
+        yield server, {number: server.expect(number, lambda: None) for number in numbers}
     finally:
-        board.close()
+        server.close()
 
 
-def connect(board: LinkServer, number: int, secret: bytes | None = None) -> socket.socket:
-    """Connects as a worker does, and proves that it has a secret."""
-    connection = socket.create_connection(board.address)
+def connect(server: LinkServer, number: int, secret: bytes | None = None) -> socket.socket:
+    """Connects as a worker does, with a proof that it has the secret."""
+    connection = socket.create_connection(server.address)
     challenge = connection.recv(32, socket.MSG_WAITALL)
-    key = board.secret if secret is None else secret
+    key = server.secret if secret is None else secret
     connection.sendall(hmac.digest(key, challenge + NUMBER.pack(number), "sha256") + NUMBER.pack(number))
     return connection
 
@@ -156,38 +156,38 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_connections_that_prove_nothing_delay_no_worker():
-    with switchboard(1) as (board, links), ExitStack() as stack:
-        others = [stack.enter_context(socket.create_connection(board.address)) for _ in range(40)]
-        for other in others[:20]:
-            other.sendall(b"x")
-        stack.enter_context(connect(board, 1))
+def test_unauthenticated_connections_delay_no_worker():
+    with link_server(1) as (server, links), ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(server.address)) for _ in range(40)]
+        for stranger in strangers[:20]:
+            stranger.sendall(b"x")
+        stack.enter_context(connect(server, 1))
         wait_for(lambda: links[1].is_connected)
-        for other in others:  # within their time
-            assert len(other.recv(32, socket.MSG_WAITALL)) == 32
+        for stranger in strangers:  # before their time limit
+            assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
 
 
-def test_connections_that_prove_nothing_are_closed_in_the_end_and_others_take_their_place(monkeypatch):
+def test_unauthenticated_connections_are_closed_at_their_time_limit_and_a_worker_connects(monkeypatch):
     monkeypatch.setattr(worker_link, "_PROOF_S", 0.5)
-    with switchboard(1) as (board, links), ExitStack() as stack:
-        others = [stack.enter_context(socket.create_connection(board.address)) for _ in range(100)]
-        stack.enter_context(connect(board, 1))
+    with link_server(1) as (server, links), ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection(server.address)) for _ in range(100)]
+        stack.enter_context(connect(server, 1))
         wait_for(lambda: links[1].is_connected)
-        assert len(others[0].recv(32, socket.MSG_WAITALL)) == 32
-        assert others[0].recv(1) == b""
+        assert len(strangers[0].recv(32, socket.MSG_WAITALL)) == 32
+        assert strangers[0].recv(1) == b""
 
 
 @pytest.mark.parametrize(("number", "secret"), [(1, b"guessed"), (2, None)])
-def test_a_connection_without_the_secret_or_of_no_worker_is_closed(number: int, secret: bytes | None):
-    with switchboard(1) as (board, links), connect(board, number, secret) as stranger:
+def test_a_connection_without_the_secret_or_with_an_unknown_number_is_closed(number: int, secret: bytes | None):
+    with link_server(1) as (server, links), connect(server, number, secret) as stranger:
         assert stranger.recv(1) == b""
         assert not links[1].is_connected
 
 
-def test_a_second_connection_does_not_take_the_place_of_a_worker():
-    with switchboard(1) as (board, links), connect(board, 1) as worker:
+def test_a_second_connection_does_not_replace_a_worker():
+    with link_server(1) as (server, links), connect(server, 1) as worker:
         wait_for(lambda: links[1].is_connected)
-        with connect(board, 1) as second:
+        with connect(server, 1) as second:
             assert second.recv(1) == b""
         links[1].signal(12)
         assert worker.recv(6, socket.MSG_WAITALL)[-1] == 12
@@ -212,11 +212,11 @@ MainLink(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 7)
     assert received == hmac.digest(secret, challenge + NUMBER.pack(7), "sha256") + NUMBER.pack(7)
 
 
-# --- refusals ---
+# --- errors ---
 
 
 @pytest.mark.processes
-def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
+def test_without_ray_creating_the_strategy_raises_an_error_that_names_the_extra():
     result = run_script("-c", WITHOUT_RAY)
     assert result.returncode == 0, result.stdout
     assert "UnavailableHereError `strategy='ddp_ray_ext'` needs Ray" in result.stdout
@@ -224,30 +224,32 @@ def test_without_ray_the_extra_is_named_when_the_strategy_is_made():
 
 
 @pytest.mark.parametrize(
-    ("address", "mode", "is_said"),
+    ("address", "mode", "is_named"),
     [("ray://head:10001", "", True), ("ray://head:10001", "token", False), ("head:6379", "", False)],
 )
-def test_where_nobody_answers_ray_client_the_token_is_thought_of(monkeypatch, address: str, mode: str, is_said: bool):
+def test_an_unreachable_server_of_ray_client_is_reported_with_the_missing_token(
+    monkeypatch, address: str, mode: str, is_named: bool
+):
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     message = cluster.unreachable_message(address, ConnectionError("ray client connection timeout"))
     assert message.startswith(f"`address={address!r}`: no Ray cluster responds (ray client connection timeout). ")
-    assert ("`RAY_AUTH_MODE=token` before Ray is imported" in message) is is_said
+    assert ("`RAY_AUTH_MODE=token` before Ray is imported" in message) is is_named
 
 
 @needs_ray
 @pytest.mark.parametrize(
     ("address", "failures", "attempts"), [("ray://head:1", 2, 3), ("ray://head:1", 9, 3), ("head:1", 9, 1)]
 )
-def test_a_proxy_of_ray_client_that_starts_no_server_is_asked_again(
+def test_connecting_is_retried_if_the_proxy_of_ray_client_starts_no_server(
     monkeypatch, address: str, failures: int, attempts: int
 ):
     import ray
 
-    asked = []
+    addresses = []
 
     def init(**arguments: object) -> None:
-        asked.append(arguments["address"])
-        if len(asked) <= failures:
+        addresses.append(arguments["address"])
+        if len(addresses) <= failures:
             raise ConnectionAbortedError("Initialization failure from server: Starting Ray client server failed.")
 
     monkeypatch.setattr(ray, "init", init)
@@ -261,11 +263,11 @@ def test_a_proxy_of_ray_client_that_starts_no_server_is_asked_again(
                 cluster.connect(address, cluster.ResourceDemand(1), 1, None)
     finally:
         cluster.disconnect()
-    assert asked == [address] * attempts
+    assert addresses == [address] * attempts
 
 
 @needs_ray
-def test_what_this_machine_does_not_have_is_refused_before_ray_is_started():
+def test_a_demand_beyond_this_machine_is_rejected_before_ray_starts():
     import ray
 
     num_cpus = len(os.sched_getaffinity(0))

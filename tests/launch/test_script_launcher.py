@@ -1,4 +1,4 @@
-"""The command with which ranks of a script are started, and what is not a rank: a process that a rank starts."""
+"""The command that starts ranks of a script, and processes that a rank starts, which are not ranks."""
 
 import ast
 import json
@@ -31,7 +31,7 @@ print(f"{{'inner' if is_inner else 'outer'}} rank {{trainer.global_rank}} of {{t
 if not is_inner and trainer.is_global_zero:
     subprocess.run([sys.executable, __file__, strategy, "inner"], check=True)
 """
-#: Variables of the ranks of a launcher, and what distinguishes them from those of another launch of the same launcher.
+#: Variables of the ranks of each launcher, and those that differ in another launch by the same launcher.
 LAUNCHED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "python": ({"LOCAL_RANK": "0", "MASTER_PORT": "1", "WORLD_SIZE": "2"}, {"MASTER_PORT": "2"}),
     "torchrun": (
@@ -47,15 +47,13 @@ LAUNCHED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
 }
 
 
-def of_another_process(environment: Callable[[str, str], None]) -> None:
+def set_other_owner(setenv: Callable[[str, str], None]) -> None:
     owner, identity = json.loads(os.environ[rank_variables.OWNER])
-    environment(rank_variables.OWNER, json.dumps([owner + 1, identity]))
+    setenv(rank_variables.OWNER, json.dumps([owner + 1, identity]))
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
-def test_a_child_drops_the_variables_of_the_rank_and_neither_the_rank_nor_a_rank_of_another_launch_does(
-    launcher: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_child_of_a_rank_drops_the_variables_of_the_rank(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of_rank, of_other_launch = LAUNCHED[launcher]
     for name in [name for name in os.environ if rank_variables.OF_RANKS.fullmatch(name)]:
         monkeypatch.delenv(name)
@@ -67,7 +65,7 @@ def test_a_child_drops_the_variables_of_the_rank_and_neither_the_rank_nor_a_rank
     rank_variables.record_owner()
     assert not rank_variables.drop_inherited()  # the rank
     assert rank_variables.store_name() == "of-the-rank"
-    of_another_process(monkeypatch.setenv)
+    set_other_owner(monkeypatch.setenv)
     with monkeypatch.context() as other_launch:
         for name, value in of_other_launch.items():
             other_launch.setenv(name, value)
@@ -77,11 +75,11 @@ def test_a_child_drops_the_variables_of_the_rank_and_neither_the_rank_nor_a_rank
         assert rank_variables.store_name() is None
     assert rank_variables.drop_inherited()
     assert not (of_rank.keys() - {"SLURM_STEP_ID"}) & os.environ.keys()
-    assert os.environ["SLURM_JOB_ID"] == "7"  # of the job, for its children too
+    assert os.environ["SLURM_JOB_ID"] == "7"  # of the job, and for its children too
 
 
 @pytest.mark.parametrize(("strategy", "error"), [("ddp_ext", RuntimeError), ("ddp_spawn_ext", ValueError)])
-def test_where_a_child_cannot_be_recognized_the_error_names_the_variables(
+def test_if_a_child_cannot_be_recognized_the_error_names_the_variables(
     strategy: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as of_rank:
@@ -110,8 +108,8 @@ def test_a_script_that_a_rank_starts_trains_with_ranks_of_its_own(strategy: str,
     result = run_command(*command, script, strategy, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stdout
     for rank in range(2):
-        for who in ("outer", "inner"):
-            assert f"{who} rank {rank} of 2" in result.stdout
+        for script_name in ("outer", "inner"):
+            assert f"{script_name} rank {rank} of 2" in result.stdout
 
 
 SHOW = "from lightning_strategies_ext.launch.command import find_command; print(*find_command(), sep='|')"
@@ -126,7 +124,7 @@ if __name__ == "__main__":
 
 
 def command_shown(tmp_path: Path, *arguments: str) -> list[str]:
-    """What follows the interpreter in the command of a process that was started with some arguments."""
+    """Returns the command that a process with these arguments finds, without the interpreter, and its directory."""
     (tmp_path / "elsewhere").mkdir(exist_ok=True)
     package = tmp_path / "package"
     package.mkdir(exist_ok=True)
@@ -156,14 +154,14 @@ def command_shown(tmp_path: Path, *arguments: str) -> list[str]:
         ("sys.argv.append('--lr=1')", ["set", "sys.argv.append('--lr=1')", "--lr=1", "TMP"]),
     ],
 )
-def test_a_rank_gets_the_original_command_and_arguments_that_were_set_on_purpose(
+def test_a_rank_has_the_original_command_and_the_arguments_that_the_script_has_set(
     change: str, expected: list[str], tmp_path: Path
 ) -> None:
     assert command_shown(tmp_path, "-u", "train.py", "set", change) == ["TMP/train.py", *expected]
 
 
 @pytest.mark.processes
-def test_a_rank_gets_the_module_the_code_or_the_script_that_was_set_on_purpose(tmp_path: Path) -> None:
+def test_a_rank_runs_the_module_the_code_or_the_script_that_was_set(tmp_path: Path) -> None:
     assert command_shown(tmp_path, "-W", "ignore", "-m", "package", "set", "sys.argv.pop()") == [
         "-m", "package", "set", "sys.argv.pop()", "TMP",
     ]  # fmt: skip
@@ -193,7 +191,7 @@ def test_a_file_of_the_same_name_is_not_run_if_the_script_changes_the_directory_
 
 
 @pytest.mark.processes
-def test_a_script_from_the_standard_input_is_an_error_that_gives_the_fix() -> None:
+def test_a_script_from_standard_input_is_rejected_with_the_fix() -> None:
     result = run_command("sh", "-c", f'echo "{SHOW}" | {sys.executable} -')
     assert result.returncode == 1
     assert "RuntimeError: The script was read from the standard input" in result.stdout
@@ -213,7 +211,7 @@ print(f"rank {{trainer.global_rank}}: seed {{seed}} in {{os.getcwd()}}, WORLD_SI
 
 
 @pytest.mark.processes
-def test_ranks_have_the_arguments_the_directory_and_the_environment_of_the_user_and_seeds_that_differ_are_an_error(
+def test_ranks_have_the_users_arguments_directory_and_environment_and_different_seeds_are_rejected(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "script.py").write_text(TAKES_ARGUMENTS)

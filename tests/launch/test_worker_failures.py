@@ -1,6 +1,6 @@
-"""The promises of ``ddp_spawn_ext`` when a worker fails: one exception that says what, and another try works.
+"""Failures of workers of ``ddp_spawn_ext``: one exception names the cause, and training works again.
 
-A worker raises, hangs or dies, or cannot be sent what it is to work on.
+A worker raises, hangs, exits, or is killed, or its task cannot be sent.
 """
 
 import os
@@ -27,12 +27,12 @@ from tests.support.ranks import run_script
 pytestmark = pytest.mark.processes
 
 STEPS_BEFORE_FAILURE = 3
-# What is promised is 10 seconds; the rest is for a machine that does other things as well.
+# The promise is 10 seconds; the rest is for a busy machine.
 FAILURE_WITHIN_S = 60
 FOREVER_S = 1000
 
 
-# --- what happens in a worker ---
+# --- actions of a worker ---
 
 
 def raise_value_error() -> None:
@@ -49,24 +49,24 @@ def raise_key_error() -> None:
 
 
 class HoldsALockError(Exception):
-    """Cannot be pickled."""
+    """An error that cannot be pickled."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.lock = threading.Lock()
 
 
-def raise_what_cannot_be_pickled() -> None:
+def raise_unpicklable_error() -> None:
     raise HoldsALockError("bad lock")
 
 
-def raise_what_only_this_process_knows() -> None:
+def raise_unimportable_error() -> None:
     globals()["MadeHereError"] = type("MadeHereError", (Exception,), {"__module__": __name__})
     raise globals()["MadeHereError"]("bad class")
 
 
 class PrunedError(Exception):
-    """Takes other arguments than it passes on."""
+    """An error whose constructor has other arguments than those that it passes on."""
 
     def __init__(self, step: int, *, value: float) -> None:
         super().__init__(f"pruned at step {step}")
@@ -82,7 +82,7 @@ def prune_later() -> None:
     raise PrunedError(3, value=0.7)
 
 
-def exit_as_scripts_do() -> None:
+def raise_system_exit() -> None:
     raise SystemExit(3)
 
 
@@ -90,7 +90,7 @@ def kill_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def exit_at_once() -> None:
+def exit_immediately() -> None:
     os._exit(3)
 
 
@@ -99,10 +99,10 @@ def hang() -> None:
 
 
 class Acts(MLP):
-    """Before its fourth training step, each rank does what it is told to.
+    """Model that runs an action before the fourth training step.
 
     Args:
-        actions: rank → what it does.
+        actions: Actions by rank.
     """
 
     def __init__(self, actions: dict[int, Callable[[], None]]) -> None:
@@ -115,14 +115,14 @@ class Acts(MLP):
         return super().training_step(batch, batch_idx)
 
 
-class SeesException(Callback):
-    """Notes what the main process's ``on_exception`` finds."""
+class RecordsExceptions(Callback):
+    """Records the exceptions and steps with which the main process calls ``on_exception``."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
+        self.exceptions: list[tuple[str, int]] = []
 
     def on_exception(self, trainer, pl_module, exception):
-        self.seen.append((type(exception).__name__, trainer.global_step))
+        self.exceptions.append((type(exception).__name__, trainer.global_step))
 
 
 def spawning(start_method: str, **kwargs: Any) -> Trainer:
@@ -130,7 +130,7 @@ def spawning(start_method: str, **kwargs: Any) -> Trainer:
 
 
 def assert_trains(trainer: Trainer, model: Module) -> None:
-    """Fails unless another try trains the model."""
+    """Asserts that the model can be trained again."""
     before, num_steps = state_of(model), trainer.global_step
     trainer.fit(model, loader())
     assert trainer.state.finished
@@ -153,15 +153,15 @@ def processes_of(trainer: Trainer) -> list[psutil.Process]:
     return [psutil.Process(pid) for pid in trainer.strategy.launcher.pids]
 
 
-def assert_gone(processes: list[psutil.Process], within_s: float) -> None:
-    """Fails unless the processes end in time; one that has ended and that nobody has waited for is gone, too."""
+def assert_exited(processes: list[psutil.Process], within_s: float) -> None:
+    """Asserts that the processes exit in time. Zombies have exited."""
     deadline = time.monotonic() + within_s
-    while left := [process for process in processes if is_alive(process)]:
-        assert time.monotonic() < deadline, f"after {within_s} s there are still {left}"
+    while running := [process for process in processes if is_running(process)]:
+        assert time.monotonic() < deadline, f"still running after {within_s} s: {running}"
         time.sleep(0.05)
 
 
-def is_alive(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -171,7 +171,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize(("start_method", "rank"), [("forkserver", 1), ("forkserver", 0), ("fork", 1), ("spawn", 1)])
-def test_an_exception_in_a_worker_is_raised_here_with_rank_and_trace_and_another_try_works(start_method, rank):
+def test_an_exception_in_a_worker_is_raised_with_rank_and_traceback_and_training_works_again(start_method, rank):
     model = Acts({rank: raise_value_error})
     trainer = spawning(start_method)
     with pytest.raises(WorkerRaisedError) as caught, within(FAILURE_WITHIN_S):
@@ -190,19 +190,19 @@ def test_an_exception_in_a_worker_is_raised_here_with_rank_and_trace_and_another
     assert_trains(trainer, model)
 
 
-@pytest.mark.parametrize("action", [raise_what_cannot_be_pickled, raise_what_only_this_process_knows])
-def test_an_exception_that_cannot_be_sent_still_gives_its_message_and_trace(action):
+@pytest.mark.parametrize("action", [raise_unpicklable_error, raise_unimportable_error])
+def test_an_exception_that_cannot_be_sent_is_reported_with_message_and_traceback(action):
     model = Acts({1: action})
     trainer = make_trainer("ddp_spawn_ext")
-    with pytest.raises(WorkerRaisedError, match=r"(?s)rank 1 .* failed: .*Error: bad .*in raise_what") as caught:
+    with pytest.raises(WorkerRaisedError, match=r"(?s)rank 1 .* failed: .*Error: bad .*in raise_un") as caught:
         trainer.fit(model, loader())
     assert caught.value.__cause__ is None
     model.actions = {}
     assert_trains(trainer, model)
 
 
-def test_a_worker_that_exits_as_scripts_do_is_named():
-    model = Acts({1: exit_as_scripts_do})
+def test_a_worker_that_raises_system_exit_is_named():
+    model = Acts({1: raise_system_exit})
     trainer = make_trainer("ddp_spawn_ext")
     with pytest.raises((WorkerRaisedError, WorkerDiedError), match=r"rank 1 .*3"), within(FAILURE_WITHIN_S):
         trainer.fit(model, loader())
@@ -211,7 +211,7 @@ def test_a_worker_that_exits_as_scripts_do_is_named():
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_when_both_ranks_raise_the_first_one_is_named(first):
+def test_if_both_ranks_raise_the_first_is_named(first):
     model = Acts({first: raise_key_error, 1 - first: raise_value_error_later})
     with pytest.raises(WorkerRaisedError, match=f"rank {first} .* failed: KeyError: 'bad key'") as caught:
         make_trainer("ddp_spawn_ext").fit(model, loader())
@@ -219,22 +219,22 @@ def test_when_both_ranks_raise_the_first_one_is_named(first):
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn_ext", "ddp_fork_ext", "ddp_spawn_elastic_ext"])
-def test_an_exception_of_all_ranks_is_raised_as_it_is(strategy):
-    model, sees = Acts({0: prune_later, 1: prune}), SeesException()
-    trainer = make_trainer(strategy, callbacks=[sees])
+def test_an_exception_of_all_ranks_is_raised_unchanged(strategy):
+    model, recorder = Acts({0: prune_later, 1: prune}), RecordsExceptions()
+    trainer = make_trainer(strategy, callbacks=[recorder])
     with pytest.raises(PrunedError, match=r"^pruned at step 3$") as caught:
         trainer.fit(model, loader())
     assert caught.value.args == ("pruned at step 3",)
     assert caught.value.value == 0.7  # rank 0's
     assert isinstance(caught.value.__cause__, WorkerRaisedError)
     assert "in prune_later\n" in str(caught.value.__cause__)
-    assert sees.seen == [("PrunedError", STEPS_BEFORE_FAILURE)]
+    assert recorder.exceptions == [("PrunedError", STEPS_BEFORE_FAILURE)]
     model.actions = {}
     assert_trains(make_trainer(strategy), model)
 
 
 @pytest.mark.parametrize("hanging", [0, 1])
-def test_a_rank_that_hangs_does_not_keep_the_failure_of_another(hanging):
+def test_a_hung_rank_does_not_delay_the_failure_of_another_rank(hanging):
     model = Acts({hanging: hang, 1 - hanging: raise_value_error})
     trainer = make_trainer("ddp_spawn_ext")
     with pytest.raises(WorkerRaisedError, match=f"rank {1 - hanging} .* failed: ValueError"), within(FAILURE_WITHIN_S):
@@ -244,21 +244,23 @@ def test_a_rank_that_hangs_does_not_keep_the_failure_of_another(hanging):
     assert_trains(trainer, model)
 
 
-# --- a worker dies ---
+# --- a worker exits or is killed ---
 
 
 @pytest.mark.parametrize(
-    ("start_method", "rank", "action", "exit_code", "how"),
+    ("start_method", "rank", "action", "exit_code", "cause"),
     [
         ("forkserver", 0, kill_itself, -9, "was killed by SIGKILL"),
-        ("forkserver", 1, exit_at_once, 3, "exited with exit code 3"),
+        ("forkserver", 1, exit_immediately, 3, "exited with exit code 3"),
         ("fork", 1, kill_itself, -9, "was killed by SIGKILL"),
     ],
 )
-def test_a_worker_that_dies_is_named_with_the_cause_and_another_try_works(start_method, rank, action, exit_code, how):
+def test_a_worker_that_exits_is_named_with_the_cause_and_training_works_again(
+    start_method, rank, action, exit_code, cause
+):
     model = Acts({rank: action})
     trainer = spawning(start_method)
-    with pytest.raises(WorkerDiedError, match=rf"rank {rank} \(pid \d+\) {how}") as caught:
+    with pytest.raises(WorkerDiedError, match=rf"rank {rank} \(pid \d+\) {cause}") as caught:
         with within(FAILURE_WITHIN_S):
             trainer.fit(model, loader())
     assert (caught.value.error_index, caught.value.exit_code) == (rank, exit_code)
@@ -268,26 +270,26 @@ def test_a_worker_that_dies_is_named_with_the_cause_and_another_try_works(start_
     assert_trains(trainer, model)
 
 
-def test_a_worker_that_dies_leaves_no_process_that_loaded_its_data():
+def test_dataloader_workers_exit_after_their_worker_is_killed():
     children = psutil.Process().children(recursive=True)
     with pytest.raises(WorkerDiedError):
         make_trainer("ddp_fork_ext").fit(Acts({1: kill_itself}), loader(num_workers=1, persistent_workers=True))
     new = [child for child in psutil.Process().children(recursive=True) if child not in children]
-    assert_gone(new, within_s=10)
+    assert_exited(new, within_s=10)
 
 
-@pytest.mark.parametrize("is_noticed", [True, False], ids=["long before the next", "just before the next"])
-def test_a_worker_that_was_killed_between_stages_is_replaced(is_noticed):
+@pytest.mark.parametrize("is_detected", [True, False], ids=["long before the next", "just before the next"])
+def test_a_worker_that_was_killed_between_stages_is_replaced(is_detected):
     trainer = make_trainer("ddp_spawn_ext")
     model = MLP()
     trainer.fit(model, loader())
     workers = processes_of(trainer)
     workers[1].kill()
-    if is_noticed:
-        assert_gone(workers[1:], within_s=2)
+    if is_detected:
+        assert_exited(workers[1:], within_s=2)
     trainer.validate(model, loader(), verbose=False)
     assert not set(processes_of(trainer)) & set(workers)
-    assert_gone(workers, within_s=2)
+    assert_exited(workers, within_s=2)
     trainer.fit_loop.max_epochs = 4
     assert_trains(trainer, model)
 
@@ -300,19 +302,19 @@ COMPUTES_IN_PARALLEL = """
         def training_step(self, batch, batch_idx):
             return self.loss(batch) + 0 * torch.ones(1 << 22).sum()
 
-    torch.ones(1 << 22).sum()  # with threads that a fork does not have
+    torch.ones(1 << 22).sum()  # starts threads that a fork does not inherit
     make_trainer("ddp_fork_ext", devices=1, max_steps=2).fit(Sums(), loader())
     print("trained")
 """
 
 
-def test_a_forked_worker_can_compute_after_the_main_process_has(tmp_path):
+def test_a_forked_worker_computes_after_the_main_process_has_computed(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(COMPUTES_IN_PARALLEL))
     assert "trained" in run_script(script).stdout
 
 
-# --- what the main process has after a failure ---
+# --- state of the main process after a failure ---
 
 
 @pytest.mark.parametrize(
@@ -323,11 +325,11 @@ def test_a_forked_worker_can_compute_after_the_main_process_has(tmp_path):
 def test_on_exception_finds_the_state_of_the_failed_training(tmp_path, actions, error):
     model = Acts(actions)
     initial = state_of(model)
-    sees, checkpoint = SeesException(), OnExceptionCheckpoint(tmp_path)
-    trainer = make_trainer("ddp_spawn_ext", enable_checkpointing=True, callbacks=[sees, checkpoint])
+    recorder, checkpoint = RecordsExceptions(), OnExceptionCheckpoint(tmp_path)
+    trainer = make_trainer("ddp_spawn_ext", enable_checkpointing=True, callbacks=[recorder, checkpoint])
     with pytest.raises((WorkerRaisedError, WorkerDiedError)):
         trainer.fit(model, loader())
-    assert sees.seen == [(error, STEPS_BEFORE_FAILURE)]
+    assert recorder.exceptions == [(error, STEPS_BEFORE_FAILURE)]
     assert trainer.global_step == STEPS_BEFORE_FAILURE
     assert trainer.interrupted
     assert differs(model, initial)
@@ -337,11 +339,11 @@ def test_on_exception_finds_the_state_of_the_failed_training(tmp_path, actions, 
     assert saved["optimizer_states"][0]["state"]
 
 
-# --- what cannot be sent ---
+# --- objects that cannot be sent ---
 
 
 def unpicklable(part: str) -> tuple[MLP, DataLoader, Callable[[str], Trainer]]:
-    model, data, callback = MLP(), loader(), SeesException()
+    model, data, callback = MLP(), loader(), RecordsExceptions()
     holder = {"LightningModule": model, "callback": callback, "dataset": data.dataset}[part]
     holder.transform = threading.Lock()
 
@@ -355,14 +357,14 @@ def unpicklable(part: str) -> tuple[MLP, DataLoader, Callable[[str], Trainer]]:
     ("part", "name"),
     [
         ("LightningModule", "`transform` of the LightningModule MLP"),
-        ("callback", "`transform` of the callback SeesException"),
+        ("callback", "`transform` of the callback RecordsExceptions"),
         ("dataset", r"`dataset\.transform` of the argument DataLoader"),
     ],
 )
-def test_what_cannot_be_sent_is_named_before_a_process_starts_and_can_be_forked(part, name):
+def test_an_object_that_cannot_be_sent_is_named_before_a_process_starts_and_can_be_inherited(part, name):
     model, data, trainer_for = unpicklable(part)
     trainer = trainer_for("ddp_spawn_ext")
-    children = psutil.Process().children(recursive=True)  # those of an earlier test may end meanwhile
+    children = psutil.Process().children(recursive=True)  # those of an earlier test may exit meanwhile
     with pytest.raises(TypeError, match=rf"{name} cannot be sent to the worker processes: .*lock(?s:.*)ddp_fork_ext"):
         trainer.fit(model, data)
     assert trainer.strategy.launcher.pids == []

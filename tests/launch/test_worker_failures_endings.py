@@ -1,6 +1,6 @@
-"""How ``ddp_spawn_ext`` ends: nothing is left of a Trainer, a script or a killed main process, and Ctrl-C stops all.
+"""Exits of ``ddp_spawn_ext``: a Trainer, a script, and a killed main process leave nothing, and Ctrl-C stops all ranks.
 
-The main process is pytest's own where that is enough, and a script where its end is part of the promise.
+The main process is pytest's own if that is enough, and a script if its exit is tested.
 """
 
 import gc
@@ -25,11 +25,11 @@ from lightning_strategies_ext import WorkerRaisedError
 from tests.launch.test_worker_failures import (
     STEPS_BEFORE_FAILURE,
     Acts,
-    SeesException,
-    assert_gone,
+    RecordsExceptions,
+    assert_exited,
     differs,
     hang,
-    is_alive,
+    is_running,
     processes_of,
     raise_value_error,
     spawning,
@@ -44,7 +44,7 @@ LONG_FIT = {"max_epochs": -1, "max_steps": 100_000}
 
 
 class Slow(MLP):
-    """Leaves a file per rank at its fourth step; goes on for as long as it is let, or hangs there on some ranks."""
+    """Creates a file per rank at its fourth step, and continues until it is stopped, or hangs there on some ranks."""
 
     def __init__(self, directory: Path, hanging: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ if __name__ == "__main__":
 
 
 class Run:
-    """A script in the hands of a user, in a session of its own as in a terminal."""
+    """A script that a user runs, in a session of its own as in a terminal."""
 
-    def __init__(self, prefix: list[str], directory: Path, what: Callable[..., None], *args: Any) -> None:
+    def __init__(self, prefix: list[str], directory: Path, function: Callable[..., None], *args: Any) -> None:
         script = directory / "script.py"
         script.write_text(SCRIPT)
         self.directory = directory
@@ -83,7 +83,7 @@ class Run:
         environment = {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, str(script), what.__name__, *map(str, args)],
+                [*prefix, sys.executable, str(script), function.__name__, *map(str, args)],
                 env={**clean_environment(), **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -92,7 +92,7 @@ class Run:
         self._known: list[psutil.Process] = []
 
     def wait_for(self, *names: str, timeout_s: float = 300) -> None:
-        """Waits until files of these names are there."""
+        """Waits until files with these names exist."""
         deadline = time.monotonic() + timeout_s
         while missing := [name for name in names if not (self.directory / name).exists()]:
             assert self.process.poll() is None, self.output.read_text()
@@ -100,29 +100,29 @@ class Run:
             time.sleep(0.02)
 
     def processes(self) -> list[psutil.Process]:
-        """All that the script has started and that runs now."""
+        """Returns the running processes that the script has started."""
         found = psutil.Process(self.process.pid).children(recursive=True)
         self._known += found
         return found
 
     def temporary_files(self) -> list[str]:
-        """What is in the directory for temporary files, but for what torch and Open MPI leave there themselves.
+        """Returns the names of temporary files, except those that torch and Open MPI leave themselves.
 
-        `import torch` may make a cache and, in older torch, a directory with a generated module that stays if a process
-        is killed. Lightning before 2.6 initializes MPI to detect it.
+        `import torch` may create a cache and, in older torch, a directory with a generated module that stays if a
+        process is killed. Lightning before 2.6 initializes MPI to detect it.
         """
         names = [path.name for path in self.temporary.iterdir() if [*path.glob("_remote_module*")] == []]
         return [name for name in names if not name.startswith(("torchinductor", "ompi."))]
 
-    def wait_for_no_temporary_files(self, but: str | None = None, timeout_s: float = 60) -> None:
-        """Waits until nothing is there, but for names that begin so: processes may still be cleaning up."""
+    def wait_for_no_temporary_files(self, ignored: str | None = None, timeout_s: float = 60) -> None:
+        """Waits until no names are left, except those that begin with ``ignored``: processes may be cleaning up."""
         deadline = time.monotonic() + timeout_s
-        while left := [name for name in self.temporary_files() if but is None or not name.startswith(but)]:
-            assert time.monotonic() < deadline, left
+        while names := [name for name in self.temporary_files() if ignored is None or not name.startswith(ignored)]:
+            assert time.monotonic() < deadline, names
             time.sleep(0.1)
 
     def end(self, timeout_s: float = 300) -> str:
-        """Waits for the script to end by itself and returns what it has written."""
+        """Waits until the script exits by itself, and returns its output."""
         try:
             exit_code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -141,20 +141,20 @@ class Run:
 
 @pytest.fixture
 def shared_memory() -> Iterator[PrivateSharedMemory]:
-    """A /dev/shm that only the test's processes use."""
+    """Provides a /dev/shm that only the test's processes use."""
     with private_shared_memory() as shared_memory:
         yield shared_memory
 
 
 @pytest.fixture
 def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Run]]:
-    """Starts a script that does one of the functions here, and stops what is left of it after the test."""
+    """Starts a script that runs a function of this module, and kills its remaining processes after the test."""
     is_private = "shared_memory" in request.fixturenames
     prefix = request.getfixturevalue("shared_memory").prefix if is_private else []
     runs = []
 
-    def start(what: Callable[..., None], *args: Any) -> Run:
-        runs.append(Run(prefix, tmp_path, what, *args))
+    def start(function: Callable[..., None], *args: Any) -> Run:
+        runs.append(Run(prefix, tmp_path, function, *args))
         return runs[-1]
 
     yield start
@@ -166,19 +166,19 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
-def test_workers_end_with_their_trainer(start_method):
+def test_workers_exit_with_their_trainer(start_method):
     trainer = spawning(start_method, max_epochs=1)
     model = MLP()
     trainer.fit(model, loader())
     workers = processes_of(trainer)
     assert len(workers) == 2
-    assert all(map(is_alive, workers))
+    assert all(map(is_running, workers))
     del trainer, model
     gc.collect()
-    assert_gone(workers, within_s=5)
+    assert_exited(workers, within_s=5)
 
 
-def test_no_descriptor_of_the_main_process_is_left_by_a_stage_a_trainer_or_a_failure():
+def test_stages_trainers_and_failures_leave_no_descriptor_in_the_main_process():
     trainer = make_trainer("ddp_spawn_ext", max_epochs=1)
     model = Acts({})
     numbers = []
@@ -204,32 +204,32 @@ def fit_and_wait(directory: str) -> None:
     trainers = [spawning(start_method, max_epochs=1) for start_method in ("forkserver", "fork")]
     for trainer in trainers:
         trainer.fit(MLP(), loader(num_workers=1, persistent_workers=True))
-    let_the_test_look(directory)
+    wait_for_the_test(directory)
 
 
 def fail_and_wait(directory: str) -> None:
     with pytest.raises(WorkerRaisedError):
         make_trainer("ddp_fork_ext").fit(Acts({1: raise_value_error}), loader(num_workers=1, persistent_workers=True))
-    let_the_test_look(directory)
+    wait_for_the_test(directory)
 
 
-def let_the_test_look(directory: str) -> None:
-    Path(directory, "here").touch()
-    while not Path(directory, "seen").exists():
+def wait_for_the_test(directory: str) -> None:
+    Path(directory, "ready").touch()
+    while not Path(directory, "inspected").exists():
         time.sleep(0.02)
 
 
-# The two workers of the last, and the server that others were forked from; after a failure, nothing is there at all.
-@pytest.mark.parametrize(("what", "num_processes"), [(fit_and_wait, 3), (fail_and_wait, 0)])
-def test_nothing_is_left_when_a_script_has_ended(start, tmp_path, shared_memory, what, num_processes):
-    run = start(what, tmp_path)
-    run.wait_for("here")
+# The two workers of the last Trainer, and the fork server; after a failure, there are no processes.
+@pytest.mark.parametrize(("function", "num_processes"), [(fit_and_wait, 3), (fail_and_wait, 0)])
+def test_nothing_is_left_when_a_script_has_ended(start, tmp_path, shared_memory, function, num_processes):
+    run = start(function, tmp_path)
+    run.wait_for("ready")
     processes = run.processes()
     assert len(processes) >= num_processes
     assert processes == [] or num_processes > 0
-    (tmp_path / "seen").touch()
+    (tmp_path / "inspected").touch()
     output = run.end(timeout_s=10)
-    assert_gone(processes, within_s=1)
+    assert_exited(processes, within_s=1)
     assert "leaked" not in output
     run.wait_for_no_temporary_files()
     shared_memory.wait_until_empty()
@@ -249,14 +249,14 @@ def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, shared
     run = start(train_after_others, tmp_path, training, *before)
     run.wait_for("training0", "training1")
     processes = run.processes()
-    assert len(processes) >= 4  # those that train, and what loads their data
-    # It stays as a zombie, as it does where the program that has started it does not look after it at once.
+    assert len(processes) >= 4  # two workers and their DataLoader workers
+    # It stays a zombie, as it does if its parent does not wait for it at once.
     os.kill(run.process.pid, signal.SIGKILL)
-    assert_gone(processes, within_s=10)
+    assert_exited(processes, within_s=10)
     assert run.process.wait() == -signal.SIGKILL
-    # Now and then the directory of a dataloader worker's socket stays. What ends that worker was not found; torch's
-    # handler of SIGTERM (2.13) would end it so, without Python's own cleaning up.
-    run.wait_for_no_temporary_files(but="pymp-")
+    # Sometimes the directory of a DataLoader worker's socket is left. What terminates that worker is unknown; torch's
+    # handler of SIGTERM (2.13) would do it, without Python's own cleanup.
+    run.wait_for_no_temporary_files(ignored="pymp-")
     shared_memory.wait_until_empty()
 
 
@@ -265,7 +265,7 @@ def test_nothing_is_left_when_the_main_process_is_killed(start, tmp_path, shared
 
 @contextmanager
 def ctrl_c_once(directory: Path, *more_after_s: float) -> Iterator[list[float]]:
-    """Sends SIGINT to this process when both ranks train, and again after some time; yields the times at which."""
+    """Sends SIGINT to this process when both ranks train, and again after the given seconds; yields the times."""
     times: list[float] = []
     is_over = threading.Event()
 
@@ -288,26 +288,26 @@ def ctrl_c_once(directory: Path, *more_after_s: float) -> Iterator[list[float]]:
     finally:
         is_over.set()
         thread.join()
-        signal.signal(signal.SIGINT, handler)  # Lightning ignores it once it has seen one
+        signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal after the first one
 
 
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
-def test_ctrl_c_stops_all_ranks_and_what_they_have_done_is_here(tmp_path, start_method):
+def test_ctrl_c_stops_all_ranks_and_returns_their_state(tmp_path, start_method):
     model = Slow(tmp_path)
     initial = state_of(model)
-    sees = SeesException()
-    trainer = spawning(start_method, callbacks=[sees, NotesWorkers(tmp_path)], **LONG_FIT)
+    recorder = RecordsExceptions()
+    trainer = spawning(start_method, callbacks=[recorder, RecordsPids(tmp_path)], **LONG_FIT)
     with ctrl_c_once(tmp_path) as times, pytest.raises(SystemExit):
         trainer.fit(model, loader())
     assert time.monotonic() - times[0] < 5
     assert trainer.global_step > STEPS_BEFORE_FAILURE
     assert trainer.interrupted
     assert differs(model, initial)
-    assert sees.seen == [("KeyboardInterrupt", trainer.global_step)]
+    assert recorder.exceptions == [("KeyboardInterrupt", trainer.global_step)]
     assert_no_worker_is_left(trainer, tmp_path)
 
 
-class NotesWorkers(Callback):
+class RecordsPids(Callback):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
@@ -319,11 +319,11 @@ def assert_no_worker_is_left(trainer: Trainer, directory: Path) -> None:
     assert trainer.strategy.launcher.pids == []
     pids = [int((directory / f"pid{rank}").read_text()) for rank in range(2)]
     assert os.getpid() not in pids
-    assert_gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], within_s=2)
+    assert_exited([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], within_s=2)
 
 
-def test_ctrl_c_ends_a_worker_that_hangs_and_says_that_its_state_is_lost(tmp_path, caplog):
-    trainer = make_trainer("ddp_spawn_ext", callbacks=[NotesWorkers(tmp_path)], **LONG_FIT)
+def test_ctrl_c_kills_a_hung_worker_and_reports_that_its_state_is_lost(tmp_path, caplog):
+    trainer = make_trainer("ddp_spawn_ext", callbacks=[RecordsPids(tmp_path)], **LONG_FIT)
     with ctrl_c_once(tmp_path) as times, pytest.raises(SystemExit):
         trainer.fit(Slow(tmp_path, hanging=(1,)), loader())
     assert time.monotonic() - times[0] < 15
@@ -331,8 +331,8 @@ def test_ctrl_c_ends_a_worker_that_hangs_and_says_that_its_state_is_lost(tmp_pat
     assert_no_worker_is_left(trainer, tmp_path)
 
 
-def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_hangs(tmp_path, caplog):
-    trainer = make_trainer("ddp_spawn_ext", callbacks=[NotesWorkers(tmp_path)], **LONG_FIT)
+def test_a_second_ctrl_c_does_not_wait_for_a_hung_worker(tmp_path, caplog):
+    trainer = make_trainer("ddp_spawn_ext", callbacks=[RecordsPids(tmp_path)], **LONG_FIT)
     with ctrl_c_once(tmp_path, 0.5) as times, pytest.raises(SystemExit):
         trainer.fit(Slow(tmp_path, hanging=(0, 1)), loader())
     assert len(times) == 2
@@ -341,24 +341,24 @@ def test_a_second_ctrl_c_does_not_wait_for_a_worker_that_hangs(tmp_path, caplog)
     assert_no_worker_is_left(trainer, tmp_path)
 
 
-def press_ctrl_c_while_workers_start_and_then_while_they_train(directory: str) -> None:
-    sees = SeesException()
+def train_until_ctrl_c_twice(directory: str) -> None:
+    recorder = RecordsExceptions()
     model = Slow(Path(directory))
     initial = state_of(model)
-    trainer = make_trainer("ddp_spawn_ext", callbacks=[sees], **LONG_FIT)
+    trainer = make_trainer("ddp_spawn_ext", callbacks=[recorder], **LONG_FIT)
     for moment in ("starting", "again"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         Path(directory, moment).touch()
         try:
             trainer.fit(model, loader(num_workers=1, persistent_workers=True))
         except SystemExit:
-            print("stopped", moment, trainer.global_step, differs(model, initial), sees.seen[-1][0])
+            print("stopped", moment, trainer.global_step, differs(model, initial), recorder.exceptions[-1][0])
     Path(directory, "stopped").touch()
-    time.sleep(1.5)  # for the test to see what is left while this process runs
+    time.sleep(1.5)  # for the test to check what is left while this process runs
 
 
 def test_ctrl_c_of_a_terminal_reaches_all_processes_and_is_handled_once(start, tmp_path):
-    run = start(press_ctrl_c_while_workers_start_and_then_while_they_train, tmp_path)
+    run = start(train_until_ctrl_c_twice, tmp_path)
     run.wait_for("starting")
     time.sleep(1.0)
     os.killpg(run.process.pid, signal.SIGINT)
@@ -370,7 +370,7 @@ def test_ctrl_c_of_a_terminal_reaches_all_processes_and_is_handled_once(start, t
     os.killpg(run.process.pid, signal.SIGINT)
     run.wait_for("stopped", timeout_s=15)
     assert time.monotonic() - before < 8, run.output.read_text()
-    assert_gone(workers, within_s=1)
+    assert_exited(workers, within_s=1)
     output = run.end()
     first, second = [line.split()[1:] for line in output.splitlines() if line.startswith("stopped")]
     assert first == ["starting", "0", "False", "KeyboardInterrupt"]

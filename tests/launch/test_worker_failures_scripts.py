@@ -1,4 +1,4 @@
-"""A script or a notebook that does what cannot work is told so by ``ddp_spawn_ext``, and what to do instead."""
+"""Errors of ``ddp_spawn_ext`` in scripts and notebooks that cannot work, with the fix."""
 
 import subprocess
 from collections.abc import Callable
@@ -47,16 +47,16 @@ from tests.support.models import MLP, loader, make_trainer
 for start_method in ("forkserver", "spawn"):
     try:
         make_trainer(DDPSpawnStrategy(start_method=start_method)).fit(MLP(), loader())
-    except (RuntimeError, WorkerRaisedError) as error:  # not all workers may have come so far
+    except (RuntimeError, WorkerRaisedError) as error:  # some workers may not have reached this error
         if __name__ != "__main__":
             raise
-        print(start_method, "said:", str(error).splitlines()[0])
+        print(start_method, "raised:", str(error).splitlines()[0])
 """
 
 NOTEBOOK = """
 import sys
 
-sys.ps1 = ">>> "  # by which Lightning knows a notebook or a prompt
+sys.ps1 = ">>> "  # Lightning takes this for a notebook or a prompt
 
 from tests.support.models import MLP, loader, make_trainer, state_of
 
@@ -72,7 +72,7 @@ class Doubled(MLP):
 try:
     make_trainer("ddp_ext")
 except Exception as error:
-    print("refused:", type(error).__name__, error)
+    print("rejected:", type(error).__name__, error)
 
 for strategy in ("ddp_notebook_ext", "ddp_spawn_ext"):
     trainer = make_trainer(strategy, max_epochs=1)
@@ -92,7 +92,7 @@ for strategy in ("ddp_notebook_ext", "ddp_spawn_ext"):
 
 @pytest.fixture
 def run_text(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a script that is given as text."""
+    """Returns a function that runs a script given as text."""
 
     def run(text: str, *args: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "script.py"
@@ -102,7 +102,7 @@ def run_text(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
-def test_an_exception_of_a_class_of_the_script_is_the_cause_and_a_failing_import_is_named(run_text):
+def test_an_exception_whose_class_is_in_the_script_is_the_cause_and_a_failing_import_is_named(run_text):
     result = run_text(FAILS_TWICE)
     assert "has its own class: True" in result.stdout
     assert result.returncode == 1
@@ -110,19 +110,19 @@ def test_an_exception_of_a_class_of_the_script_is_the_cause_and_a_failing_import
     assert "    import no_such_module\n" in result.stdout
 
 
-def test_a_script_without_a_guard_fails_and_is_told_to_have_one(run_text):
+def test_a_script_without_a_guard_is_rejected_with_the_fix(run_text):
     result = run_text(NO_GUARD)
     for start_method in ("forkserver", "spawn"):
-        (said,) = [line for line in result.stdout.splitlines() if line.startswith(f"{start_method} said:")]
-        assert 'Put what the script does under `if __name__ == "__main__":`' in said
+        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"{start_method} raised:")]
+        assert 'Put what the script does under `if __name__ == "__main__":`' in line
 
 
-def test_a_notebook_is_told_which_strategies_work_and_they_know_what_was_just_defined(run_text):
+def test_the_error_in_a_notebook_names_strategies_that_work_and_know_new_definitions(run_text):
     result = run_text(NOTEBOOK)
     assert result.returncode == 0, result.stdout
-    (refused,) = [line for line in result.stdout.splitlines() if line.startswith("refused:")]
-    assert "ddp_notebook_ext" in refused
-    assert "ddp_spawn_ext" in refused
+    (rejected,) = [line for line in result.stdout.splitlines() if line.startswith("rejected:")]
+    assert "ddp_notebook_ext" in rejected
+    assert "ddp_spawn_ext" in rejected
     trained = [line for line in result.stdout.splitlines() if line.startswith("trained:")]
     assert trained == ["trained: 8 2.0", "trained: 16 3.0"] * 2
 
@@ -136,7 +136,7 @@ def train(strategy):
         trainer, _ = fit(strategy, max_epochs=1)
         return f"{strategy} trained {trainer.global_step} steps"
     except RuntimeError as error:
-        return f"{strategy} refused: {error}"
+        return f"{strategy} raised: {error}"
 
 if __name__ == "__main__":
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -149,7 +149,7 @@ def test_in_a_pool_fork_is_rejected_with_the_fix_and_spawn_trains(run_text):
     lines = run_text(IN_POOL).stdout.splitlines()
     (forked,) = [line for line in lines if line.startswith("ddp_fork_ext")]
     assert forked.startswith(
-        "ddp_fork_ext refused: `start_method='fork'`: multiprocessing allows this process no children"
+        "ddp_fork_ext raised: `start_method='fork'`: multiprocessing allows this process no children"
     )
     assert "`strategy='ddp_spawn_ext'`" in forked
     assert "`concurrent.futures.ProcessPoolExecutor`" in forked

@@ -217,7 +217,7 @@ def test_the_callers_objects_are_the_same_as_before(trained):
     (optimizer,) = trainer.optimizers
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in model.parameters()]
     assert trainer.lr_scheduler_configs[0].scheduler.optimizer is optimizer
-    with pytest.raises(RuntimeError, match="made in a worker process"):
+    with pytest.raises(RuntimeError, match="created in a worker process"):
         trainer.lr_scheduler_configs[0].scheduler.step()
 
 

@@ -1,1 +1,1 @@
-"""How objects and tensors travel between the main process and workers. It knows no Lightning."""
+"""Transfer of objects and tensors between the main process and workers; does not use Lightning."""

@@ -1,8 +1,8 @@
-"""A channel between two processes of one host: objects over a Unix socket, their tensors through segments.
+"""Channel between two processes of one host: objects over a Unix socket, their tensors in memory files.
 
-What the sender shares with others (:mod:`.shared_objects`) it shares with the receiver, too.
+Objects that the sender shares with other processes (:mod:`.shared_objects`) are shared with the receiver too.
 
-What it does not promise: more than one thread at a time on either side.
+Limitations: only one thread at a time may use each endpoint.
 """
 
 import pickle
@@ -20,66 +20,65 @@ from lightning_strategies_ext.launch.transport.memory_files import (
 from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump
 from lightning_strategies_ext.launch.transport.shared_objects import Descriptor, locate
 
-#: A message without tensors and up to this size goes through the socket itself, in bytes.
+#: Maximum size in bytes of a message without tensors that is sent through the socket itself.
 MAX_INLINE_BYTES = 1 << 16
-
-#: The size of what follows in the socket, how many segments come with it, and how many other descriptors afterwards.
+#: Size in bytes of the data that follows in the socket, number of memory files with it, number of descriptors after it.
 _HEADER = struct.Struct("!QBI")
 
 
 class TaskChannel(Protocol):
-    """What a job can talk to the main process by, on its way."""
+    """Connection of a running task to the main process."""
 
     @property
     def socket(self) -> Any:
-        """What becomes ready when there is a message."""
+        """Object to wait on, which is ready when a message has arrived."""
 
     def send(self, obj: Any) -> None:
         """Sends a message.
 
         Raises:
-            OSError: If the main process is gone.
+            OSError: If the main process has exited.
         """
 
     def receive(self) -> Any:
-        """Waits for a message.
+        """Waits for a message and returns it.
 
         Raises:
-            EOFError: If the main process is gone.
+            EOFError: If the main process has exited.
         """
 
 
 class PreparedMessage:
-    """A message that was written once and can be sent to several receivers. Close it afterwards.
+    """A message that is written once and can be sent to several receivers. Close it afterwards.
 
     Args:
-        pickled: The message; its buffers are not needed any more once this returns.
-        cache: What was sent before, so that large buffers are not written again which have not changed.
+        pickled: The message; its buffers are not needed after the constructor returns.
+        cache: Memory files of earlier messages, so that large buffers that have not changed are not written again.
     """
 
     def __init__(self, pickled: Pickled, cache: MemoryFileCache | None = None) -> None:
         self._files: list[MemoryFile] = []
         self._handles = pickled.handles  # they own the descriptors and names
-        found = {number: locate(handle) for number, handle in pickled.handles.items()}
-        self._fds = [fd for fd in found.values() if isinstance(fd, int)]
+        locations = {number: locate(handle) for number, handle in pickled.handles.items()}
+        self._fds = [fd for fd in locations.values() if isinstance(fd, int)]
         self._inline = pickled.data
         if not pickled.buffers and len(pickled.data) <= MAX_INLINE_BYTES:
             return
         written = {number: buffer for number, buffer in enumerate(pickled.buffers) if number not in pickled.handles}
         large = {} if cache is None else cache.files_for(written)
-        others = [buffer for number, buffer in written.items() if number not in large]
-        self._own = MemoryFile.write([pickled.data, *others])
+        small = [buffer for number, buffer in written.items() if number not in large]
+        self._own = MemoryFile.write([pickled.data, *small])
         self._files = list({id(file): file for file in [self._own, *large.values()]}.values())
-        places = {number: self._files.index(file) for number, file in large.items()}
+        file_indices = {number: self._files.index(file) for number, file in large.items()}
         spans = [file.spans for file in self._files]
-        names = {number: None if isinstance(where, int) else where for number, where in found.items()}
-        self._inline = pickle.dumps((spans, places, names))
+        names = {number: None if isinstance(found, int) else found for number, found in locations.items()}
+        self._inline = pickle.dumps((spans, file_indices, names))
 
     def send(self, channel: "Channel") -> None:
-        """Sends it.
+        """Sends the message.
 
         Raises:
-            OSError: If the other side is gone.
+            OSError: If the other process has closed the channel or exited.
         """
         header = _HEADER.pack(len(self._inline), len(self._files), len(self._fds))
         sent = socket.send_fds(channel.socket, [header], [file.fd for file in self._files])
@@ -88,20 +87,20 @@ class PreparedMessage:
             socket.send_fds(channel.socket, [b"d"], self._fds[start : start + MAX_DESCRIPTORS])
 
     def close(self) -> None:
-        """Lets go of the memory that is not kept; what was sent stays valid."""
+        """Closes the memory that is not in the cache; sent messages stay valid."""
         if self._files:
             self._own.close()
 
 
 class ReceivedMessage:
-    """A message as it arrived, not looked into yet.
+    """A received message that is not unpickled yet.
 
     Args:
         pickled: The message.
-        parts: Where its tensors are, and the mappings of that. Owned by this object.
+        parts: Memory files that hold the message's tensors, each with its mapping; owned by this object.
 
     Attributes:
-        received_objects: See :meth:`.SharedObjects.with_message`.
+        received_objects: Objects of the message after :meth:`open`, see :meth:`.SharedObjects.with_message`.
     """
 
     def __init__(self, pickled: Pickled, parts: Sequence[tuple[MemoryFile, MappedFile]] = ()) -> None:
@@ -110,22 +109,22 @@ class ReceivedMessage:
         self.received_objects: dict[int, Any] = {}
 
     def open(self, shared: SharedObjects | None = None) -> Any:
-        """Rebuilds the object; :attr:`received_objects` has then all that is in it.
+        """Rebuilds the object, and sets :attr:`received_objects`.
 
         Raises:
-            Exception: Whatever one of its classes raises, or is missing.
+            Exception: If one of its classes raises, or is missing.
         """
         self.received_objects = {}
         return self.pickled.load(shared, self.received_objects)
 
     def close(self) -> None:
-        """Closes the descriptors; tensors that were rebuilt stay valid."""
+        """Closes the descriptors; rebuilt tensors stay valid."""
         for file, _ in self.parts:
             file.close()
 
 
 class Channel:
-    """One end of a channel.
+    """One endpoint of a channel.
 
     Args:
         connected: One of the two sockets of ``socket.socketpair()``; owned by this object.
@@ -138,61 +137,61 @@ class Channel:
         """Sends an object.
 
         Raises:
-            OSError: If the other side is gone.
+            OSError: If the other process has closed the channel or exited.
             Exception: If the object cannot be pickled.
         """
-        packed = PreparedMessage(dump(obj, is_return=True))
+        message = PreparedMessage(dump(obj, is_return=True))
         try:
-            packed.send(self)
+            message.send(self)
         finally:
-            packed.close()
+            message.close()
 
     def receive_message(self, *, private: bool = False) -> ReceivedMessage:
-        """Waits for a message.
+        """Waits for a message and returns it.
 
         Args:
             private: Whether its memory has other receivers too, so that writes must stay in this process.
 
         Raises:
-            EOFError: If the other side is gone.
+            EOFError: If the other process has closed the channel or exited.
         """
         header, fds, _, _ = socket.recv_fds(self.socket, _HEADER.size, MAX_DESCRIPTORS)
         header += self._receive_exactly(_HEADER.size - len(header))
-        size, num_segments, num_descriptors = _HEADER.unpack(header)
+        size, num_files, num_descriptors = _HEADER.unpack(header)
         inline = self._receive_exactly(size)
-        if not num_segments:
+        if not num_files:
             return ReceivedMessage(Pickled(inline))
-        spans, places, names = pickle.loads(inline)
+        spans, file_indices, names = pickle.loads(inline)
         descriptors = iter(self._receive_descriptors(num_descriptors))
         received = {number: next(descriptors) if name is None else name for number, name in names.items()}
         files = [MemoryFile(fd, own_spans) for fd, own_spans in zip(fds, spans, strict=True)]
         parts = [(file, file.map(private=private)) for file in files]
-        (data, *others), *large = [mapping.buffers(file.spans) for file, mapping in parts]
-        rest = iter(others)
+        (data, *small), *large = [mapping.buffers(file.spans) for file, mapping in parts]
+        rest = iter(small)
         buffers: list[Any] = []
-        for number in range(len(others) + len(places) + len(received)):
+        for number in range(len(small) + len(file_indices) + len(received)):
             if number in received:
                 buffers.append(received[number])
             else:
-                buffers.append(large[places[number] - 1][0] if number in places else next(rest))
+                buffers.append(large[file_indices[number] - 1][0] if number in file_indices else next(rest))
         return ReceivedMessage(Pickled(bytes(data), buffers), parts)
 
     def receive(self, shared: SharedObjects | None = None) -> Any:
         """Waits for an object and rebuilds it.
 
         Raises:
-            EOFError: If the other side is gone.
+            EOFError: If the other process has closed the channel or exited.
         """
         message = self.receive_message()
         message.close()
         return message.pickled.load(shared)
 
     def fileno(self) -> int:
-        """The socket's descriptor, to wait on."""
+        """Returns the socket's descriptor, to wait on."""
         return self.socket.fileno()
 
     def close(self) -> None:
-        """Closes this end."""
+        """Closes this endpoint."""
         self.socket.close()
 
     def _receive_descriptors(self, number: int) -> list[Descriptor]:
@@ -201,10 +200,10 @@ class Channel:
             byte, fds, flags, _ = socket.recv_fds(self.socket, 1, MAX_DESCRIPTORS)
             received += [Descriptor(fd) for fd in fds]
             if not byte:
-                raise EOFError("the other process is gone")
+                raise EOFError("the other process has closed the channel or exited")
             if flags & socket.MSG_CTRUNC:
                 raise RuntimeError(
-                    f"A worker received {number} shared tensors and multiprocessing objects and cannot open them all."
+                    f"A worker received {number} shared tensors and multiprocessing objects, more than it can open."
                     " Raise the limit of open files (`ulimit -n`), or share fewer, larger tensors."
                 )
         return received
@@ -214,7 +213,7 @@ class Channel:
         while size:
             part = self.socket.recv(min(size, 1 << 20))
             if not part:
-                raise EOFError("the other process is gone")
+                raise EOFError("the other process has closed the channel or exited")
             parts.append(part)
             size -= len(part)
         return b"".join(parts)

@@ -1,8 +1,8 @@
-"""Segments: memory that one process fills and others map, without a name that could stay behind.
+"""Memory files: unnamed memory (``memfd_create``) that one process fills and others map.
 
-A segment is an anonymous memory file (``memfd_create``), reached only through file descriptors, which are passed over
-a socket. When the last descriptor and mapping are gone, so is the memory, however the processes ended; the size of
-``/dev/shm`` does not matter. Where there is none, or it has no space left, an unlinked temporary file takes its place.
+File descriptors, which are passed over a socket, are the only access to it. The kernel frees the memory when the last
+descriptor and mapping are closed, however the processes exit. The size of ``/dev/shm`` does not matter. An unlinked
+temporary file replaces the memory on systems without ``memfd_create``, and when no space is left.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
-_MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB a call
+_MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB per call
 _WINDOW_BYTES = 1 << 26
 _READ_AHEAD = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 _MIN_CACHED_BYTES = 1 << 20
-#: How many descriptors may go with a message; Linux sends 253 at most.
+#: Maximum number of descriptors that are sent with a message; that of Linux is 253.
 MAX_DESCRIPTORS = 128
 _has_logged_fallback = False
 
@@ -35,11 +35,11 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class MemoryFile:
-    """A filled segment, as its writer or its receiver holds it.
+    """A filled memory file, held by its writer or a receiver.
 
     Args:
-        fd: Its file descriptor, owned by this object.
-        spans: (offset, size) of each buffer in it, in bytes.
+        fd: File descriptor, owned by this object.
+        spans: (offset, size) of each buffer in the file, in bytes.
     """
 
     def __init__(self, fd: int, spans: Sequence[tuple[int, int]]) -> None:
@@ -48,15 +48,15 @@ class MemoryFile:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return sum(self.spans[-1]) if self.spans else 0
 
     @classmethod
     def write(cls, buffers: Sequence[Any]) -> "MemoryFile":
-        """Writes buffers one after the other into a new segment, once each.
+        """Writes buffers one after the other to a new memory file, each of them once.
 
         Raises:
-            OSError: If neither memory nor a temporary file has the space.
+            OSError: If there is not enough space, neither in memory nor for a temporary file.
         """
         try:
             return cls._write_to(_create_memory(), buffers)
@@ -85,39 +85,38 @@ class MemoryFile:
         return cls(fd, spans)
 
     def has_contents(self, buffer: Any) -> bool:
-        """Whether a segment of one buffer has these bytes."""
+        """Whether this file, of one buffer, contains these bytes."""
         data = np.frombuffer(buffer, dtype=np.uint8)
         if data.nbytes != self.num_bytes:
             return False
-        # A window at a time, so that this process's memory stays as large as it is.
+        # Compares in windows, so that the memory use of this process does not increase.
         for start in range(0, data.nbytes, _WINDOW_BYTES):
             size = min(_WINDOW_BYTES, data.nbytes - start)
             with mmap.mmap(self.fd, size, flags=_READ_AHEAD, prot=mmap.PROT_READ, offset=start) as window:
-                ours = np.frombuffer(window, dtype=np.uint8)
-                is_same = _memcmp(ours.ctypes.data, data.ctypes.data + start, size) == 0
-                del ours
+                own = np.frombuffer(window, dtype=np.uint8)
+                is_same = _memcmp(own.ctypes.data, data.ctypes.data + start, size) == 0
+                del own
             if not is_same:
                 return False
         return True
 
     def map(self, *, private: bool) -> "MappedFile":
-        """Maps the segment; the mapping outlives the segment's descriptor.
+        """Maps the file; the mapping stays valid when the descriptor is closed.
 
         Args:
-            private: Whether writes stay in this process (pages are copied when they are written to). For a segment that
-                others map too.
+            private: Whether writes stay in this process (copy-on-write), for a file that other processes map too.
         """
         return MappedFile(mmap.mmap(self.fd, self.num_bytes, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE))
 
     def close(self) -> None:
-        """Closes the descriptor; mappings stay. A second call does no harm."""
+        """Closes the descriptor; mappings stay valid. A second call is a no-op."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class MappedFile:
-    """A mapped segment. The memory lives as long as any view of it.
+    """A mapped memory file. The memory lives as long as any view of it.
 
     Args:
         memory: The mapping.
@@ -127,17 +126,17 @@ class MappedFile:
         self._memory = memory
 
     def buffers(self, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Views of the given (offset, size) pieces, in bytes."""
+        """Returns views of the given spans, each an offset and a size in bytes."""
         view = memoryview(self._memory)
         return [view[start : start + size] for start, size in spans]
 
     def as_tensor(self) -> Tensor:
-        """All of it, as bytes."""
+        """Returns the whole memory as a tensor of bytes."""
         return torch.frombuffer(self._memory, dtype=torch.uint8)
 
 
 class MemoryFileCache:
-    """The memory of large buffers that were sent, to send it once more as long as they have not changed."""
+    """Memory files of large buffers that were sent; they can be sent again until the buffers change."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[int, int], MemoryFile] = {}
@@ -145,29 +144,29 @@ class MemoryFileCache:
 
     @property
     def num_bytes(self) -> int:
-        """How much memory it holds."""
+        """Size of the cached memory, in bytes."""
         return sum(file.num_bytes for file in self._files.values())
 
     def files_for(self, buffers: dict[int, Any]) -> dict[int, MemoryFile]:
-        """Segments that hold the large ones of some buffers, by their number; those of other buffers are let go."""
+        """Returns memory files of the large buffers, by buffer number; closes those of all other buffers."""
         sizes = {number: memoryview(buffer).nbytes for number, buffer in buffers.items()}
         large = [number for number, size in sizes.items() if size >= _MIN_CACHED_BYTES]
         large = sorted(large, key=sizes.__getitem__, reverse=True)[: MAX_DESCRIPTORS - 1]
-        places = {n: (np.frombuffer(buffers[n], dtype=np.uint8).ctypes.data, sizes[n]) for n in large}
-        for place in self._files.keys() - places.values():
-            self._files.pop(place).close()
-        return {number: self._file_for(place, buffers[number]) for number, place in places.items()}
+        locations = {n: (np.frombuffer(buffers[n], dtype=np.uint8).ctypes.data, sizes[n]) for n in large}
+        for location in self._files.keys() - locations.values():
+            self._files.pop(location).close()
+        return {number: self._file_for(location, buffers[number]) for number, location in locations.items()}
 
-    def _file_for(self, place: tuple[int, int], buffer: Any) -> MemoryFile:
-        file = self._files.pop(place, None)
+    def _file_for(self, location: tuple[int, int], buffer: Any) -> MemoryFile:
+        file = self._files.pop(location, None)
         if file is not None and not file.has_contents(buffer):
             file.close()
             file = None
-        self._files[place] = file or MemoryFile.write([buffer])
-        return self._files[place]
+        self._files[location] = file or MemoryFile.write([buffer])
+        return self._files[location]
 
     def close(self) -> None:
-        """Lets go of all."""
+        """Closes all memory files."""
         _close_all(self._files)
 
 
@@ -177,33 +176,33 @@ def _close_all(files: dict[tuple[int, int], MemoryFile]) -> None:
 
 
 class ReceivedBuffers:
-    """What a process received in segments that others have mapped as well, to tell what it changed.
+    """Buffers that a process received in memory files that other processes map too, to detect what it changes.
 
     Args:
-        parts: Each segment, with this process's private mapping of it; once it is closed, nothing can be told any more.
+        parts: Memory files, each with this process's private mapping. The buffers of a closed file count as changed.
     """
 
     def __init__(self, parts: Sequence[tuple[MemoryFile, "MappedFile"]]) -> None:
-        self._parts = [_ReceivedBuffer(file, mapping.as_tensor()) for file, mapping in parts]
+        self._buffers = [_ReceivedBuffer(file, mapping.as_tensor()) for file, mapping in parts]
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one that was received, with the values it had; False when in doubt."""
+        """Whether a tensor was received and has its original values; False if in doubt."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return False
         storage = tensor.untyped_storage()
-        part = self._find_buffer(storage.data_ptr(), storage.nbytes())
-        if part is None:
+        found = self._find_buffer(storage.data_ptr(), storage.nbytes())
+        if found is None:
             return False
-        original = part.original(storage.data_ptr(), storage.nbytes()).view(tensor.dtype)
+        original = found.original(storage.data_ptr(), storage.nbytes()).view(tensor.dtype)
         return torch.equal(tensor, original.as_strided(tensor.shape, tensor.stride(), _offset(original, tensor)))
 
     def is_unchanged_memory(self, address: int, num_bytes: int) -> bool:
-        """The same of memory of this process."""
-        part = self._find_buffer(address, num_bytes)
-        return part is not None and torch.equal(part.now(address, num_bytes), part.original(address, num_bytes))
+        """Whether memory of this process was received and has its original contents."""
+        found = self._find_buffer(address, num_bytes)
+        return found is not None and torch.equal(found.current(address, num_bytes), found.original(address, num_bytes))
 
     def _find_buffer(self, address: int, num_bytes: int) -> "_ReceivedBuffer | None":
-        return next((part for part in self._parts if part.contains(address, num_bytes)), None)
+        return next((buffer for buffer in self._buffers if buffer.contains(address, num_bytes)), None)
 
 
 class _ReceivedBuffer:
@@ -216,7 +215,7 @@ class _ReceivedBuffer:
     def contains(self, address: int, num_bytes: int) -> bool:
         return self._file.fd >= 0 and 0 <= address - self._address <= self._file.num_bytes - num_bytes
 
-    def now(self, address: int, num_bytes: int) -> Tensor:
+    def current(self, address: int, num_bytes: int) -> Tensor:
         start = address - self._address
         return self._memory[start : start + num_bytes]
 
@@ -242,8 +241,8 @@ def _log_fallback_once(error: OSError) -> None:
     global _has_logged_fallback
     if not _has_logged_fallback:
         log.warning(
-            "Tensors travel between this process and others through files in %s, not through shared memory (%s).",
-            tempfile.gettempdir(),
+            "Shared memory is unavailable (%s): tensors are transferred between processes through files in %s.",
             error,
+            tempfile.gettempdir(),
         )
         _has_logged_fallback = True

@@ -1,7 +1,7 @@
-"""Modules with parametrizations (:mod:`torch.nn.utils.parametrize`): ``weight_norm``, ``orthogonal`` and their like.
+"""Pickling of parametrized modules (:mod:`torch.nn.utils.parametrize`), such as those of ``weight_norm``.
 
-Torch makes a class for each such module, with a property in the place of each tensor that is computed, and lets none of
-them be pickled. All that they consist of can be, but for that class; it is made anew where it arrives.
+Torch creates a class for each such module, with a property for each computed tensor, and forbids pickling of the
+module. All its parts except this class can be pickled; the receiver creates the class again.
 """
 
 import copyreg
@@ -13,40 +13,40 @@ from torch.nn.utils import parametrize
 
 
 def reduce_parametrized(obj: Any) -> Any:
-    """How a parametrized module, or its class, is pickled; NotImplemented for all else, as pickle wants it."""
-    if isinstance(obj, type) and _is_made_by_torch(obj):
-        return _made_anew, (obj.__bases__[0], names_of_computed(obj))
-    if isinstance(obj, Module) and _is_made_by_torch(type(obj)):
+    """Returns the pickle reduction of a parametrized module or its class; NotImplemented for other objects."""
+    if isinstance(obj, type) and _is_created_by_torch(obj):
+        return _create_class, (obj.__bases__[0], names_of_computed(obj))
+    if isinstance(obj, Module) and _is_created_by_torch(type(obj)):
         return copyreg.__newobj__, (type(obj),), get_state(obj)  # type: ignore[attr-defined]  # as pickle does
     return NotImplemented
 
 
 def original_class(obj: Any) -> type:
-    """The class of an object; of a parametrized module, the one that it had before."""
+    """Returns the class of an object; for a parametrized module, the class before the parametrization."""
     kind = type(obj)
-    return kind.__bases__[0] if _is_made_by_torch(kind) else kind
+    return kind.__bases__[0] if _is_created_by_torch(kind) else kind
 
 
 def names_of_computed(kind: type) -> list[str]:
-    """The tensors that a class computes, if torch has made it."""
-    if not _is_made_by_torch(kind):
+    """Returns the names of the tensors that a class computes, if torch has created it for a parametrized module."""
+    if not _is_created_by_torch(kind):
         return []
     return [name for name, value in vars(kind).items() if isinstance(value, property)]
 
 
 def get_state(obj: Any) -> Any:
-    """What an object's ``__getstate__`` gives; that of a parametrized module's class before where torch's raises."""
-    getstate = getattr(original_class(obj), "__getstate__", None)  # every object has one from Python 3.11 on
+    """Returns an object's state by the ``__getstate__`` of its original class; that of a parametrized class raises."""
+    getstate = getattr(original_class(obj), "__getstate__", None)  # every object has it since Python 3.11
     return dict(vars(obj)) if getstate is None else getstate(obj)
 
 
-def _is_made_by_torch(kind: type) -> bool:
+def _is_created_by_torch(kind: type) -> bool:
     getstate = vars(kind).get("__getstate__")
     return getattr(getstate, "__module__", None) == parametrize.__name__
 
 
-def _made_anew(kind: type[Module], names: Sequence[str]) -> type:
-    # Two private names of torch's, read in 2.5 to 2.13: what is public computes the tensors anew, to other bits.
+def _create_class(kind: type[Module], names: Sequence[str]) -> type:
+    # Private functions of torch, checked in 2.5 to 2.13: the public ones compute the tensors again, to different bits.
     module = kind.__new__(kind)
     Module.__init__(module)
     parametrize._inject_new_class(module)

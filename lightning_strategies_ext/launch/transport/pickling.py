@@ -1,16 +1,16 @@
-"""Objects as messages: a small pickle, and beside it the memory of tensors and arrays, which pickle never copies.
+"""Pickling of messages: a small pickle, and references to the memory of tensors and arrays, which pickle never copies.
 
-Three extras over plain pickle, all for objects that travel to another process and back:
+Three additions to pickle, for objects that are sent to another process and return:
 
 * Tensors on the CPU and NumPy arrays become references to their memory (pickle protocol 5, PEP 574). The receiver
-  rebuilds them as views of the memory it was given. Tensors that share memory share it afterwards too.
-* Objects that both sides have (:class:`SharedObjects`) travel as a number, so that what comes back refers to the very
-  objects that the user holds. Pickle itself numbers what it writes, and the reader numbers alike (its memo): whatever
-  came in one message can be named in the answer.
-* Classes and functions that the other process cannot import go along (:mod:`.by_value`).
+  rebuilds them as views of the memory that it has received. Tensors that share memory share it there too.
+* Objects that both processes have (:class:`SharedObjects`) are sent as a number, so that results refer to the very
+  objects that the user holds. pickle numbers the objects that it writes, and its reader assigns the same numbers (its
+  memo). A reply can therefore refer to any object of the message.
+* Classes and functions that the other process cannot import are sent by value (:mod:`.by_value`).
 
-What it does not promise: tensors on other devices keep their device only where the receiver has it too; ask for
-``to_cpu`` to have them copied to the CPU.
+Limitations: a tensor on another device keeps its device only if the receiver has that device, too. Tensors of results
+(``is_return``) are copied to the CPU.
 """
 
 import copyreg
@@ -30,23 +30,24 @@ from typing import Any, NoReturn, Protocol
 import torch
 from cloudpickle import CloudPickler
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_strategies_ext.launch.transport import by_value, parametrized, shared_objects
 from lightning_strategies_ext.launch.transport.shared_objects import Handle, Memory
 
-#: Of a class that goes along, pickle is told how to make it, its state, how to set that; of NoneType only the first.
-_NUM_PARTS_OF_CLASS = 6
+#: Number of items in the reduction of a class by value, the last of which sets its state; NoneType's has no state.
+_NUM_CLASS_REDUCTION_ITEMS = 6
 
 
 class SharedObjects:
-    """The objects that two processes both have, in the same order on both sides.
+    """Objects that two processes both have, in the same order.
 
     Args:
-        objects: Any objects; the first of equal identity counts.
-        never: Types of which an object that is not among ``objects`` must not travel.
+        objects: The objects. If an object occurs twice, its first number counts.
+        never: Types whose objects must not be sent, except those in ``objects``.
 
     Attributes:
-        in_message: See :meth:`with_message`.
+        in_message: Objects of a message, see :meth:`with_message`.
     """
 
     def __init__(self, objects: Sequence[Any], never: tuple[type, ...] = ()) -> None:
@@ -55,24 +56,24 @@ class SharedObjects:
         self.in_message: Mapping[int, Any] = {}
 
     def number_of(self, obj: Any) -> int | None:
-        """The number of an object, or None if it is not shared; below zero for one of :meth:`with_message`."""
+        """Returns the number of an object, negative for one of :attr:`in_message`, or None if it is not shared."""
         return self._numbers.get(id(obj))
 
     @cached_property
-    def _numbers(self) -> dict[int, int]:  # made where it is asked for: the process that only reads needs none
+    def _numbers(self) -> dict[int, int]:  # a process that only reads needs none
         numbers = {id(obj): -1 - number for number, obj in self.in_message.items()}
         numbers.update((id(obj), number) for number, obj in reversed(list(enumerate(self.objects))))
         return numbers
 
     def object_of(self, number: int) -> Any:
-        """The object with that number."""
+        """Returns the object with the given number."""
         return self.objects[number] if number >= 0 else self.in_message[-1 - number]
 
     def with_message(self, in_message: Mapping[int, Any]) -> "SharedObjects":
-        """The same, and what a message held, by the numbers that pickle gave it on either side."""
-        more = SharedObjects(self.objects, self.never)
-        more.in_message = in_message
-        return more
+        """Returns these objects and those of a message, by the numbers that pickle gives them in both processes."""
+        extended = SharedObjects(self.objects, self.never)
+        extended.in_message = in_message
+        return extended
 
 
 @dataclass
@@ -81,8 +82,8 @@ class Pickled:
 
     Attributes:
         data: The pickle.
-        buffers: Memory it refers to, in order; read only once it was sent.
-        handles: What the receiver on this host gets in place of some buffers, by number: the same shared memory.
+        buffers: Memory to which the pickle refers, in order; its contents are read when the message is sent.
+        handles: What a receiver on this host gets in place of some buffers, by number: the same shared memory.
     """
 
     data: bytes
@@ -93,11 +94,11 @@ class Pickled:
         """Rebuilds the object; its tensors and arrays are views of :attr:`buffers`.
 
         Args:
-            shared: What both sides have.
-            received_objects: Gets all that was in it, see :meth:`SharedObjects.with_message`.
+            shared: Objects that both processes have.
+            received_objects: Filled with all objects of the message, see :meth:`SharedObjects.with_message`.
 
         Raises:
-            Exception: Whatever the object's class raises, or is missing.
+            Exception: If the object's class raises, or is missing.
         """
         unpickler = _Unpickler(self, shared)
         loaded = unpickler.load()
@@ -106,20 +107,20 @@ class Pickled:
         return loaded
 
 
-_is_main_elsewhere = False
+_has_remote_main = False
 
 
 def use_remote_main() -> None:
-    """Called in a process whose ``__main__`` is not the user's: what was defined there comes by value.
+    """Makes :func:`dump` send definitions of the user's ``__main__`` by name, so that the main process finds its own.
 
-    From here on it goes back by its name, so that the main process has its own.
+    Called in a process whose ``__main__`` is not the user's, and which receives these definitions by value.
     """
-    global _is_main_elsewhere
-    _is_main_elsewhere = True
+    global _has_remote_main
+    _has_remote_main = True
 
 
 class DumpFunction(Protocol):
-    """A function as :func:`dump`."""
+    """Signature of :func:`dump`."""
 
     def __call__(
         self,
@@ -141,15 +142,15 @@ def dump(
 
     Args:
         obj: The object.
-        shared: What the receiver has already.
-        received_objects: Gets all that is in it, as :meth:`Pickled.load` gives it to the receiver.
-        is_return: Whether it goes back to the process that the user sees: tensors go to the CPU and bring no more than
-            they show, and a function that no other process could import arrives as one that raises when it is called.
+        shared: Objects that the receiver has already.
+        is_return: Whether the object returns to the main process. Tensors are then moved to the CPU, without the unused
+            part of their storages. A function that no other process can import arrives as one that raises when called.
+        received_objects: Filled with all objects of the message, as by :meth:`Pickled.load` in the receiver.
 
     Raises:
-        Exception: Whatever pickle raises for an object that it cannot take: PicklingError, TypeError, AttributeError.
+        Exception: If pickle cannot pickle the object: PicklingError, TypeError, or AttributeError.
     """
-    with suppress(Exception):  # nearly always this is enough, and some results are hundreds of messages
+    with suppress(Exception):  # the fast way; it almost always succeeds, and some results are hundreds of messages
         return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, is_return, received_objects)
     return dump_with(ByValuePickler, obj, shared, is_return, received_objects)
 
@@ -161,29 +162,29 @@ def dump_with(
     is_return: bool = False,
     received_objects: dict[int, Any] | None = None,
 ) -> Pickled:
-    """:func:`dump` with a pickler of one's own."""
+    """Pickles an object as :func:`dump` does, with a pickler of the given class."""
     stream = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     pickler = kind(stream, buffers, shared, is_return)
     pickler.dump(obj)
     if received_objects is not None:
-        with _no_collections():
+        with _pause_gc():
             received_objects.update(pickler.memo.copy().values())
     handles = pickler.handles and {n: pickler.handles[id(b)] for n, b in enumerate(buffers) if id(b) in pickler.handles}
     return Pickled(stream.getvalue(), buffers, handles)
 
 
 def walk(obj: Any) -> tuple[dict[int, Any], list[Any]]:
-    """All that an object holds, by number, and what of it cannot be pickled; for processes that share it by a fork."""
+    """Returns the objects in an object that forked processes share, by number, and those that cannot be pickled."""
     pickler = _Walker(io.BytesIO(), [], None, is_return=False)
-    with suppress(Exception):  # then it is what was found so far
+    with suppress(Exception):  # the objects that were found before are returned
         pickler.dump(obj)
     return dict(pickler.memo.copy().values()), pickler.unpicklable
 
 
 @contextmanager
-def _no_collections() -> Generator[None, None, None]:
-    """Collects no garbage for a while: among a million objects that are only noted, it would look for it ten times."""
+def _pause_gc() -> Generator[None, None, None]:
+    """Pauses garbage collection, which would run ten times while a million objects are recorded."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -194,20 +195,20 @@ def _no_collections() -> Generator[None, None, None]:
 
 
 class StaysError(pickle.PicklingError):
-    """An object is of a type that must not travel, see :class:`SharedObjects`."""
+    """Error for an object of a type that must not be sent, see :class:`SharedObjects`."""
 
 
 class MessagePickler(pickle.Pickler):
-    """What :func:`dump` writes with.
+    """Pickler of :func:`dump` for messages without shared objects, and base class of its other picklers.
 
     Args:
-        stream: Where the pickle goes.
-        buffers: Gets the memory that it refers to.
-        shared: See :func:`dump`.
-        is_return: See :func:`dump`.
+        stream: Stream to which the pickle is written.
+        buffers: Filled with the memory to which the pickle refers.
+        shared: Objects that the receiver has.
+        is_return: Whether the object returns to the main process, see :func:`dump`.
 
     Attributes:
-        handles: See :class:`Pickled`, by the id of the buffer; none if it is returning.
+        handles: Handles of :class:`Pickled`, by the id of the buffer; empty if the object returns.
     """
 
     def __init__(
@@ -215,56 +216,56 @@ class MessagePickler(pickle.Pickler):
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffers.append)
         self._shared = shared
-        self._returning = is_return
+        self._is_return = is_return
         self.handles: dict[int, Handle] = {}
         self._memories: dict[int, Memory] = {}
-        self._copies: list[Tensor] = []  # pickle's memo knows objects by their id: they must live until the end
-        self._of_classes: set[types.FunctionType] = set()  # of classes that go along
+        self._copies: list[Tensor] = []  # must live until the end: pickle's memo identifies objects by id
+        self._class_functions: set[types.FunctionType] = set()  # of classes that are sent by value
 
+    @override
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is written, if not as pickle does."""
         if type(obj) is Tensor:
             return self._reduce_tensor(obj)
-        if _is_main_elsewhere and _is_at_top_of_main(obj):
-            return _of_main, (obj.__qualname__,)
+        if _has_remote_main and _is_top_level_of_main(obj):
+            return _load_from_main, (obj.__qualname__,)
         if isinstance(obj, types.FunctionType):
             name = getattr(obj, "name_in_worker", None)
-            if name is None and self._returning and obj not in self._of_classes and not _is_importable(obj):
+            if name is None and self._is_return and obj not in self._class_functions and not _is_importable(obj):
                 name = obj.__qualname__
             return NotImplemented if name is None else (_unavailable_function, (name,))
-        if type(obj) is types.MethodType and _belongs_to_object(obj):
-            return _method_from, (obj.__func__, obj.__self__)
+        if type(obj) is types.MethodType and _is_instance_attribute(obj):
+            return _create_method, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
-            raise StaysError(f"{type(obj).__name__} stays in the process that made it")
+            raise StaysError(f"{type(obj).__name__} stays in the process that created it")
         return parametrized.reduce_parametrized(obj)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
-        if self._returning and tensor.device.type not in ("cpu", "meta"):
-            tensor = self._keep(tensor.detach().cpu().requires_grad_(tensor.requires_grad))
+        if self._is_return and tensor.device.type not in ("cpu", "meta"):
+            tensor = self._retain(tensor.detach().cpu().requires_grad_(tensor.requires_grad))
         is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
         if not is_plain or tensor.is_conj() or tensor.is_neg():
             return NotImplemented
-        if self._returning and tensor.nbytes * 2 < tensor.untyped_storage().nbytes():
-            tensor = self._keep(tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        if self._is_return and tensor.nbytes * 2 < tensor.untyped_storage().nbytes():
+            tensor = self._retain(tensor.detach().clone().requires_grad_(tensor.requires_grad))
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
-            return _empty_tensor, (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        handles = None if self._returning else self.handles
+            return _rebuild_empty_tensor, (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        handles = None if self._is_return else self.handles
         memory = self._memories.setdefault(storage.data_ptr(), Memory(storage, handles))
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return _tensor_from, (memory, tensor.dtype, *view, tensor.requires_grad)
+        return _rebuild_tensor, (memory, tensor.dtype, *view, tensor.requires_grad)
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _retain(self, tensor: Tensor) -> Tensor:
         self._copies.append(tensor)
         return tensor
 
 
 class SharingPickler(MessagePickler):
-    """The same, where the receiver has some of the objects."""
+    """Pickler of messages with shared objects."""
 
-    # Apart, since this is asked about every single object of the messages that there are most of.
+    # In a class of its own, because pickle calls it for each object, and most messages have no shared objects.
+    @override
     def persistent_id(self, obj: Any) -> int | None:
-        """The number of an object that the receiver has."""
         assert self._shared is not None
         return self._shared.number_of(obj)
 
@@ -273,11 +274,11 @@ _REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
 
 
 class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
-    """The same, for classes and functions that the reader cannot import.
+    """Pickler of messages with classes and functions that the receiver cannot import.
 
     Attributes:
-        dispatch_table: How objects of some types are written.
-        sends_main: Whether what is defined in ``__main__`` goes along.
+        dispatch_table: Reducers by type.
+        sends_main: Whether definitions of ``__main__`` are sent by value.
         sends_descriptors: Whether the receiver runs on the same host and can receive file descriptors.
     """
 
@@ -285,29 +286,29 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
     sends_main = False
     sends_descriptors = True
 
+    @override
     def persistent_id(self, obj: Any) -> int | None:
-        """The number of an object that the receiver has."""
         return None if self._shared is None else self._shared.number_of(obj)
 
+    @override
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is written, if not as pickle does."""
         reduced = super().reducer_override(obj)
-        if reduced is NotImplemented and self.sends_descriptors and not self._returning:
+        if reduced is NotImplemented and self.sends_descriptors and not self._is_return:
             reduced = shared_objects.reduced(obj, self.handles)
         is_code = isinstance(obj, (type, types.FunctionType))
         if reduced is not NotImplemented or not is_code or (not self.sends_main and _is_found_in_main(obj)):
             return reduced
         reduced = CloudPickler.reducer_override(self, obj)
-        if reduced is NotImplemented or not isinstance(obj, type) or len(reduced) < _NUM_PARTS_OF_CLASS:
+        if reduced is NotImplemented or not isinstance(obj, type) or len(reduced) < _NUM_CLASS_REDUCTION_ITEMS:
             return reduced
-        if not self._returning:
+        if not self._is_return:
             return by_value.reduce_class(obj, reduced)
-        self._of_classes.update(by_value.functions_of(obj))
+        self._class_functions.update(by_value.functions_of(obj))
         return by_value.reduce_returned_class(obj) or reduced
 
 
 class MainByValuePickler(ByValuePickler):
-    """The same, for a reader that has no ``__main__`` of the user's."""
+    """By-value pickler for a receiver without the user's ``__main__``."""
 
     sends_main = True
 
@@ -322,7 +323,7 @@ class _Walker(MessagePickler):
         if obj is dict or reduced is not NotImplemented:
             return reduced
         if isinstance(obj, (type, types.FunctionType, types.BuiltinFunctionType)):
-            return dict, ()  # of no interest inside
+            return dict, ()  # its contents are irrelevant
         reduce = copyreg.dispatch_table.get(type(obj))
         try:
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
@@ -342,34 +343,34 @@ class _Unpickler(pickle.Unpickler):
         return self._shared.object_of(number)
 
 
-def _is_at_top_of_main(obj: Any) -> bool:
+def _is_top_level_of_main(obj: Any) -> bool:
     is_defined = isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__"
     return is_defined and "<" not in obj.__qualname__
 
 
 def _is_found_in_main(obj: Any) -> bool:
     try:
-        return _is_at_top_of_main(obj) and _of_main(obj.__qualname__) is obj
+        return _is_top_level_of_main(obj) and _load_from_main(obj.__qualname__) is obj
     except AttributeError:
         return False
 
 
-def _of_main(name: str) -> Any:
+def _load_from_main(name: str) -> Any:
     return attrgetter(name)(sys.modules["__main__"])
 
 
-def _belongs_to_object(method: types.MethodType) -> bool:
-    # LightningCLI gives `configure_optimizers` to the module itself. pickle would look the name up again, while the
-    # object has no attributes yet, and find the method of the class.
+def _is_instance_attribute(method: types.MethodType) -> bool:
+    # LightningCLI sets `configure_optimizers` on the module itself. pickle would look up the name before the rebuilt
+    # object has attributes, and find the method of the class.
     name = getattr(method.__func__, "__name__", None)
     return name is not None and getattr(method.__self__, "__dict__", {}).get(name) is method
 
 
-def _method_from(function: Callable[..., Any], obj: Any) -> types.MethodType:
-    return types.MethodType(function, obj)  # pickle does not find the type by its name
+def _create_method(function: Callable[..., Any], obj: Any) -> types.MethodType:
+    return types.MethodType(function, obj)  # pickle cannot find the type by its name
 
 
-def _tensor_from(
+def _rebuild_tensor(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
     offset: int,
@@ -381,7 +382,7 @@ def _tensor_from(
     return tensor.requires_grad_(requires_grad)
 
 
-def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:
+def _rebuild_empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:
     return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
 
 
@@ -394,12 +395,12 @@ def _is_importable(function: types.FunctionType) -> bool:
 
 
 def _unavailable_function(name: str) -> types.FunctionType:
-    # A function and no object of a class of ours: `LambdaLR.state_dict` leaves functions out and keeps other callables.
-    def left_behind(*args: Any, **kwargs: Any) -> NoReturn:
+    # A function, not another callable object: `LambdaLR.state_dict` omits functions and saves other callables.
+    def unavailable(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"`{name}` was made in a worker process and could not be sent here, since it is no function of a module."
-            " Define it at the top of a module to have it back."
+            f"`{name}` was created in a worker process and could not be returned, because it is not defined at the top"
+            " level of a module. Move its definition there."
         )
 
-    left_behind.name_in_worker = name  # type: ignore[attr-defined]
-    return left_behind  # type: ignore[return-value]
+    unavailable.name_in_worker = name  # type: ignore[attr-defined]
+    return unavailable  # type: ignore[return-value]

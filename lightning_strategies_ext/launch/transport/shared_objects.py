@@ -1,6 +1,6 @@
-"""Messages with memory and objects that processes share: tensors after ``share_memory_()``, multiprocessing's objects.
+"""Pickling of objects that processes share: tensors after ``share_memory_()``, and objects of multiprocessing.
 
-Their file descriptors travel with the message, so the receiver gets the same memory, event or queue, and no copy.
+Their file descriptors are sent with the message, so the receiver has the same memory, event, or queue, not a copy.
 multiprocessing itself passes descriptors only to a process that it starts.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import get_sharing_strategy
 
-#: What crosses to the receiver as a descriptor: shared memory of torch, or a file that is open.
+#: What the receiver gets as a descriptor: shared memory of torch, or an open file.
 Handle = torch.UntypedStorage | int
 
 _SHARED_KINDS = (SemLock, Condition, Event, Queue, SimpleQueue, sharedctypes.SynchronizedBase, Arena, Connection)
@@ -28,13 +28,10 @@ _reduce_ctype = sharedctypes.reduce_ctype  # type: ignore[attr-defined]
 
 
 class Descriptor:
-    """A received file descriptor, closed with this object.
+    """A received file descriptor, closed when this object is deleted.
 
     Args:
         fd: The descriptor, owned by this object.
-
-    Attributes:
-        fd: The descriptor.
     """
 
     def __init__(self, fd: int) -> None:
@@ -42,18 +39,15 @@ class Descriptor:
         weakref.finalize(self, os.close, fd)
 
     def detach(self) -> int:
-        """Returns a descriptor that the caller owns, as multiprocessing's reducers want it."""
+        """Returns a duplicate that the caller owns. The reducers of multiprocessing call this method."""
         return os.dup(self.fd)
 
 
 def locate(handle: Handle) -> int | tuple[bytes, bytes]:
-    """Returns the descriptor of what ``handle`` stands for, or its names where torch shares memory by name.
-
-    Both are valid while ``handle`` exists.
-    """
+    """Returns the descriptor of a handle, or its names if torch shares memory by name; valid as long as the handle."""
     if isinstance(handle, int):
         return handle
-    # Private names of torch's, which its own reducers for multiprocessing call; read in 2.5 to 2.13.
+    # Private methods of torch, which its own reducers for multiprocessing call; checked in 2.5 to 2.13.
     storage: Any = handle
     if get_sharing_strategy() == "file_system":
         manager, name, _ = storage._share_filename_cpu_()
@@ -63,11 +57,12 @@ def locate(handle: Handle) -> int | tuple[bytes, bytes]:
 
 
 class Memory:
-    """A tensor's whole storage, to be pickled. One object per storage and message, so that pickle's memo keeps aliases.
+    """A tensor's whole storage, for pickling. One object per storage and message: pickle's memo preserves aliases.
 
     Args:
         storage: The storage, on the CPU.
-        handles: See :func:`reduced`; None where the receiver gets a copy, in shared memory of its own.
+        handles: Filled with a shared storage, by the id of its buffer; None if the receiver gets a copy in shared
+            memory of its own.
     """
 
     def __init__(self, storage: torch.UntypedStorage, handles: dict[int, Handle] | None) -> None:
@@ -77,35 +72,35 @@ class Memory:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         as_bytes: Any = torch.empty(0, dtype=torch.uint8).set_(self._storage).numpy()
         buffer = pickle.PickleBuffer(as_bytes)
-        if not self._storage.is_shared() or self._storage.filename is not None:  # that of `torch.from_file` is copied
-            return _copied, (buffer,)
+        if not self._storage.is_shared() or self._storage.filename is not None:  # memory of `torch.from_file` is copied
+            return _rebuild_copy, (buffer,)
         if self._handles is None:
-            return _shared_again, (buffer,)
+            return _rebuild_shared_copy, (buffer,)
         self._handles[id(buffer)] = self._storage
-        return _shared, (buffer, self._storage.nbytes())
+        return _rebuild_shared, (buffer, self._storage.nbytes())
 
 
 def is_of_multiprocessing(obj: Any) -> bool:
-    """Whether an object of multiprocessing's is shared by the processes that have it."""
+    """Whether an object belongs to multiprocessing and is shared by the processes that have it."""
     return isinstance(obj, _SHARED_KINDS) or _reducer_of(obj) is _reduce_ctype
 
 
 def reduced(obj: Any, handles: dict[int, Handle]) -> Any:
-    """How an object of multiprocessing's is pickled; NotImplemented for all else, as pickle wants it.
+    """Returns the pickle reduction of a shared object of multiprocessing; NotImplemented for other objects.
 
     Args:
         obj: The object.
-        handles: Gets its descriptors, by the id of the buffer that stands for each in the message.
+        handles: Filled with its descriptors, by the id of the buffer that represents each in the message.
 
     Raises:
-        TypeError: If only a forked process can have the object.
+        TypeError: If only a forked process can use the object.
     """
     if not is_of_multiprocessing(obj):
         return NotImplemented
     if getattr(obj, "_is_fork_ctx", False):
         raise TypeError(
-            f"a {type(obj).__name__} of multiprocessing's 'fork' context reaches forked processes only; create it, or"
-            " what holds it, with `multiprocessing.get_context('spawn')`"
+            f"only forked processes can use a {type(obj).__name__} of multiprocessing's 'fork' context. Create it, or"
+            " the object that holds it, with `multiprocessing.get_context('spawn')`"
         )
     before = context.get_spawning_popen()
     context.set_spawning_popen(_StartedProcess(handles))  # type: ignore[arg-type]
@@ -123,7 +118,7 @@ def _reducer_of(obj: Any) -> Callable[[Any], Any] | None:
 
 
 class _StartedProcess:
-    """What multiprocessing's reducers take for the process that is being started."""
+    """Substitute for the process that multiprocessing starts, for use by its reducers."""
 
     def __init__(self, handles: dict[int, Handle]) -> None:
         self._handles = handles
@@ -143,25 +138,25 @@ class _SentDescriptor:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         buffer = pickle.PickleBuffer(bytearray(1))
         self._handles[id(buffer)] = self._fd
-        return _received, (buffer,)
+        return _rebuild_descriptor, (buffer,)
 
 
-def _received(descriptor: Descriptor) -> Descriptor:
+def _rebuild_descriptor(descriptor: Descriptor) -> Descriptor:
     return descriptor
 
 
-def _copied(buffer: Any) -> Any:
+def _rebuild_copy(buffer: Any) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def _shared_again(buffer: Any) -> Any:
-    return _copied(buffer).share_memory_()
+def _rebuild_shared_copy(buffer: Any) -> Any:
+    return _rebuild_copy(buffer).share_memory_()
 
 
-def _shared(buffer: Any, num_bytes: int) -> Any:
+def _rebuild_shared(buffer: Any, num_bytes: int) -> Any:
     kind: Any = torch.UntypedStorage
     if isinstance(buffer, Descriptor):
-        return kind._new_shared_fd_cpu(buffer.fd, num_bytes)  # it duplicates the descriptor
+        return kind._new_shared_fd_cpu(buffer.fd, num_bytes)  # duplicates the descriptor
     if isinstance(buffer, tuple):
         return kind._new_shared_filename_cpu(*buffer, num_bytes)
-    return _copied(buffer)  # it came over a network
+    return _rebuild_copy(buffer)  # received over a network

@@ -1,4 +1,4 @@
-"""Finds what in a message cannot be rebuilt, to report it by the names that the user gave."""
+"""Search for the part of a message that cannot be rebuilt, to report it by the names that the user knows."""
 
 import io
 import pickle
@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_strategies_ext.launch.transport.pickling import Pickled
 
-# The classes of Lightning's and torch's of which the user knows an object, by name: this package imports none of them.
+# Classes of objects that the user knows, by name, because this package does not import Lightning.
 _ROOTS = {
     "LightningModule": "the LightningModule",
     "LightningDataModule": "the datamodule",
@@ -24,32 +24,32 @@ _OF_A_MODULE = ("_modules", "_parameters", "_buffers")
 
 
 def explain_unreadable(pickled: Pickled, error: Exception) -> TypeError:
-    """Returns the error for a job that a worker cannot rebuild. The attribute ``is_unreadable_job`` marks it.
+    """Returns the error for a task that a worker cannot rebuild, marked by the attribute ``is_unreadable_job``.
 
     Args:
-        pickled: The job.
-        error: What its rebuilding has raised.
+        pickled: The task.
+        error: The exception that was raised when the task was unpickled.
     """
-    what = "What the workers need"
+    name = "An object that the workers need"
     with suppress(Exception):
-        what = _culprit(pickled) or what
+        name = _find_unreadable(pickled) or name
     explained: Any = TypeError(
-        f"{what} cannot be rebuilt in the worker processes: {type(error).__name__}: {error}. Make sure that pickle can"
+        f"{name} cannot be rebuilt in the worker processes: {type(error).__name__}: {error}. Make sure that pickle can"
         " rebuild it in another process, and that importing its module defines or registers all that it needs (`setup`"
-        " runs in the workers, too), or use `strategy='ddp_fork_ext'`, whose workers have what the main process has."
+        " runs in the workers too), or use `strategy='ddp_fork_ext'`, whose workers inherit the main process's objects."
     )
     explained.is_unreadable_job = True
     return explained  # type: ignore[no-any-return]
 
 
 def is_unreadable_job(error: BaseException | None) -> bool:
-    """Whether an error of a worker, or its cause, is one of :func:`explained`."""
+    """Whether an error of a worker, or its cause, was created by :func:`explain_unreadable`."""
     return any(getattr(each, "is_unreadable_job", False) for each in (error, getattr(error, "__cause__", None)))
 
 
-def _culprit(pickled: Pickled) -> str | None:
-    # pickle's unpickler in Python, of CPython 3.10 to 3.14, keeps its stack when it fails: the objects and dictionaries
-    # that are not complete yet, each dictionary with the items before the one that has failed.
+def _find_unreadable(pickled: Pickled) -> str | None:
+    # pickle's unpickler in Python (CPython 3.10 to 3.14) keeps its stack when it fails: the objects and dictionaries
+    # that are not complete yet, each dictionary with the items before the one that failed.
     unpickler: Any = pickle._Unpickler(io.BytesIO(pickled.data), buffers=pickled.buffers)
     with suppress(Exception):
         unpickler.load()
@@ -69,10 +69,10 @@ def _culprit(pickled: Pickled) -> str | None:
 
 
 def _incomplete(container: Any, level: list[Any]) -> Iterator[tuple[str, Any]]:
-    """The names and objects on one level of the stack that are not complete, outermost first."""
+    """Yields the incomplete names and objects on one level of the stack, outermost first."""
     rest = level
     if isinstance(container, dict):
-        # A name and a value in turn; behind the last name, the value's parts.
+        # Names and values alternate; the parts of the incomplete value follow the last name.
         position = 0
         while position + 2 < len(level) and isinstance(level[position + 2], str):
             position += 2
