@@ -1,1 +1,1 @@
-"""How the processes of a run come to life."""
+"""Launchers and workers: how the processes of a job start, and how they run stages."""

@@ -3,6 +3,7 @@
 The other rank runs the script from its beginning. Its command is the one with which the current interpreter was
 started, with the same options, in the initial directory, even if the script has removed arguments from ``sys.argv`` or
 changed the directory.
+
 If ``sys.argv`` was set on purpose, as tests and sweeps do, the command follows it:
 
 - If ``sys.argv[0]`` is the path of another script or module, the command runs that with the arguments in ``sys.argv``,
@@ -21,10 +22,7 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def find_command() -> tuple[list[str], str | None]:
-    """Finds the command.
-
-    Returns:
-        The command, and its working directory, or None for the current directory.
+    """Returns the command and its working directory, which is None for the current directory.
 
     Raises:
         RuntimeError: If the script was read from the standard input, which can be read only once.
@@ -39,8 +37,8 @@ def find_command() -> tuple[list[str], str | None]:
         return [sys.executable, *current_options(), os.path.abspath(entry), *arguments], None
     if kind in ("", "-"):
         raise RuntimeError(
-            "The script was read from the standard input, so that it cannot run again for each rank. Save it to"
-            " a file, or use `strategy='ddp_spawn_ext'`."
+            "The script was read from the standard input, so it cannot run again for each rank. Save it to a file, or"
+            " use `strategy='ddp_spawn_ext'`."
         )
     if kind in ("-c", "-m"):
         target, original = [kind, rest[0]], rest[1:]
@@ -59,7 +57,7 @@ def find_command() -> tuple[list[str], str | None]:
 def _path_of_script(path: str) -> str:
     """Returns the absolute path of the script, even if the script changed the directory before it imported torch.
 
-    Another directory may have a file of the same name, of another user.
+    Another directory may have a file of the same name, which may belong to another user.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
     if file is not None and os.path.isabs(file) and os.path.basename(file) == os.path.basename(path):
@@ -68,7 +66,7 @@ def _path_of_script(path: str) -> str:
 
 
 def _find_target() -> tuple[str, list[str]]:
-    """What the interpreter was started with: the script, ``-c``, ``-m``, ``-``, or nothing; and what follows."""
+    """Returns what the interpreter runs, a script, ``-c``, ``-m``, ``-``, or "", and the arguments that follow."""
     options = sys.orig_argv[1:]
     while options and options[0].startswith("-") and options[0] not in ("-", "-c", "-m"):
         del options[: 2 if options[0] in _WITH_VALUE else 1]

@@ -1,9 +1,9 @@
-"""The processes that run the user's script once more, for each further device of this host.
+"""Script processes, which run the user's script again for each further device of this host.
 
-Until the ranks have met, only this process can notice that one of them ends, at an error in the script, say: it would
-wait for it until the timeout. From then on each rank's failure monitor does
-(:mod:`lightning_strategies_ext.failure.failure_monitor`). Lightning has an observer for the same, which kills all ranks
-at once, also ranks that still save a checkpoint or write a report.
+Until the ranks have connected, only this process can detect that a rank exits, for example because of an error in the
+script; it would wait for the rank until the timeout. Later, the failure monitor of each rank detects that
+(:mod:`lightning_strategies_ext.failure.failure_monitor`). Lightning's observer of script processes kills all ranks at
+once, also ranks that are saving a checkpoint or writing a report.
 """
 
 import atexit
@@ -27,30 +27,31 @@ from lightning_strategies_ext.failure.failure_detector import describe_exit
 from lightning_strategies_ext.failure.failure_monitor import GRACE_S, KILL_MARGIN_S, current_monitor, known_failure
 from lightning_strategies_ext.failure.failure_report import print_line, print_report
 from lightning_strategies_ext.failure.process_exit import exit_now, fail_at_exit
+from lightning_strategies_ext.failure.rank_status import format_ranks
 from lightning_strategies_ext.launch.command import find_command
 
-#: How often a process is asked whether it has ended, in seconds.
+#: Seconds between two checks whether a process has exited.
 _POLL_S = 0.1
-#: How long a process may take to end that has done nothing yet, in seconds.
-_END_S = 3.0
-#: How long the process that has started others waits for them at its end without a word, in seconds.
+#: Seconds that a process has to exit if the ranks have not connected.
+_EXIT_TIMEOUT_S = 3.0
+#: Seconds that local rank 0 waits at its exit for the other ranks before it reports that it waits.
 _WARN_AFTER_S = 10.0
 
 _WORLD_SIZE = "WORLD_SIZE"
 _started: list["subprocess.Popen[Any]"] = []
-#: The user's values of variables that have others during a stage.
+#: The user's values of environment variables that are replaced during a stage.
 _replaced: dict[str, str | None] = {}
 
 
 @contextmanager
 def running_script_processes(launcher: Any, are_connected: Callable[[], bool]) -> Generator[None, None, None]:
-    """Starts the processes of a launcher of Lightning's, unless they are there already.
+    """Starts the processes of a launcher of Lightning, unless they run already.
 
-    They end with what is done in it, if that fails before the ranks have met.
+    The processes are terminated if the context fails before the ranks have connected.
 
     Args:
         launcher: The launcher.
-        are_connected: Whether this process has met the others, so that it need not look after them.
+        are_connected: Callable that returns whether the ranks have connected, so that failure monitors run.
     """
     environment = launcher.cluster_environment
     environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
@@ -63,7 +64,7 @@ def running_script_processes(launcher: Any, are_connected: Callable[[], bool]) -
                     target=_wait_until_connected,
                     args=(list(launcher.procs), are_connected),
                     daemon=True,
-                    name="script watch",
+                    name="script monitor",
                 ).start()
         if isinstance(environment, LightningEnvironment):
             _replaced.setdefault(_WORLD_SIZE, os.environ.get(_WORLD_SIZE))
@@ -72,19 +73,19 @@ def running_script_processes(launcher: Any, are_connected: Callable[[], bool]) -
         yield
     except BaseException:
         if not are_connected():
-            _end(launcher.procs)
+            _terminate(launcher.procs)
         raise
     finally:
-        if _started:  # before the watch ends, which knows if one of them is stuck
+        if _started:  # so that it runs before the exit handler of the failure monitor, which detects hung ranks
             atexit.unregister(_wait_for_all)
             atexit.register(_wait_for_all)
 
 
 def environment_of_child(environment: ClusterEnvironment | None) -> ClusterEnvironment | None:
-    """The cluster environment of a strategy; in a process that a rank has started, one in which it starts ranks.
+    """Returns the cluster environment of a strategy; in a process that a rank has started, one that starts ranks.
 
     Args:
-        environment: As the user has chosen it; then it stays.
+        environment: The user's choice, which is returned unchanged; None without one.
     """
     if environment is None and rank_variables.drop_inherited():
         return LightningEnvironment()
@@ -94,13 +95,13 @@ def environment_of_child(environment: ClusterEnvironment | None) -> ClusterEnvir
 def devices_of_ranks(
     devices: list[torch.device], environment: ClusterEnvironment, num_nodes: int
 ) -> list[torch.device]:
-    """The devices of the ranks of this host; where each process sees one GPU only, each rank has that GPU.
+    """Returns the devices of the ranks of this host; if each process sees only one GPU, each rank has that GPU.
 
-    With SLURM's ``--gpus-per-task=1``, for example: a process cannot name the GPUs of the others.
+    For example with ``--gpus-per-task=1`` of SLURM: a process cannot name the GPUs of other ranks.
 
     Args:
-        devices: As passed to the Trainer or Fabric.
-        environment: Where ranks come from.
+        devices: Devices that were passed to the Trainer or Fabric.
+        environment: Cluster environment of the ranks.
         num_nodes: Number of hosts.
     """
     if not environment.creates_processes_externally or not sees_one_gpu(devices):
@@ -112,7 +113,7 @@ def devices_of_ranks(
 def tear_down(environment: ClusterEnvironment) -> None:
     """Tears a cluster environment down at the end of a stage, and restores the user's environment variables.
 
-    Lightning's deletes ``WORLD_SIZE``, also that of the user.
+    ``LightningEnvironment`` deletes ``WORLD_SIZE``, even if the user has set it.
     """
     user_value = _replaced.pop(_WORLD_SIZE, os.environ.get(_WORLD_SIZE))
     environment.teardown()
@@ -121,12 +122,12 @@ def tear_down(environment: ClusterEnvironment) -> None:
 
 
 def _start(launcher: Any) -> None:
-    """Starts the script for each further device, and appends the processes to ``launcher.procs``."""
+    """Starts the script for each further device and appends the processes to ``launcher.procs``."""
     environment = launcher.cluster_environment
     if environment.local_rank() != 0:
         raise RuntimeError(
-            f"Local rank {environment.local_rank()} would start the other ranks of its host, which only local rank 0"
-            f" does. `creates_processes_externally` of {type(environment).__name__} must be True in the other ranks."
+            f"Local rank {environment.local_rank()} cannot start the other ranks of its host; only local rank 0 can."
+            f" Let `creates_processes_externally` of {type(environment).__name__} be True in the other ranks."
         )
     local_ranks = range(1, launcher.num_processes)
     commands = {rank: launching.hydra_command(rank) or find_command() for rank in local_ranks}
@@ -147,20 +148,20 @@ def _start(launcher: Any) -> None:
         launcher.procs.append(subprocess.Popen(command, env=variables, cwd=directory))
 
 
-def _end(processes: "Sequence[subprocess.Popen[Any]]") -> None:
-    """Ends processes that wait for this one to meet them, and would for long; nobody need look after them any more."""
+def _terminate(processes: "Sequence[subprocess.Popen[Any]]") -> None:
+    """Terminates processes that wait for this process to connect, and stops monitoring them."""
     _started[:] = [process for process in _started if process not in processes]
     for process in processes:
         process.terminate()
     for process in processes:
         try:
-            process.wait(_END_S)
+            process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
 
 
 def get_exit_code(pid: int) -> int | None:
-    """The exit code of one of the processes, negative for a signal; None if it runs, or is none of them."""
+    """Returns the exit code of a script process, negative for a signal; None if it runs or is another process."""
     for process in _started:
         if process.pid == pid:
             return process.poll()
@@ -168,31 +169,31 @@ def get_exit_code(pid: int) -> int | None:
 
 
 def _wait_for_all() -> None:
-    """At the end of this process, which the user has started: waits for the others, not for long if one has failed."""
-    say_at, deadline = time.monotonic() + _WARN_AFTER_S, inf
-    watch = current_monitor()
+    """Waits at the exit of this process, which the user has started, for the other ranks; briefly if one has failed."""
+    warn_at, deadline = time.monotonic() + _WARN_AFTER_S, inf
+    monitor = current_monitor()
     while any(process.poll() is None for process in _started) and time.monotonic() < deadline:
-        if watch is not None and known_failure() is None:
-            watch.announce_script_end()
+        if monitor is not None and known_failure() is None:
+            monitor.announce_script_end()
         if known_failure() is not None:
-            if watch is not None:
-                watch.finish_stage()  # under Fabric its last one is not over before: the others need nothing more of it
+            if monitor is not None:
+                monitor.finish_stage()  # under Fabric, the last stage ends here: no rank needs this one any more
             deadline = min(deadline, time.monotonic() + GRACE_S + KILL_MARGIN_S)
-        elif time.monotonic() > say_at:
-            ranks = [str(rank) for rank, process in enumerate(_started, 1) if process.poll() is None]
-            print_line(f"rank 0 has come to its end; rank {' and '.join(ranks)} still works.")
-            say_at = inf
+        elif time.monotonic() > warn_at:
+            running = [rank for rank, process in enumerate(_started, 1) if process.poll() is None]
+            print_line(f"rank 0 has finished; waiting for {format_ranks(running)}.")
+            warn_at = inf
         time.sleep(_POLL_S)
     failed = {rank: process for rank, process in enumerate(_started, 1) if process.poll() != 0}
     failure = known_failure()
-    if failure is not None and not failure.is_self_reported:  # they could not say it, whatever they ended with
+    if failure is not None and not failure.is_self_reported:  # the failed ranks cannot report it
         print_report(failure)
         fail_at_exit()
     for rank, process in failed.items():
         fail_at_exit()
         if failure is None:
-            how = "does not end" if process.returncode is None else f"has ended with exit code {process.returncode}"
-            print_line(f"rank {rank} (pid {process.pid}) {how}; the exit code of this one is 1.")
+            how = "does not exit" if process.returncode is None else f"exited with exit code {process.returncode}"
+            print_line(f"rank {rank} (pid {process.pid}) {how}. Exiting with code 1.")
 
 
 def _wait_until_connected(processes: "list[subprocess.Popen[Any]]", are_connected: Callable[[], bool]) -> None:
@@ -201,8 +202,9 @@ def _wait_until_connected(processes: "list[subprocess.Popen[Any]]", are_connecte
             exit_code = process.poll()
             if exit_code is not None and not are_connected() and process in _started:
                 print_line(
-                    f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)}, before the ranks had met; all end."
+                    f"rank {rank} (pid {process.pid}) {describe_exit(exit_code)} before the ranks had connected."
+                    " Terminating all ranks."
                 )
-                _end(processes)
+                _terminate(processes)
                 exit_now(1)
         time.sleep(_POLL_S)

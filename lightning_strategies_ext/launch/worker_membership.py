@@ -1,4 +1,4 @@
-"""A worker of an elastic ``fit`` among the others, which the main process numbers: see :mod:`.elastic.membership`."""
+"""Membership of a worker in an elastic ``fit``: the main process assigns the ranks. See :mod:`.elastic.membership`."""
 
 import select
 import time
@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-from lightning_strategies_ext.elastic.membership import Member, MembershipServiceError
+from typing_extensions import override
+
+from lightning_strategies_ext.elastic.membership import (
+    Member,
+    Membership,
+    MembershipListener,
+    MembershipServiceError,
+)
 from lightning_strategies_ext.launch.protocol import JoinedWorld, JoinPending, RankAssignment, ReadyToJoin, WorldMembers
 from lightning_strategies_ext.launch.transport.channel import TaskChannel
 
@@ -15,46 +22,42 @@ T = TypeVar("T")
 _POLL_S = 0.1
 
 
-class JoinRequestListener:
-    """Hears that a worker waits to join: there is a message, which is read when the world has been left."""
+class JoinRequestListener(MembershipListener):
+    """Detects that a worker waits to join: a message has arrived, which is read after this rank has left its world."""
 
     def __init__(self, channel: TaskChannel) -> None:
         self._poll = select.poll()
         self._poll.register(channel.socket, select.POLLIN)
 
     @property
+    @override
     def has_changed(self) -> bool:
-        """Whether one does."""
         return bool(self._poll.poll(0))
 
     @has_changed.setter
     def has_changed(self, has_changed: bool) -> None:
-        pass  # the next that comes is another message
+        pass  # the next request arrives as another message
 
+    @override
     def close(self) -> None:
-        """Hears no more."""
+        """A no-op: the listener owns no resources."""
 
 
-class WorkerMembership:
-    """See :class:`.elastic.membership.Membership`.
+class WorkerMembership(Membership):
+    """Membership of a worker.
 
     Args:
-        channel: To the main process.
-        is_joining: Whether the others are in the middle of a world.
-        join: Called with this rank's place, and who the ranks are, when all are there; lets it talk to the others.
-        leave: Called with whether all leave together; ends that.
-        is_peer_loss: See there.
-
-    Attributes:
-        members: See there.
-        has_joined: See there.
+        channel: Channel to the main process.
+        is_joining: Whether the other workers are in a world already.
+        join: Called with this rank's assignment and the members, when all are ready; connects this rank to the others.
+        leave: Called with whether all ranks leave together; closes the connections to the other ranks.
+        is_peer_loss: Returns whether an exception is caused by the exit of another rank.
     """
 
     waiting_reason = (
-        "The main process starts a worker in the place of one that died, and with fewer than `min_workers` the others"
-        " wait for it."
+        "The main process restarts a worker that has exited, and fewer than `min_workers` workers wait for it."
     )
-    no_rank_reason = "another has failed, or the stage has ended"
+    no_rank_reason = "another rank has failed, or the stage has finished"
     sigterm_consequence = None
 
     def __init__(
@@ -72,26 +75,26 @@ class WorkerMembership:
         self.members: list[Member] = []
         self.has_joined = not is_joining
         self._assignment = RankAssignment(None)
-        self._leave_reason: str | None = None
+        self._leave_reason: str | None = None  # for the main process, if a peer was lost
 
     @property
     def rank(self) -> int:
-        """Of this worker, in its world."""
+        """Rank of this worker in its world."""
         assert self._assignment.rank is not None
         return self._assignment.rank
 
     def is_member_of(self, world: int) -> bool:
-        """Whether this worker has a place in a world, by its number; from any thread."""
+        """Whether this worker has a rank in the world with the given number. Any thread may call this."""
         return self._assignment.rank is not None and self._assignment.world_number == world
 
+    @override
     def next_rank(self, on_wait: Callable[[float], None]) -> int | None:
-        """Asks for a place; None if the main process has none any more."""
         self._channel.send(ReadyToJoin(self._leave_reason))
         self._assignment = self._receive(RankAssignment, on_wait)
         return self._assignment.rank
 
+    @override
     def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
-        """Waits until all ranks are there, then joins their process group."""
         self._channel.send(JoinedWorld(member))
         members = self._receive(WorldMembers, on_wait).members
         if members is None:
@@ -107,33 +110,33 @@ class WorkerMembership:
         self.members = members
         return True
 
+    @override
     def leave(self, *, agreed: bool) -> None:
-        """Ends the connections to the others."""
         self._leave(agreed)
 
+    @override
     def is_peer_loss(self, error: BaseException) -> bool:
-        """Whether an exception says that another rank is gone; then the main process will be told of it."""
         if not self._is_peer_loss(error):
             return False
         self._leave_reason = f"{type(error).__name__}: {error}"
         return True
 
+    @override
     def listen(self) -> JoinRequestListener:
-        """Begins to hear of workers that wait to join."""
         return JoinRequestListener(self._channel)
 
     def _receive(self, kind: type[T], on_wait: Callable[[float], None]) -> T:
         started = time.monotonic()
         while True:
             if wait([self._channel.socket], _POLL_S):
-                message: Any = self._received()
+                message: Any = self._receive_message()
                 if isinstance(message, kind):
                     return message
                 assert isinstance(message, JoinPending), message
             on_wait(time.monotonic() - started)
 
-    def _received(self) -> Any:
+    def _receive_message(self) -> Any:
         try:
             return self._channel.receive()
         except (EOFError, OSError) as error:
-            raise MembershipServiceError("The main process does not answer") from error
+            raise MembershipServiceError("The main process has closed the connection") from error
