@@ -1,28 +1,61 @@
-"""Messages between the main process and a worker.
+"""The messages between the main process and a worker, in the order in which they travel.
 
-The main process sends :class:`WorkerSetup` once, and :class:`RunTask` for each task, followed by the task itself unless
-the worker inherited it in a fork. The worker replies with :class:`TaskDone` or :class:`TaskFailed`. The main process
-then sends :class:`PullResult` for one result after the other, until the worker replies with :class:`Shutdown`.
-:class:`Ping`, :class:`SaveState`, and :class:`Shutdown` come between tasks. A closed channel means that the worker has
-exited.
+::
 
-While an elastic task runs (:mod:`.processes.elastic_pool`), a worker sends :class:`ReadyToJoin` when it has left a
-world, and :class:`JoinedWorld` when it has received its :class:`RankAssignment` in the next. Then all workers of the
-world receive :class:`WorldMembers`.
+    main process               worker
+    WorkerSetup         →                                once, after the worker has started
+                        ←      TaskFailed                if the worker cannot be set up
+    Ping                →
+                        ←      Pong                      before a worker is used again
+    RunTask, the task   →                                a forked worker may inherit the task instead
+                        ←      TaskDone, TaskFailed
+    PullResult          →                                of a worker that has results, until the last one
+                        ←      a result, EndOfResults, TaskFailed
+    SaveState           →                                if the results cannot be pulled
+                        ←      StateSaved, TaskFailed
+    Shutdown            →                                once, at any time
+
+The results of a stage are some :class:`TensorChunk` and one :class:`StageDiff`; those of ``predict`` also one
+:class:`PredictionPlan` and some :class:`PredictionChunk`, from all workers. The result of a function is one
+:class:`FunctionResult`.
+
+While an elastic task runs, its workers leave one world and join the next::
+
+                        ←      ReadyToJoin               when the worker is in no world
+    RankAssignment      →                                when all workers of the next world are ready
+                        ←      JoinedWorld
+    WorldMembers        →                                when all have joined, or one has exited
+    JoinPending         →                                when another worker waits to join
+
+On Ray, messages are calls of an actor's methods. Messages that cannot wait until a method returns travel over a link:
+those of an elastic task, :class:`SendSignal`, :class:`PeerLost`, and :class:`WorkerOutput`. A worker on Ray reports its
+:class:`WorkerHostInfo` before :class:`WorkerSetup`.
+
+A closed channel or link means that the other process has exited.
 """
 
+import json
 import pickle
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.exceptions import RankFailedError
 from lightning_strategies_ext.failure.failure_monitor import known_failure
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.rank_status import Failure as FirstFailure
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState
+from lightning_strategies_ext.launch.transport.channel import TaskChannel
+from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
 from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
+
+# --- from the main process to a worker ---
 
 
 @dataclass(frozen=True)
@@ -66,6 +99,11 @@ class WorkerSetup:
 
 
 @dataclass
+class Ping:
+    """Request to reply with :class:`Pong`."""
+
+
+@dataclass
 class RunTask:
     """Request to run a task.
 
@@ -82,19 +120,21 @@ class RunTask:
     is_joining: bool = False
 
 
-class Ping:
-    """Request to reply with the same message."""
+@dataclass
+class PullResult:
+    """Request for the next result of a task."""
 
 
 @dataclass
-class ReadyToJoin:
-    """Request for a :class:`RankAssignment`, of a worker that is in no world or has left its world.
+class SaveState:
+    """Request to save the state of the last stage to a file, because it could not be pulled."""
 
-    Attributes:
-        reason: Why the worker has left its world, if the ranks have not agreed to leave.
-    """
+    path: str
 
-    reason: str | None = None
+
+@dataclass
+class Shutdown:
+    """Request to exit."""
 
 
 @dataclass
@@ -116,43 +156,58 @@ class RankAssignment:
 
 
 @dataclass
-class JoinedWorld:
-    """Reply to a :class:`RankAssignment`.
-
-    Attributes:
-        member: Description of the worker for the other ranks.
-    """
-
-    member: Any
-
-
-@dataclass
 class WorldMembers:
     """Members of a worker's world, in the order of ranks; None if no world is formed, because a member has exited."""
 
-    members: list[Any] | None
+    members: list[Member] | None
 
 
+@dataclass
 class JoinPending:
     """Notification that another worker waits to join. A worker reads it after it has left its world."""
 
 
-class PullResult:
-    """Request for the next result of a task."""
+@dataclass
+class SendSignal:
+    """Request to send a signal to the worker's own process, on Ray."""
+
+    signum: int
 
 
 @dataclass
-class SaveState:
-    """Request to save the state of the last stage to a file, because it could not be pulled.
+class PeerLost:
+    """Notification that another worker of a world has exited, whose host may be lost, on Ray."""
 
-    The worker replies with :class:`TaskDone` or :class:`TaskFailed`.
+    world_number: int
+
+
+# --- from a worker to the main process ---
+
+
+@dataclass(frozen=True)
+class WorkerHostInfo:
+    """Process and host of a worker on Ray, which only the worker knows.
+
+    Attributes:
+        pid: Process id.
+        host: Ray's id of the host.
+        address: Address of the host that other hosts can reach.
+        interface: Network interface with that address, or None if it is unknown.
+        port: Port that the worker has reserved.
+        versions: Versions of the packages that must be equal in all processes.
     """
 
-    path: str
+    pid: int
+    host: str
+    address: str
+    interface: str | None
+    port: int
+    versions: dict[str, str]
 
 
-class Shutdown:
-    """Request to exit. Also the reply to :class:`PullResult` if no results remain."""
+@dataclass
+class Pong:
+    """Reply to :class:`Ping`."""
 
 
 @dataclass
@@ -160,26 +215,6 @@ class TaskDone:
     """Reply of a worker that has run a task."""
 
     rng: RngState
-
-
-class _Raised:
-    """Pickles an exception whose ``__init__`` may take other arguments than it passes to ``Exception``."""
-
-    def __init__(self, exception: BaseException) -> None:
-        self._exception = exception
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, self._exception.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-def _rebuilt(make: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
-    try:
-        exception = make(*arguments)
-    except TypeError:
-        exception = make.__new__(make, *arguments)
-    if state is not None:
-        exception.__setstate__(state)
-    return exception
 
 
 @dataclass
@@ -223,3 +258,221 @@ class TaskFailed:
             loaded = None if self.pickled is None else self.pickled.load()
             return loaded if isinstance(loaded, BaseException) else None
         return None
+
+
+class _Raised:
+    """Pickles an exception whose ``__init__`` may take other arguments than it passes to ``Exception``."""
+
+    def __init__(self, exception: BaseException) -> None:
+        self._exception = exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, self._exception.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _rebuilt(make: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
+    try:
+        exception = make(*arguments)
+    except TypeError:
+        exception = make.__new__(make, *arguments)
+    if state is not None:
+        exception.__setstate__(state)
+    return exception
+
+
+@dataclass
+class StateSaved:
+    """Reply to :class:`SaveState`."""
+
+
+@dataclass
+class TensorChunk:
+    """A result: tensors of the module, or slices of large ones, by (name, shape, first element)."""
+
+    tensors: dict[tuple[str, torch.Size, int | None], Tensor]
+
+
+@dataclass
+class EncodedValue:
+    """A value for the main process, and the new states of the main process's own objects in it.
+
+    Attributes:
+        value: The value, in which these objects are numbers.
+        states: (number, state) of each of these objects, unless an earlier value has it.
+    """
+
+    value: Pickled
+    states: list[Pickled]
+
+
+@dataclass
+class StageDiff:
+    """What a stage has changed, without the tensors of its module: the last result of a stage.
+
+    Attributes:
+        classes: (number of a shared object, its new class).
+        attributes: (number of a shared object, attribute, value); the value is None if the attribute was removed.
+        training: Changes of the module's tree; after ``fit`` also optimizers, schedulers, and the state of the gradient
+            exchange. Encoded together, since they refer to each other.
+        modes: ``training`` of each submodule by name.
+        trainable: ``requires_grad`` of each parameter by name.
+        loaders: Positions of the training loaders that have a ``state_dict``.
+        precision: State of the precision plugin.
+        queue: Items that ``add_to_queue`` has put.
+        value: Return value of the stage.
+        lost: (number of a shared object, attribute, reason why it cannot be transferred).
+        shares: (number of a shared object, attribute) of data that a callback has collected from this rank's samples.
+    """
+
+    classes: list[tuple[int, Pickled]]
+    attributes: list[tuple[int, str, EncodedValue | None]]
+    training: EncodedValue | None
+    modes: dict[str, bool]
+    trainable: dict[str, bool]
+    loaders: EncodedValue | None
+    precision: EncodedValue | None
+    queue: list[EncodedValue] = field(default_factory=list)
+    value: EncodedValue | None = None
+    lost: list[tuple[int, str, str]] = field(default_factory=list)
+    shares: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class PredictionPlan:
+    """A result: how the predictions of a rank that follow are to be ordered, per dataloader.
+
+    Attributes:
+        keys: Positions of each batch's samples in the dataset.
+        batch_sizes: Sizes of full batches.
+    """
+
+    keys: list[list[list[int]]]
+    batch_sizes: list[int]
+
+
+@dataclass
+class PredictionChunk:
+    """A result: predictions of some batches."""
+
+    outputs: list[Pickled]
+
+
+@dataclass
+class FunctionResult:
+    """A result: what a function has returned."""
+
+    value: Any
+
+
+@dataclass
+class EndOfResults:
+    """Reply to :class:`PullResult` if no results remain."""
+
+
+@dataclass
+class ReadyToJoin:
+    """Request for a :class:`RankAssignment`, of a worker that is in no world or has left its world.
+
+    Attributes:
+        reason: Why the worker has left its world, if the ranks have not agreed to leave.
+    """
+
+    reason: str | None = None
+
+
+@dataclass
+class JoinedWorld:
+    """Reply to a :class:`RankAssignment`.
+
+    Attributes:
+        member: Description of the worker for the other ranks.
+    """
+
+    member: Member
+
+
+@dataclass
+class WorkerOutput:
+    """Output that a worker on Ray has printed.
+
+    Attributes:
+        is_error: Whether the output was written to standard error.
+        data: The output.
+    """
+
+    is_error: bool
+    data: bytes
+
+
+Result = TensorChunk | StageDiff | PredictionPlan | PredictionChunk | FunctionResult
+MessageToWorker = (
+    WorkerSetup | Ping | RunTask | PullResult | SaveState | Shutdown | RankAssignment | WorldMembers | JoinPending
+)
+MessageToMain = Pong | TaskDone | TaskFailed | StateSaved | Result | EndOfResults | ReadyToJoin | JoinedWorld
+#: Messages to workers on Ray that travel over the link.
+LinkMessageToWorker = RankAssignment | WorldMembers | JoinPending | SendSignal | PeerLost
+LinkMessageToMain = ReadyToJoin | JoinedWorld | WorkerOutput
+LinkMessage = LinkMessageToWorker | LinkMessageToMain
+
+# --- messages over a link, as the kind and the contents of a frame ---
+
+_STDOUT, _STDERR, _JSON = 1, 2, 3
+_OF_JSON = {kind.__name__: kind for kind in (ReadyToJoin, RankAssignment, JoinPending, SendSignal, PeerLost)}
+
+
+def encode(message: LinkMessage) -> tuple[int, bytes]:
+    """Returns the kind and the contents of the frame of a message over a link."""
+    if isinstance(message, WorkerOutput):
+        return _STDERR if message.is_error else _STDOUT, message.data
+    return _JSON, json.dumps([type(message).__name__, asdict(message)]).encode()
+
+
+def decode(kind: int, data: bytes) -> LinkMessage:
+    """Returns the message that :func:`encode` has encoded.
+
+    Data from a link is never unpickled: otherwise a process with access to the network between hosts could run code.
+
+    Raises:
+        ValueError: If the frame is no message.
+    """
+    if kind in (_STDOUT, _STDERR):
+        return WorkerOutput(kind == _STDERR, data)
+    name, fields = json.loads(data) if kind == _JSON else (str(kind), {})
+    if name == "JoinedWorld":
+        return JoinedWorld(Member.of(fields["member"]))
+    if name == "WorldMembers":
+        members = fields["members"]
+        return WorldMembers(None if members is None else [Member.of(member) for member in members])
+    if name not in _OF_JSON:
+        raise ValueError(f"unknown message {name!r}")
+    if name == "RankAssignment" and isinstance(fields["store"], list):
+        fields["store"] = tuple(fields["store"])
+    message: LinkMessage = _OF_JSON[name](**fields)
+    return message
+
+
+# --- in a worker ---
+
+
+@dataclass
+class WorkerContext:
+    """Context of a strategy in a worker.
+
+    Attributes:
+        is_continuation: Whether this stage continues where an earlier stage of the same Trainer ended.
+        received: Memory files of the received message, to find changed tensors; None if it had none, as after a fork.
+        channel: Channel to the main process, for an elastic stage.
+        is_joining: Whether the other ranks are in the middle of the stage.
+        rank_info: Rank info of a worker that may be on another host than other workers.
+    """
+
+    is_continuation: bool
+    received: ReceivedBuffers | None
+    channel: TaskChannel | None = None
+    is_joining: bool = False
+    rank_info: WorkerRankInfo | None = None
+
+    def are_unchanged(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors have the values that the main process has sent to all workers; False if that is unknown."""
+        received = self.received
+        return received is not None and all(received.is_unchanged(tensor) for tensor in tensors)

@@ -2,12 +2,11 @@
 
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from lightning.fabric.plugins import CheckpointIO
 
-if TYPE_CHECKING:
-    from lightning_strategies_ext.launch.tasks.stage_task import WorkerContext
+from lightning_strategies_ext.launch.protocol import WorkerContext
 
 
 @contextmanager
@@ -73,7 +72,7 @@ class StageStrategy(LaunchableStrategy, Protocol):
 class InWorkerStrategy(LaunchableStrategy, Protocol):
     """A strategy of the Trainer in a worker."""
 
-    def enter_worker(self, context: "WorkerContext") -> None:
+    def enter_worker(self, context: WorkerContext) -> None:
         """Receives the context of the worker. Called before all other methods."""
 
     def setup_distributed(self) -> None:

@@ -185,8 +185,8 @@ class WorkerGroup:
                 self.close()
                 raise_with_report(outcome.error, os.getcwd())
             value = None
-            for value in self.pool.pull(0):  # noqa: B007
-                pass
+            for result in self.pool.pull(0):
+                value = result.value
         self.close_unless_kept()
         return value
 

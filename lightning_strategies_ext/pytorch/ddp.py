@@ -47,11 +47,11 @@ from lightning_strategies_ext.arguments import (
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
-from lightning_strategies_ext.launch.protocol import WorkerRankInfo
+from lightning_strategies_ext.launch.protocol import WorkerContext, WorkerRankInfo
 from lightning_strategies_ext.launch.ray import ray_train
 from lightning_strategies_ext.launch.ray_environment import RayEnvironment
 from lightning_strategies_ext.launch.script_launcher import devices_of_ranks
-from lightning_strategies_ext.launch.tasks.stage_task import WorkerContext
+from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.launch.worker_launcher import ScriptLauncher, WorkerLauncher
 from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
@@ -416,7 +416,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if self._worker is None or self.num_nodes > 1:
             return False
         assert self.model is not None
-        return self.reduce_boolean_decision(self._worker.is_module_unchanged(self.model), all=True)
+        return self.reduce_boolean_decision(self._worker.are_unchanged(tensors_of(self.model).values()), all=True)
 
     # --- step ---
 

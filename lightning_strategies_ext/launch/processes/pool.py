@@ -24,7 +24,15 @@ from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState
 from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, SentTask, Worker, WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
-from lightning_strategies_ext.launch.protocol import PullResult, RunTask, SaveState, Shutdown, TaskDone, TaskFailed
+from lightning_strategies_ext.launch.protocol import (
+    EndOfResults,
+    PullResult,
+    RunTask,
+    SaveState,
+    Shutdown,
+    TaskDone,
+    TaskFailed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +176,7 @@ class WorkerPool:
                 result = worker.receive()
             except (OSError, EOFError):
                 raise worker.death() from None
-            if isinstance(result, Shutdown):
+            if isinstance(result, EndOfResults):
                 return
             if isinstance(result, TaskFailed):
                 raise self._error_from(rank, result)

@@ -23,12 +23,15 @@ from lightning_strategies_ext._system.peers import is_running, start_time
 from lightning_strategies_ext.interpreters import current_options, python
 from lightning_strategies_ext.launch.processes.process_settings import RngState
 from lightning_strategies_ext.launch.protocol import (
+    EndOfResults,
     JoinPending,
     Ping,
+    Pong,
     PullResult,
     RunTask,
     SaveState,
     Shutdown,
+    StateSaved,
     TaskDone,
     TaskFailed,
     WorkerSetup,
@@ -194,7 +197,7 @@ class WorkerService:
             receive_task: Callable that waits for the task that follows a :class:`.RunTask`.
         """
         if isinstance(message, Ping):
-            yield message
+            yield Pong()
         elif isinstance(message, JoinPending):
             pass  # it arrived after the task
         elif isinstance(message, SaveState):
@@ -213,10 +216,10 @@ class WorkerService:
 
     def _next_result(self) -> Any:
         try:
-            result = next(self._results, Shutdown())
+            result = next(self._results, EndOfResults())
         except Exception as exception:
             return self.fail_unsent_result(exception)
-        if isinstance(result, Shutdown):
+        if isinstance(result, EndOfResults):
             self._results = iter(())
             gc.collect()
         return result
@@ -242,12 +245,12 @@ class WorkerService:
         self._inherited_task = None
 
 
-def _save(path: str, state: WorkerState) -> "TaskDone | TaskFailed":
+def _save(path: str, state: WorkerState) -> StateSaved | TaskFailed:
     try:
         if state.save is None:
             raise RuntimeError("this worker has no state to save, because its last task was no stage of a Trainer")
         state.save(path)
-        return TaskDone(RngState.now())
+        return StateSaved()
     except Exception as exception:
         return TaskFailed.of(exception)
 

@@ -30,7 +30,7 @@ from lightning_strategies_ext.launch.processes.worker_main import (
     isolated_exit_handlers,
     serve,
 )
-from lightning_strategies_ext.launch.protocol import Ping, RunTask, WorkerSetup
+from lightning_strategies_ext.launch.protocol import Ping, Pong, RunTask, WorkerSetup
 from lightning_strategies_ext.launch.transport.channel import Channel, PreparedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import (
@@ -160,7 +160,7 @@ class WorkerProcess(Worker):
             has_exited = not self.is_alive()
             if wait([self.channel.socket], 0):
                 with suppress(EOFError, OSError):
-                    return isinstance(self.channel.receive(), Ping)
+                    return isinstance(self.channel.receive(), Pong)
                 return False
             if has_exited:
                 return False

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -14,31 +13,10 @@ import ray
 
 from lightning_strategies_ext._system.connections import release_ports, reserve_port
 from lightning_strategies_ext.launch.processes.worker_main import WorkerService, WorkerState
-from lightning_strategies_ext.launch.protocol import RunTask, TaskFailed, WorkerSetup
+from lightning_strategies_ext.launch.protocol import RunTask, TaskFailed, TensorChunk, WorkerHostInfo, WorkerSetup
 from lightning_strategies_ext.launch.ray.payloads import ActorReply, RayPayload
 from lightning_strategies_ext.launch.ray.worker_link import MainLink
 from lightning_strategies_ext.launch.transport.pickling import dump, use_remote_main
-
-
-@dataclass(frozen=True)
-class WorkerHostInfo:
-    """Information about a worker and its host that only the worker has.
-
-    Attributes:
-        pid: Process id of the worker.
-        host: Ray's id of the host.
-        address: Address at which other hosts reach the host.
-        interface: Network interface with that address, or None if it is not found.
-        port: Port that the worker has reserved.
-        versions: Versions of the packages that must be the same on all hosts, by name.
-    """
-
-    pid: int
-    host: str
-    address: str
-    interface: str | None
-    port: int
-    versions: dict[str, str]
 
 
 class WorkerActor:
@@ -95,7 +73,7 @@ class WorkerActor:
         except Exception as exception:
             reply = self._service.fail_unsent_result(exception)
             pickled = dump(reply, is_return=True)
-        return ActorReply(RayPayload.of(pickled), getattr(reply, "is_only_read", False), self._link.flush())
+        return ActorReply(RayPayload.of(pickled), isinstance(reply, TensorChunk), self._link.flush())
 
     def finish_reply(self) -> None:
         """Completes the handling of the last message after its reply; exits if the worker is finished."""

@@ -20,9 +20,19 @@ from typing_extensions import override
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, SentTask, Worker
-from lightning_strategies_ext.launch.protocol import Ping, RunTask, Shutdown, TaskFailed, WorkerRankInfo
-from lightning_strategies_ext.launch.ray import cluster, control_messages
-from lightning_strategies_ext.launch.ray.actor import WorkerHostInfo
+from lightning_strategies_ext.launch.protocol import (
+    LinkMessageToWorker,
+    PeerLost,
+    Ping,
+    Pong,
+    RunTask,
+    SendSignal,
+    Shutdown,
+    TaskFailed,
+    WorkerHostInfo,
+    WorkerRankInfo,
+)
+from lightning_strategies_ext.launch.ray import cluster
 from lightning_strategies_ext.launch.ray.link_relay import RelayedLinkServer
 from lightning_strategies_ext.launch.ray.payloads import RayPayload
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
@@ -164,14 +174,14 @@ class RayWorker(Worker):
 
     @override
     def send(self, message: Any) -> None:
-        if isinstance(message, control_messages.MESSAGES_TO_WORKERS):
+        if isinstance(message, LinkMessageToWorker):
             self.link.send(message)
         else:
             self._send(message, None)
 
     @override
     def notify_peer_loss(self, world: int) -> None:
-        self.link.notify_peer_loss(world)
+        self.link.send(PeerLost(world))
 
     @override
     def submit(self, order: RunTask, task: SentPayload | None) -> None:
@@ -260,7 +270,7 @@ class RayWorker(Worker):
         if self._waiting is None:
             return False
         with suppress(EOFError):
-            return isinstance(self.receive(), Ping)
+            return isinstance(self.receive(), Pong)
         return False
 
     # --- exit ---
@@ -287,7 +297,7 @@ class RayWorker(Worker):
         if signum == signal.SIGKILL:
             self.kill()
         elif self.is_alive():
-            self.link.signal(signum)
+            self.link.send(SendSignal(signum))
 
     @override
     def wait(self, timeout_s: float) -> None:

@@ -1,9 +1,9 @@
 """A TCP connection from each worker on Ray to the main process, in addition to the calls of the actor's methods.
 
-It carries signals to the worker, output from the worker, and the messages of a task that is running
-(:mod:`.control_messages`). Each process detects at once that the other has exited, and a worker whose link closes kills
-itself. The worker connects. The main process sends a challenge, and the worker proves that it has the secret that it
-received through Ray.
+It carries signals to the worker, output from the worker, and the messages of an elastic task (``LinkMessage`` of the
+protocol). Each process detects at once that the other has exited, and a worker whose link closes kills itself. The
+worker connects. The main process sends a challenge, and the worker proves that it has the secret that it received
+through Ray.
 
 The contents of a link are not encrypted, as those of Ray's own connections are not.
 """
@@ -12,9 +12,9 @@ import codecs
 import fcntl
 import hmac
 import io
+import math
 import os
 import secrets
-import selectors
 import signal
 import socket
 import struct
@@ -23,15 +23,27 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from lightning_strategies_ext.launch.ray import control_messages
+from lightning_strategies_ext._system.frames import FrameDecoder, encode_frame
+from lightning_strategies_ext._system.selector_loop import SelectorLoop
+from lightning_strategies_ext.launch.protocol import (
+    JoinedWorld,
+    LinkMessage,
+    LinkMessageToMain,
+    LinkMessageToWorker,
+    PeerLost,
+    ReadyToJoin,
+    SendSignal,
+    WorkerOutput,
+    decode,
+    encode,
+)
 
-_HEADER = struct.Struct("!BI")  # kind of the data that follows, and its length in bytes
-_OUT, _ERR, _MESSAGE, _SIGNAL, _LOSS = 1, 2, 3, 4, 5
 _NUMBER = struct.Struct("!I")
 _SECRET_BYTES = 32
 #: Length of a challenge, and of its response, in bytes.
@@ -56,26 +68,9 @@ def enable_worker_keepalive(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-class _FrameDecoder:
-    """Splits the data of a connection into frames."""
-
-    def __init__(self) -> None:
-        self._buffer = b""
-
-    def of(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yields kind and content of each frame that the data completes."""
-        self._buffer += data
-        while len(self._buffer) >= _HEADER.size:
-            kind, size = _HEADER.unpack_from(self._buffer)
-            end = _HEADER.size + size
-            if len(self._buffer) < end:
-                return
-            frame, self._buffer = self._buffer[_HEADER.size : end], self._buffer[end:]
-            yield kind, frame
-
-
-def _framed(kind: int, data: bytes) -> bytes:
-    return _HEADER.pack(kind, len(data)) + data
+def _frame(message: LinkMessage) -> bytes:
+    kind, data = encode(message)
+    return encode_frame(data, kind)
 
 
 # --- in the main process ---
@@ -94,37 +89,26 @@ class WorkerLink:
 
     def __init__(self, on_update: Callable[[], None]) -> None:
         self.closed = threading.Event()
-        self.messages: deque[control_messages.ControlMessage] = deque()
+        self.messages: deque[ReadyToJoin | JoinedWorld] = deque()
         self._on_update = on_update
         self._connected: socket.socket | None = None
         self._num_bytes = 0
         self._received = threading.Condition()
-        self._frames = _FrameDecoder()
-        self._decoders = {stream: codecs.getincrementaldecoder("utf-8")("replace") for stream in (_OUT, _ERR)}
+        self._frames = FrameDecoder()
+        self._decoders = {is_error: codecs.getincrementaldecoder("utf-8")("replace") for is_error in (False, True)}
 
     @property
     def is_connected(self) -> bool:
         """Whether the worker has connected, and the link is not closed."""
         return self._connected is not None
 
-    def signal(self, signum: int) -> None:
-        """Sends the worker a signal, if the link is connected."""
-        self._send(_SIGNAL, bytes([signum]))
-
-    def send(self, message: control_messages.ControlMessage) -> None:
+    def send(self, message: LinkMessageToWorker) -> None:
         """Sends the worker a message, if the link is connected."""
-        self._send(_MESSAGE, control_messages.encode(message))
-
-    def notify_peer_loss(self, world: int) -> None:
-        """Notifies a worker, also while it waits, that another worker of the world with this number has exited."""
-        self._send(_LOSS, _NUMBER.pack(world))
-
-    def _send(self, kind: int, data: bytes) -> None:
         # In one call and without a lock, because signal handlers send too: they run before or after the call.
         connected = self._connected
         if connected is not None:
             with suppress(OSError):
-                connected.sendall(_framed(kind, data))
+                connected.sendall(_frame(message))
 
     def wait_for_output(self, num_bytes: int) -> None:
         """Waits at most two seconds until this many bytes of output are printed, or the link is closed."""
@@ -136,24 +120,31 @@ class WorkerLink:
         self._connected = connected
 
     def receive(self, data: bytes) -> None:
-        """Handles received data: prints output, and stores messages."""
+        """Handles received data: prints output, and stores messages.
+
+        Raises:
+            ValueError: If the data contains no message of a worker.
+        """
         num_bytes = 0
-        for kind, frame in self._frames.of(data):
-            if kind == _MESSAGE:
-                self.messages.append(control_messages.decode(frame))
+        for frame in self._frames.decode(data):
+            message = decode(*frame)
+            if isinstance(message, WorkerOutput):
+                self._print(message)
+                num_bytes += len(message.data)
+            elif isinstance(message, LinkMessageToMain):
+                self.messages.append(message)
                 self._on_update()
             else:
-                self._print(kind, frame)
-                num_bytes += len(frame)
+                raise ValueError(f"a worker has sent {message}")
         if num_bytes:
             with self._received:
                 self._num_bytes += num_bytes
                 self._received.notify_all()
 
-    def _print(self, stream: int, data: bytes) -> None:
-        target = sys.stderr if stream == _ERR else sys.stdout
+    def _print(self, output: WorkerOutput) -> None:
+        target = sys.stderr if output.is_error else sys.stdout
         with suppress(Exception):  # the user may have closed the stream
-            target.write(self._decoders[stream].decode(data))
+            target.write(self._decoders[output.is_error].decode(output.data))
             target.flush()
 
     def close(self) -> None:
@@ -196,8 +187,8 @@ class LinkServer:
         self.secret = secrets.token_bytes(_SECRET_BYTES)
         self._links: dict[int, WorkerLink] = {}
         self._unproved: dict[Any, _Unproved] = {}
-        self._selector = selectors.DefaultSelector()
-        self._close_writer, self._close_reader = socket.socketpair()
+        self._loop = SelectorLoop()
+        self._is_open = True
         threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext links").start()
 
     def expect(self, number: int, on_update: Callable[[], None]) -> WorkerLink:
@@ -207,35 +198,25 @@ class LinkServer:
 
     def close(self) -> None:
         """Closes all links."""
-        with suppress(OSError):
-            self._close_writer.send(b"x")
+        self._is_open = False
+        self._loop.wake()
 
     def _serve(self) -> None:
         self._listening.setblocking(False)
-        with self._selector as selector:
-            selector.register(self._listening, selectors.EVENT_READ)
-            selector.register(self._close_reader, selectors.EVENT_READ)
-            is_open = True
-            while is_open:
-                for key, _ in selector.select(_PROOF_S if self._unproved else None):
-                    if key.fileobj is self._close_reader:
-                        is_open = False
-                    elif key.fileobj is self._listening:
-                        self._accept()
-                    elif key.fileobj in self._unproved:
-                        self._take_proof(key.fileobj)
-                    else:
-                        self._receive(key)
-                now = time.monotonic()
-                for connected in [end for end, state in self._unproved.items() if now > state.deadline]:
-                    self._end_proof(connected)
-                    connected.close()
+        self._loop.add(self._listening, self._accept)
+        while self._is_open:
+            self._loop.wait(_PROOF_S if self._unproved else math.inf)
+            now = time.monotonic()
+            for connected in [end for end, state in self._unproved.items() if now > state.deadline]:
+                self._end_proof(connected)
+                connected.close()
         for link in self._links.values():
             link.close()
-        for end in (self._listening, self._close_writer, self._close_reader, *self._unproved):
+        for end in (self._listening, *self._unproved):
             end.close()
+        self._loop.close()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
         """Accepts a connection and sends a challenge. Stops accepting while too many connections lack a proof."""
         with suppress(OSError):
             connected, _ = self._listening.accept()
@@ -243,32 +224,34 @@ class LinkServer:
             challenge = secrets.token_bytes(_PROOF_BYTES)
             connected.send(challenge)
             self._unproved[connected] = _Unproved(challenge, time.monotonic() + _PROOF_S)
-            self._selector.register(connected, selectors.EVENT_READ)
+            self._loop.add(connected, partial(self._take_proof, connected))
             if len(self._unproved) == _MAX_UNPROVED:
-                self._selector.unregister(self._listening)
+                self._loop.remove(self._listening)
+        return True  # the connection has a deadline
 
-    def _take_proof(self, connected: Any) -> None:
+    def _take_proof(self, connected: Any) -> bool:
         """Receives a proof, and makes the connection that of the worker, if it is the worker's first connection."""
         state, part = self._unproved[connected], b""
         with suppress(OSError):
             part = connected.recv(_PROOF_BYTES + _NUMBER.size - len(state.received))
         state.received += part
         if part and len(state.received) < _PROOF_BYTES + _NUMBER.size:
-            return
+            return False
         self._end_proof(connected)
         link = self._link_of(state)
         if link is None:
             connected.close()
-            return
+            return False
         connected.setblocking(True)
         enable_worker_keepalive(connected)
         link.connect(connected)
-        self._selector.register(connected, selectors.EVENT_READ, link)
+        self._loop.add(connected, partial(self._receive, connected, link))
+        return False
 
     def _end_proof(self, connected: Any) -> None:
         if len(self._unproved) == _MAX_UNPROVED:
-            self._selector.register(self._listening, selectors.EVENT_READ)
-        self._selector.unregister(connected)
+            self._loop.add(self._listening, self._accept)
+        self._loop.remove(connected)
         del self._unproved[connected]
 
     def _link_of(self, state: _Unproved) -> WorkerLink | None:
@@ -281,18 +264,17 @@ class LinkServer:
         link = self._links.get(*_NUMBER.unpack(number))
         return None if link is None or link.is_connected or link.closed.is_set() else link
 
-    def _receive(self, key: selectors.SelectorKey) -> None:
-        connected, link = key.fileobj, key.data
-        assert isinstance(connected, socket.socket)
+    def _receive(self, connected: socket.socket, link: WorkerLink) -> bool:
         data = b""
         with suppress(OSError):
             data = connected.recv(_MAX_RECEIVED_BYTES)
         with suppress(ValueError):  # no worker sends such data: the link is closed
             if data:
                 link.receive(data)
-                return
-        self._selector.unregister(connected)
+                return False
+        self._loop.remove(connected)
         link.close()
+        return False
 
 
 # --- in a worker ---
@@ -329,7 +311,7 @@ class MainLink:
         self._sending = threading.Lock()
         self.channel = LinkChannel(self._send_message)
         self._pipes: dict[int, int] = {}
-        for stream in (_OUT, _ERR):
+        for stream in (1, 2):
             read, write = os.pipe()
             os.dup2(write, stream)
             os.close(write)
@@ -353,36 +335,39 @@ class MainLink:
         return self._num_bytes
 
     def _run_commands(self) -> None:
-        frames = _FrameDecoder()
+        frames = FrameDecoder()
         while True:
-            data = b""
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 data = self._connected.recv(_MAX_RECEIVED_BYTES)
-            if not data:  # the main process has exited
-                os.kill(os.getpid(), signal.SIGKILL)
-            for kind, frame in frames.of(data):
-                if kind == _SIGNAL:
-                    os.kill(os.getpid(), frame[0])
-                elif kind == _MESSAGE:
-                    self.channel.put(frame)
-                else:
-                    self.channel.on_peer_loss(*_NUMBER.unpack(frame))
+                for frame in frames.decode(data):
+                    message = decode(*frame)
+                    if isinstance(message, SendSignal):
+                        os.kill(os.getpid(), message.signum)
+                    elif isinstance(message, PeerLost):
+                        self.channel.on_peer_loss(message.world_number)
+                    else:
+                        self.channel.put(message)
+                if data:
+                    continue
+            os.kill(os.getpid(), signal.SIGKILL)  # the main process has exited
 
-    def _send_message(self, message: control_messages.ControlMessage) -> None:
+    def _send_message(self, message: LinkMessageToMain) -> None:
         with self._sending:
-            self._connected.sendall(_framed(_MESSAGE, control_messages.encode(message)))
+            self._connected.sendall(_frame(message))
 
     def _forward_output(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for stream, pipe in self._pipes.items():
-                selector.register(pipe, selectors.EVENT_READ, stream)
-            while True:
-                for key, _ in selector.select():
-                    with self._sending:
-                        data = os.read(key.fd, _MAX_RECEIVED_BYTES)
-                        with suppress(OSError):  # the other thread detects it
-                            self._connected.sendall(_framed(key.data, data))
-                        self._num_bytes += len(data)
+        loop = SelectorLoop()
+        for stream, pipe in self._pipes.items():
+            loop.add(pipe, partial(self._forward, pipe, is_error=stream == 2))
+        loop.wait()
+
+    def _forward(self, pipe: int, *, is_error: bool) -> bool:
+        with self._sending:
+            data = os.read(pipe, _MAX_RECEIVED_BYTES)
+            with suppress(OSError):  # the other thread detects it
+                self._connected.sendall(_frame(WorkerOutput(is_error, data)))
+            self._num_bytes += len(data)
+        return False
 
 
 class LinkChannel:
@@ -397,13 +382,13 @@ class LinkChannel:
             world, before messages about the next world arrive.
     """
 
-    def __init__(self, send: Callable[[control_messages.ControlMessage], None]) -> None:
+    def __init__(self, send: Callable[[Any], None]) -> None:
         self._send_to_main = send
-        self._received: deque[bytes] = deque()
+        self._received: deque[LinkMessage] = deque()
         self.socket, self._wakeup_fd = socket.socketpair()
         self.on_peer_loss: Callable[[int], None] = lambda world: None
 
-    def put(self, message: bytes) -> None:
+    def put(self, message: LinkMessage) -> None:
         """Adds a received message. Any thread may call it."""
         self._received.append(message)
         self._wakeup_fd.send(b"!")
@@ -419,7 +404,7 @@ class LinkChannel:
     def receive(self) -> Any:
         """Waits for a message."""
         self.socket.recv(1)
-        return control_messages.decode(self._received.popleft())
+        return self._received.popleft()
 
 
 def _proof(secret: bytes, challenge: bytes, number: bytes) -> bytes:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DistributedSampler
 
+from lightning_strategies_ext.launch.protocol import PredictionChunk, PredictionPlan
 from lightning_strategies_ext.launch.tasks.dataset_order import KeyedOutputs, in_dataset_order
 from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
 
@@ -17,10 +18,9 @@ CHUNK_NUM_BYTES = 8 << 20
 
 @dataclass
 class RankPredictions:
-    """Predictions of one rank, per dataloader: keys of each batch's samples, size of a full batch, outputs."""
+    """Predictions of one rank: their plan, and the outputs of each dataloader."""
 
-    keys: list[list[list[int]]]
-    batch_sizes: list[int]
+    plan: PredictionPlan
     outputs: list[list[Any]]
 
     @classmethod
@@ -33,11 +33,11 @@ class RankPredictions:
             keys_of_loader, batch_size = _keys(loader, len(of_loader), trainer.global_rank, trainer.world_size)
             keys.append(keys_of_loader)
             batch_sizes.append(batch_size)
-        return cls(keys, batch_sizes, outputs)
+        return cls(PredictionPlan(keys, batch_sizes), outputs)
 
-    def chunks(self) -> Iterator[Any]:
-        """Yields what the worker sends: this object without outputs (the plan), then the outputs in chunks."""
-        yield RankPredictions(self.keys, self.batch_sizes, [])
+    def results(self) -> Iterator[PredictionPlan | PredictionChunk]:
+        """Yields what the worker sends: the plan, then the outputs in chunks."""
+        yield self.plan
         chunk: list[Pickled] = []
         size = 0
         for of_loader in self.outputs:
@@ -45,17 +45,16 @@ class RankPredictions:
                 chunk.append(dump(of_loader.pop(0), is_return=True))
                 size += sum(memoryview(buffer).nbytes for buffer in chunk[-1].buffers)
                 if size > CHUNK_NUM_BYTES:
-                    yield chunk
+                    yield PredictionChunk(chunk)
                     chunk, size = [], 0
-        yield chunk
+        yield PredictionChunk(chunk)
 
     def gathered(self, world_size: int) -> Any:
         """Returns the predictions of all ranks on all hosts, in dataset order. Collective: all ranks call it."""
-        plans: list[Any] = [None] * world_size
-        dist.all_gather_object(plans, self)
-        return merge_predictions(
-            plans, [iter([[dump(output) for of_loader in plan.outputs for output in of_loader]]) for plan in plans]
-        )
+        ranks: list[Any] = [None] * world_size
+        dist.all_gather_object(ranks, self)
+        outputs = [[dump(output) for of_loader in rank.outputs for output in of_loader] for rank in ranks]
+        return merge_predictions([rank.plan for rank in ranks], [iter([PredictionChunk(each)]) for each in outputs])
 
 
 def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[list[list[int]], int]:
@@ -79,11 +78,11 @@ def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[li
     return [list(batch) for batch in batches], batch_size
 
 
-def merge_predictions(plans: list[RankPredictions], sources: list[Iterator[Any]]) -> Any:
+def merge_predictions(plans: list[PredictionPlan], sources: list[Iterator[Any]]) -> Any:
     """Returns the batches of all ranks in the order of the dataset; a list per dataloader if there are several.
 
     Args:
-        plans: First item of each rank's :meth:`RankPredictions.chunks`.
+        plans: First item of each rank's :meth:`RankPredictions.results`.
         sources: Remaining items of each rank.
     """
     outputs = [_flattened(source) for source in sources]
@@ -99,10 +98,10 @@ def merge_predictions(plans: list[RankPredictions], sources: list[Iterator[Any]]
     return merged[0] if len(merged) == 1 else merged
 
 
-def _flattened(chunks: Iterator[list[Pickled]]) -> Iterator[Any]:
+def _flattened(chunks: Iterator[PredictionChunk]) -> Iterator[Any]:
     for chunk in chunks:
-        while chunk:
-            yield chunk.pop(0).load()
+        while chunk.outputs:
+            yield chunk.outputs.pop(0).load()
 
 
 def _first(outputs: Iterator[Any], number: int) -> Iterator[Any]:

@@ -1,69 +1,41 @@
 """One stage of the Trainer (``fit``, ``validate``, ``test``, ``predict``) as a task for workers.
 
-The main process sends the Trainer with all objects that it refers to. A worker runs the stage on its copy. Then the
-main process pulls the results from the first worker: the module's tensors in chunks, which are copied into the user's
-module, then the state of all other objects (:mod:`.trainer_state`). Predictions are pulled from all workers.
+The main process sends the Trainer with all objects that it refers to. A worker runs the stage on its copy. The
+first worker captures a baseline before the stage (:mod:`.baseline`) and sends what has changed after it (:mod:`.diff`).
+The main process applies the changes to the user's objects (:mod:`.apply`). Predictions are pulled from all workers.
 """
 
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
 from lightning_strategies_ext.launch.processes.worker_main import TaskFailedError, WorkerState, WorkerTask
-from lightning_strategies_ext.launch.protocol import WorkerRankInfo
+from lightning_strategies_ext.launch.protocol import FunctionResult, WorkerContext
 from lightning_strategies_ext.launch.strategy_protocols import InWorkerStrategy, announcing_failures
-from lightning_strategies_ext.launch.tasks.module_tree import make_private, tensors_of
+from lightning_strategies_ext.launch.tasks.apply import apply
+from lightning_strategies_ext.launch.tasks.baseline import StageBaseline, capture, shared_objects
+from lightning_strategies_ext.launch.tasks.diff import diff
+from lightning_strategies_ext.launch.tasks.module_tree import make_private
 from lightning_strategies_ext.launch.tasks.object_changes import identity_preserved
 from lightning_strategies_ext.launch.tasks.predictions import RankPredictions, merge_predictions
-from lightning_strategies_ext.launch.tasks.trainer_state import StageBaseline, TrainerSnapshot, shared_objects
 from lightning_strategies_ext.launch.tasks.unpicklable import find_unpicklable
-from lightning_strategies_ext.launch.transport.channel import ReceivedMessage, TaskChannel
+from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
 from lightning_strategies_ext.launch.transport.pickling import DumpFunction, Pickled, dump, walk
 
 log = logging.getLogger(__name__)
 
-#: Size of a chunk of the module's tensors in bytes, which is the memory that their transfer needs.
-CHUNK_NUM_BYTES = 32 << 20
 #: Class of torch's settings, which the error of pickling a compiled function names (torch 2.5 to 2.13).
 _COMPILED_MARKER = "ConfigModuleInstance"
-
-
-@dataclass
-class WorkerContext:
-    """Context of a strategy in a worker.
-
-    Attributes:
-        is_continuation: Whether this stage continues where an earlier stage of the same Trainer ended.
-        received: Memory files of the received message, to find changed tensors; None if it had none, as after a fork.
-        channel: Channel to the main process, for an elastic stage.
-        is_joining: Whether the other ranks are in the middle of the stage.
-        rank_info: Rank info of a worker that may be on another host than other workers.
-    """
-
-    is_continuation: bool
-    received: ReceivedBuffers | None
-    channel: TaskChannel | None = None
-    is_joining: bool = False
-    rank_info: WorkerRankInfo | None = None
-
-    def is_module_unchanged(self, module: Module) -> bool:
-        """Whether all tensors of the module are as the main process sent them to all workers."""
-        received = self.received
-        return received is not None and all(received.is_unchanged(tensor) for tensor in tensors_of(module).values())
 
 
 class StageTask(WorkerTask):
@@ -121,9 +93,8 @@ class StageTask(WorkerTask):
         baseline = None
         is_elastic = self.restart_policy is not None
         if state.rank == 0 or is_elastic:  # any worker may be rank 0 at the end
-            baseline = StageBaseline(
-                trainer, self.shared, inherited or identity_preserved(message.received_objects), received
-            )
+            sent = inherited or identity_preserved(message.received_objects)
+            baseline = capture(trainer, self.shared, sent, received)
         state.save = partial(_save, trainer)
         context = WorkerContext(state.is_continuation, received, state.channel, state.is_joining, state.rank_info)
         strategy: InWorkerStrategy = trainer.strategy
@@ -148,27 +119,15 @@ class StageTask(WorkerTask):
             else:
                 value = None
         if baseline is None or (is_elastic and trainer.global_rank != 0):
-            return iter(()) if predictions is None else predictions.chunks()
+            return iter(()) if predictions is None else predictions.results()
         return self._results(baseline, value, predictions)
 
     def _results(
-        self, baseline: StageBaseline, value: Any, predictions: "RankPredictions | None" = None
+        self, baseline: StageBaseline, value: Any, predictions: RankPredictions | None = None
     ) -> Iterator[Any]:
-        module = self.trainer.lightning_module
-        chunk: dict[Any, Tensor] = {}
-        for name, tensor in baseline.tree.values(module):
-            if is_lazy(tensor) or baseline.is_unchanged(tensor):
-                continue
-            for part_name, part in _parts(name, tensor.detach()):
-                if chunk and sum(other.nbytes for other in chunk.values()) + part.nbytes > CHUNK_NUM_BYTES:
-                    yield _TensorChunk(chunk)
-                    chunk = {}
-                chunk[part_name] = part
-        yield _TensorChunk(chunk)
-        del chunk
-        yield TrainerSnapshot.collect(self.trainer, baseline, value)
+        yield from diff(self.trainer, baseline, value)
         if predictions is not None:
-            yield from predictions.chunks()
+            yield from predictions.results()
 
     # --- in the main process ---
 
@@ -180,57 +139,11 @@ class StageTask(WorkerTask):
             has_results: Local ranks that have results.
             timeout_s: Maximum time that rank 0 may take for each result, in seconds.
         """
-        module = self.trainer.lightning_module
         results = pool.pull(0, timeout_s)
-        tensors = tensors_of(module)
-        value = None
-        for result in results:
-            if isinstance(result, _TensorChunk):
-                result.copy_into(tensors)
-            else:
-                assert isinstance(result, TrainerSnapshot)
-                value = result.restore(self.trainer, self.shared)
-                break
-        del result
+        value = apply(results, self.trainer, self.shared)
         sources = [results if rank == 0 else pool.pull(rank) for rank in sorted(has_results)]
         plans = [plan for plan in (next(source, None) for source in sources) if plan is not None]
         return merge_predictions(plans, sources) if plans else value
-
-
-@dataclass
-class _TensorChunk:
-    """Tensors of the module, or slices of large ones: (name, shape, first element) → elements."""
-
-    is_only_read = True  # they are copied into the user's module
-
-    tensors: dict[tuple[str, torch.Size, int | None], Tensor]
-
-    def copy_into(self, tensors: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for (name, shape, start), value in self.tensors.items():
-                if name not in tensors:
-                    continue
-                lazy: Any = tensors[name]
-                if is_lazy(lazy):
-                    lazy.materialize(shape, dtype=value.dtype)
-                target = tensors[name].detach()
-                if start is not None:
-                    target.view(-1)[start : start + value.numel()].copy_(value)
-                elif target.shape == value.shape and target.dtype == value.dtype:
-                    target.copy_(value)
-                else:
-                    tensors[name].data = value.clone()
-
-
-def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    # A tensor larger than a chunk is split, unless the main process's tensor may have other strides.
-    if tensor.nbytes <= CHUNK_NUM_BYTES or not tensor.is_contiguous():
-        yield (name, tensor.shape, None), tensor
-        return
-    flat = tensor.view(-1)
-    step = CHUNK_NUM_BYTES // tensor.element_size()
-    for start in range(0, flat.numel(), step):
-        yield (name, tensor.shape, start), flat[start : start + step]
 
 
 def _save(trainer: Any, path: str) -> None:
@@ -305,7 +218,7 @@ class FunctionTask(WorkerTask):
             value = self.function(*self.args, **self.kwargs)
         if state.rank > 0 or not self.return_result:
             return iter(())
-        return iter([value])
+        return iter([FunctionResult(value)])
 
 
 def pickle_or_explain(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from lightning_strategies_ext.launch.tasks.attributes import in_slots, named_attributes_of
+from lightning_strategies_ext.launch.tasks.object_changes import in_slots, named_attributes_of
 from lightning_strategies_ext.launch.transport.pickling import DumpFunction, SharedObjects
 from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
 

@@ -1,0 +1,193 @@
+"""Last step of a stage's results: the changes are applied to the main process's objects."""
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+
+from lightning_strategies_ext.launch.protocol import EncodedValue, StageDiff, TensorChunk
+from lightning_strategies_ext.launch.tasks.baseline import is_of_user
+from lightning_strategies_ext.launch.tasks.module_tree import put_parts, tensors_of
+from lightning_strategies_ext.launch.tasks.object_changes import (
+    WHOLE,
+    all_attributes,
+    decode,
+    delete_attribute,
+    put,
+    set_attribute,
+)
+from lightning_strategies_ext.launch.tasks.result_queue import ResultQueue, read_queue
+from lightning_strategies_ext.launch.transport.pickling import SharedObjects
+
+log = logging.getLogger(__name__)
+
+_warned: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
+
+
+def apply(results: Iterator[Any], trainer: Any, shared: SharedObjects) -> Any:
+    """Applies the results of a stage to the main process's objects, and returns the stage's return value.
+
+    Identity: objects of the user, such as modules, parameters, callbacks, and containers, are updated in place and
+    remain the same objects. Aliasing: tensors of the module keep their memory, into which new values are copied, unless
+    their shape or dtype has changed. Memory: one chunk of tensors at a time exists beside the module.
+
+    Args:
+        results: Items of :func:`.diff`, as they arrive; read up to the :class:`.StageDiff`.
+        trainer: The Trainer.
+        shared: Objects that the workers have, including those in the message to them.
+    """
+    tensors = tensors_of(trainer.lightning_module)
+    for result in results:
+        if isinstance(result, StageDiff):
+            return _apply_diff(result, trainer, shared)
+        _copy_chunk(result, tensors)
+    return None
+
+
+def _copy_chunk(chunk: TensorChunk, tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for (name, shape, start), value in chunk.tensors.items():
+            if name not in tensors:
+                continue
+            lazy: Any = tensors[name]
+            if is_lazy(lazy):
+                lazy.materialize(shape, dtype=value.dtype)
+            target = tensors[name].detach()
+            if start is not None:
+                target.view(-1)[start : start + value.numel()].copy_(value)
+            elif target.shape == value.shape and target.dtype == value.dtype:
+                target.copy_(value)
+            else:
+                tensors[name].data = value.clone()
+
+
+def _apply_diff(diff: StageDiff, trainer: Any, shared: SharedObjects) -> Any:
+    lost = list(diff.lost)
+    module, strategy = trainer.lightning_module, trainer.strategy
+    for number, pickled in diff.classes:
+        shared.object_of(number).__class__ = pickled.load()
+    for number, name, encoded in diff.attributes:
+        if encoded is None:
+            delete_attribute(shared.object_of(number), name)
+        else:
+            _set_attribute(lost, shared, number, name, encoded)
+    if diff.training is not None:
+        tree, *of_fit = decode(diff.training, shared)
+        for number, parts in tree:
+            put_parts(shared.object_of(number), parts)
+        if of_fit:
+            strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state = of_fit
+    modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
+    for name, mode in diff.modes.items():
+        if name in modules:
+            modules[name].training = mode
+    for name, needs_grad in diff.trainable.items():
+        if name in parameters:
+            parameters[name].requires_grad_(needs_grad)
+    if diff.precision is not None:
+        trainer.precision_plugin.load_state_dict(decode(diff.precision, shared))
+    if diff.loaders is not None:
+        strategy.states_of_loaders = decode(diff.loaders, shared)
+    for number, name, reason in lost:
+        warn_of_lost(trainer, shared.object_of(number), name, reason)
+    for number, name in diff.shares:
+        warn_of_share(trainer, shared.object_of(number), name)
+    strategy.connect(module)
+    module.trainer = trainer
+    read_queue(trainer, ResultQueue(decode(item, shared) for item in diff.queue))
+    return None if diff.value is None else decode(diff.value, shared)
+
+
+def _set_attribute(
+    lost: list[tuple[int, str, str]], shared: SharedObjects, number: int, name: str, encoded: EncodedValue
+) -> None:
+    """Sets an attribute. A container that the user may hold is updated in place."""
+    holder = shared.object_of(number)
+    try:
+        value = decode(encoded, shared)
+        before = all_attributes(holder)
+        if name == WHOLE:
+            set_attribute(holder, name, value)
+            for attribute, new in all_attributes(holder).items():
+                if _update_in_place(shared, before.get(attribute), new):
+                    put(holder, {attribute: before[attribute]})
+        elif not _update_in_place(shared, before.get(name), value):
+            set_attribute(holder, name, value)
+    except Exception as error:
+        log.debug("%s.%s keeps its value in the main process: %s", type(holder).__name__, name, error)
+        lost.append((number, name, str(error)))
+
+
+def _update_in_place(shared: SharedObjects, old: Any, new: Any) -> bool:
+    """Copies the elements of a new container into the old one, which the user may hold. Returns whether it has."""
+    # An old container that the workers had now belongs to another attribute, or is unused.
+    if type(old) is not type(new) or old is new or shared.number_of(old) is not None:
+        return False
+    if isinstance(old, list):
+        old[:] = new
+    elif isinstance(old, (dict, set)):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, deque) and old.maxlen == new.maxlen:
+        old.clear()
+        old.extend(new)
+    else:
+        return False
+    return True
+
+
+def warn_of_lost(trainer: Any, holder: Any, name: str, reason: Any) -> None:
+    """Warns once that attribute ``name`` of an object of the main process keeps its value from before the stage."""
+    text = (
+        "%s was not returned from the workers and is unchanged in the main process (%s). To return it, store objects"
+        " that can be pickled and unpickled."
+    )
+    _warn_once(trainer, holder, name, text, reason)
+
+
+def warn_of_share(trainer: Any, holder: Any, name: str) -> None:
+    """Warns once that attribute ``name`` holds only what rank 0 has collected in ``predict``."""
+    text = (
+        "%s has only what rank 0, one of %d ranks, collected in `predict`. Use the return value of"
+        " `predict(return_predictions=True)`, write a file on each rank, or gather the data in the callback"
+        " (`trainer.strategy.all_gather`, `torch.distributed.all_gather_object`)."
+    )
+    _warn_once(trainer, holder, name, text, trainer.num_devices * trainer.num_nodes)
+
+
+def _warn_once(trainer: Any, holder: Any, name: str, text: str, *args: Any) -> None:
+    if not is_of_user(holder, name):
+        return
+    with suppress(TypeError):  # for an unhashable object, the warning is repeated
+        warned = _warned.setdefault(holder, set())
+        if name + text in warned:
+            return
+        warned.add(name + text)
+    log.warning(text, _attribute_text(trainer, holder, name), *args)
+
+
+def _attribute_text(trainer: Any, holder: Any, name: str) -> str:
+    kind, prefix = "object", ""
+    module = trainer.lightning_module
+    if isinstance(holder, Module) and module is not None:
+        prefix = next((path + "." for path, part in module.named_modules() if part is holder and path), "")
+        kind, holder = "LightningModule", module
+    elif isinstance(holder, pl.LightningDataModule):
+        kind = "datamodule"
+    elif isinstance(holder, Logger):
+        kind = "logger"
+    elif isinstance(holder, pl.Callback):
+        kind = "callback"
+    whole = f"the {kind} {type(holder).__name__}"
+    if name:
+        return f"`{prefix}{name}` of {whole}"
+    return f"`{prefix[:-1]}` of {whole}" if prefix else whole[0].upper() + whole[1:]
