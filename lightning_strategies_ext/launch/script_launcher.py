@@ -127,7 +127,7 @@ def _start(launcher: Any) -> None:
     if environment.local_rank() != 0:
         raise RuntimeError(
             f"Local rank {environment.local_rank()} cannot start the other ranks of its host; only local rank 0 can."
-            f" Let `creates_processes_externally` of {type(environment).__name__} be True in the other ranks."
+            f" `creates_processes_externally` of {type(environment).__name__} must be True in the other ranks."
         )
     local_ranks = range(1, launcher.num_processes)
     commands = {rank: launching.hydra_command(rank) or find_command() for rank in local_ranks}

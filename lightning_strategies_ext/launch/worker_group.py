@@ -277,7 +277,7 @@ class WorkerGroup:
             self._finalizer = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_pool": None, "_finalizer": None, "_rng": [], "_kept": MemoryFileCache()}
+        return {**vars(self), "_pool": None, "_finalizer": None, "_rng": [], "_cache": MemoryFileCache()}
 
 
 def _rendezvous_environment(strategy: StrategyWithWorkers) -> dict[str, str]:

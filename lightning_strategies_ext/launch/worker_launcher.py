@@ -1,7 +1,7 @@
 """Launchers of script processes and of workers, for the Trainer and for Fabric.
 
-The launchers reject what cannot work before they start processes, so that the user sees one error and no process has to
-be cleaned up.
+Before they start processes, the launchers reject what cannot work, so that the user sees one error and no process has
+to be cleaned up.
 """
 
 import logging
@@ -43,7 +43,6 @@ class ScriptLauncher(launching.SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Starts the processes unless they run already, and calls ``function`` in this process."""
         strategy = self._strategy
         strategy.check_before_launch(trainer)
         with script_launcher.running_script_processes(self, lambda: strategy.has_joined), announcing_failures(strategy):
@@ -63,7 +62,6 @@ class FabricScriptLauncher(launching.FabricSubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Starts the processes unless they run already, and calls ``function`` in this process."""
         strategy = self._strategy
         with script_launcher.running_script_processes(self, lambda: strategy.has_joined):
             return function(*args, **kwargs)
@@ -98,14 +96,9 @@ class WorkerLauncher(launching.Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Runs ``function`` in each worker.
+        """Runs a stage of ``trainer`` in each worker and transfers the state of the Trainer to this process.
 
-        Args:
-            function: A stage of ``trainer``, or any function without a Trainer.
-            *args: Its positional arguments.
-            trainer: The Trainer, to which the workers' state is transferred; None to run ``function`` like
-                ``DDPSpawnStrategy.spawn``.
-            **kwargs: Its keyword arguments.
+        Without a Trainer, runs any function like ``DDPSpawnStrategy.spawn``.
 
         Returns:
             The value of the function in the first worker; for ``trainer.predict`` the predictions of all workers.
@@ -160,11 +153,8 @@ class WorkerLauncher(launching.Launcher):
                 log.warning("Rank 0 did not stop in time and is killed: the state of this stage is lost.")
         except BaseException as error:
             can_be_saved = trainer.state.fn == TrainerFn.FITTING and isinstance(error, Exception)
-            saved = (
-                self._save_checkpoint_in_worker(trainer)
-                if can_be_saved and not isinstance(error, WorkerDiedError)
-                else None
-            )
+            can_be_saved = can_be_saved and not isinstance(error, WorkerDiedError)
+            saved = self._save_checkpoint_in_worker(trainer) if can_be_saved else None
             self.close()
             if outcome.error is not None:
                 message = "The results of the failed stage could not be transferred to the main process: %s\n%s"
@@ -183,13 +173,11 @@ class WorkerLauncher(launching.Launcher):
         problem = self.workers.pool.save_state(0, path)
         if problem is not None:
             return f"The state of rank 0 is lost, because saving it failed: {problem}"
-        return (
-            f"The state of rank 0 is saved in {path}. Load it with `fit(ckpt_path=...)` or `load_from_checkpoint(...)`."
-        )
+        load = "`fit(ckpt_path=...)` or `load_from_checkpoint(...)`"
+        return f"The state of rank 0 is saved in {path}. Load it with {load}."
 
     @override
     def kill(self, signum: int) -> None:
-        """Sends a signal to the workers."""
         self.workers.signal(signum)
 
     def close(self) -> None:
@@ -219,12 +207,7 @@ class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs ``function`` in each worker.
-
-        Args:
-            function: The function, which joins the process group itself.
-            *args: Its positional arguments.
-            **kwargs: Its keyword arguments.
+        """Runs a function, which joins the process group itself, in each worker.
 
         Returns:
             The value of the function in the first worker, with tensors on the CPU.

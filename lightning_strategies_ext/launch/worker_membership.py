@@ -8,12 +8,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from lightning_strategies_ext.elastic.membership import (
-    Member,
-    Membership,
-    MembershipListener,
-    MembershipServiceError,
-)
+from lightning_strategies_ext.elastic.membership import Member, Membership, MembershipListener, MembershipServiceError
 from lightning_strategies_ext.launch.protocol import JoinedWorld, JoinPending, RankAssignment, ReadyToJoin, WorldMembers
 from lightning_strategies_ext.launch.transport.channel import TaskChannel
 

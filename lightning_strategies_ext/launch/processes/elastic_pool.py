@@ -357,7 +357,7 @@ class _ElasticRun:
             self._send(worker, RankAssignment(rank, len(world), self._number, store))
 
     def _collect_errors(self, error: BaseException) -> BaseException:
-        """Waits for the other workers to fail as well, which shows the first failure; returns its exception."""
+        """Waits for the other workers to fail as well, and returns the exception of the first failure."""
         replies = self._collect_replies(GRACE_S)
         for exit_error in self._exit_errors:  # none from before the newest world, which would not be the cause
             replies.setdefault(exit_error.error_index, exit_error)

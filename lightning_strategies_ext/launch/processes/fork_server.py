@@ -47,10 +47,7 @@ class ForkServer:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
 
     def fork(self, worker: socket.socket) -> int:
-        """Forks a worker and returns its process ID.
-
-        Args:
-            worker: The worker's end of its channel.
+        """Forks a worker with the given end of its channel, and returns its process ID.
 
         Raises:
             RuntimeError: If the server has exited.

@@ -91,7 +91,7 @@ class WorkerPool:
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         self._owner = os.getpid()
         self._reraised_types = reraised_types
-        self._workers: list[Any] = []  # of the starter's class
+        self._workers: list[Worker] = []
         self._busy: set[int] = set()  # local ranks whose reply is missing
         _pools.add(self)
         self._starter = starter
@@ -175,7 +175,7 @@ class WorkerPool:
                     worker.kill()
                 result = worker.receive()
             except (OSError, EOFError):
-                raise worker.death() from None
+                raise worker.exit_error() from None
             if isinstance(result, EndOfResults):
                 return
             if isinstance(result, TaskFailed):
@@ -201,7 +201,7 @@ class WorkerPool:
                 return f"rank {rank} did not write the file within {timeout_s} s"
             reply = worker.receive()
         except (OSError, EOFError):
-            return str(worker.death())
+            return str(worker.exit_error())
         return reply.summary if isinstance(reply, TaskFailed) else None
 
     def replace(self, rank: int) -> Any:
@@ -324,11 +324,7 @@ class WorkerPool:
         return TaskOutcome(interrupt, {rank for rank, reply in replies.items() if _has_results(reply)})
 
     def error_of(self, replies: TaskReplies) -> BaseException:
-        """Returns the exception for the main process to raise.
-
-        Args:
-            replies: Replies of the workers, by local rank; at least one is a failure.
-        """
+        """Returns the exception that the main process raises after the given replies, by local rank."""
         exits = [reply for reply in replies.values() if isinstance(reply, WorkerDiedError)]
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, TaskFailed)}
         # A rank that a failure monitor has terminated or killed is not the cause, if another cause is known.

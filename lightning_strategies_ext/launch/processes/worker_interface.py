@@ -61,25 +61,14 @@ class Worker(Protocol):
         """
 
     def submit(self, order: RunTask, task: Any) -> None:
-        """Sends a task for the worker to run.
-
-        Args:
-            order: Message that precedes the task.
-            task: The task, a :class:`SentTask`; None for the task that the worker has inherited in a fork.
+        """Sends the request to run a task, and the task, a :class:`SentTask`; None if the worker has inherited it.
 
         Raises:
             OSError: If the worker has exited.
         """
 
     def poll(self, timeout_s: float | None) -> bool:
-        """Waits until :meth:`receive` has a message, or the worker has exited.
-
-        Args:
-            timeout_s: Maximum time to wait, in seconds; None for no limit.
-
-        Returns:
-            False if neither happened in time.
-        """
+        """Waits until a message has arrived or the worker has exited; returns False if neither happens in time."""
 
     def receive(self) -> Any:
         """Waits for a message and returns it.
@@ -89,11 +78,9 @@ class Worker(Protocol):
         """
 
     def next_reply(self) -> Any:
-        """Returns the next reply to a task.
+        """Returns the reply to a task, the :meth:`exit_error` if the worker has exited without one, or None for now.
 
-        Returns:
-            The reply, in an elastic task also a :class:`.ReadyToJoin` or :class:`.JoinedWorld`; the :meth:`exit_error`
-            if the worker has exited without a reply; None if neither has happened yet.
+        The replies of an elastic task include :class:`.ReadyToJoin` and :class:`.JoinedWorld`.
         """
 
     def notify_peer_loss(self, world: int) -> None:

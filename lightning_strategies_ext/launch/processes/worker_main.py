@@ -52,14 +52,7 @@ class WorkerTask(Protocol):
     """A task for workers. The main process pickles it."""
 
     def run(self, state: "WorkerState", message: ReceivedMessage) -> Iterator[Any]:
-        """Runs the task.
-
-        Args:
-            state: State of this worker.
-            message: Message in which the task arrived.
-
-        Returns:
-            Results that the main process may pull, in order.
+        """Runs the task that arrived in ``message``; returns the results that the main process may pull, in order.
 
         Raises:
             TaskFailedError: If the task fails.

@@ -145,7 +145,7 @@ class WorkerProcess(Worker):
 
     @override
     def notify_peer_loss(self, world: int) -> None:
-        """A no-op: the kernel reports the exit of a process to all processes of its host that wait for it."""
+        """A no-op: the kernel reports the exit of a process to the other processes of its host."""
 
     @override
     def ping(self) -> None:
