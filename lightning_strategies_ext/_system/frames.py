@@ -6,6 +6,7 @@ from collections.abc import Iterator
 #: Largest length of a frame. A longer one means that the other end does not follow the protocol.
 MAX_NUM_BYTES = 64 << 20
 _HEADER = struct.Struct("!BI")
+HEADER_NUM_BYTES = _HEADER.size
 
 
 class FrameTooLongError(ValueError):
@@ -40,14 +41,27 @@ class FrameDecoder:
         """
         self._received += data
         while len(self._received) >= _HEADER.size:
-            kind, length = _HEADER.unpack_from(self._received)
-            _check_length(length)
+            kind, length = decode_header(bytes(self._received[: _HEADER.size]))
             end = _HEADER.size + length
             if len(self._received) < end:
                 return
             contents = bytes(self._received[_HEADER.size : end])
             del self._received[:end]
             yield kind, contents
+
+
+def decode_header(header: bytes) -> tuple[int, int]:
+    """Returns the kind of a frame, and the length of its contents, which follow the header.
+
+    Args:
+        header: The first :data:`HEADER_NUM_BYTES` bytes of the frame.
+
+    Raises:
+        FrameTooLongError: If the length is more than :data:`MAX_NUM_BYTES`.
+    """
+    kind, length = _HEADER.unpack(header)
+    _check_length(length)
+    return kind, length
 
 
 def _check_length(length: int) -> None:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_strategies_ext.launch.transport.channel import Channel, PreparedMessage
+from lightning_strategies_ext._system.frames import FrameTooLongError
+from lightning_strategies_ext.launch.transport import memory_files
+from lightning_strategies_ext.launch.transport.channel import Channel, PreparedMessage, ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFile, ReceivedBuffers
 from lightning_strategies_ext.launch.transport.pickling import SharedObjects, dump
 
@@ -204,3 +206,39 @@ def test_a_temporary_file_is_used_if_memory_is_full(monkeypatch, tmp_path):
     file.close()
     file.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def received_with_buffers(obj: Any) -> tuple[ReceivedMessage, Any]:
+    """Returns an object as a worker receives it over a channel, with its message."""
+    ours, theirs = map(Channel, socket.socketpair())
+    prepared = PreparedMessage(dump(obj))
+    prepared.send(ours)
+    message = theirs.receive_message(private=True)
+    for end in (prepared, ours, theirs):
+        end.close()
+    return message, message.open()
+
+
+def test_a_tensor_of_a_part_of_an_uneven_storage_is_compared() -> None:
+    message, received = received_with_buffers([torch.arange(10, dtype=torch.uint8)])
+    part = received[0][:8].view(torch.float32)
+    assert ReceivedBuffers(message.parts).is_unchanged(part)
+    part[0] += 1
+    assert not ReceivedBuffers(message.parts).is_unchanged(part)
+
+
+def test_a_message_that_announces_too_much_is_refused() -> None:
+    ours, theirs = map(Channel, socket.socketpair())
+    ours.socket.sendall(b"\0\xff\xff\xff\xff")
+    with pytest.raises(FrameTooLongError, match="longer than the maximum"):
+        theirs.receive()
+    ours.close()
+    theirs.close()
+
+
+def test_a_message_that_does_not_fit_into_the_free_memory_goes_through_a_file(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(memory_files, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(memory_files, "_has_logged_fallback", False)
+    (tensor,) = received_with_buffers([torch.arange(1 << 24)])[1]
+    assert torch.equal(tensor, torch.arange(1 << 24))
+    assert "bytes are needed, and 1,048,576 are free" in caplog.text

@@ -4,23 +4,21 @@ import hmac
 import os
 import pickle
 import socket
-import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
 from lightning_strategies_ext import DDPRayStrategy
-from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.elastic.membership import Member
+from lightning_strategies_ext._system.frames import FrameDecoder
 from lightning_strategies_ext.launch.processes.process_settings import RngState
-from lightning_strategies_ext.launch.protocol import JoinedWorld, JoinPending, RankAssignment, ReadyToJoin, WorldMembers
-from lightning_strategies_ext.launch.ray import cluster, control_messages, worker_link
+from lightning_strategies_ext.launch.protocol import SendSignal, decode
+from lightning_strategies_ext.launch.ray import cluster, worker_link
 from lightning_strategies_ext.launch.ray.remote_settings import RemoteProcessSettings
 from lightning_strategies_ext.launch.ray.resource_demand import ResourceDemand
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
+from tests.launch.link_connections import NUMBER, connect, wait_for
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_script, start_script
 from tests.support.ray_clusters import needs_ray
@@ -69,23 +67,6 @@ def test_a_demand_that_does_not_fit_is_rejected_with_the_numbers(demand, num_wor
         demand.check_fits(num_workers, hosts, "it")
 
 
-def test_messages_of_a_running_task_survive_encoding_and_others_are_rejected():
-    members = [Member(Peer(rank, "host", 7, 0.5, "name", ("10.0.0.1",)), fit=1, batches=4) for rank in range(2)]
-    messages = [
-        ReadyToJoin(),
-        ReadyToJoin("lost"),
-        JoinedWorld(members[0]),
-        RankAssignment(1, 2, 3, ("10.0.0.1", 80)),
-        RankAssignment(None),
-        WorldMembers(members),
-        WorldMembers(None),
-    ]
-    assert [control_messages.decode(control_messages.encode(message)) for message in messages] == messages
-    assert isinstance(control_messages.decode(control_messages.encode(JoinPending())), JoinPending)
-    with pytest.raises(ValueError, match="unknown control message"):
-        control_messages.decode(b'["RunTask", {}]')
-
-
 WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None
@@ -128,9 +109,6 @@ def test_the_secret_of_a_job_is_sent_unless_it_is_denied(monkeypatch, names, is_
 # --- links of workers ---
 
 
-NUMBER = struct.Struct("!I")
-
-
 @contextmanager
 def link_server(*numbers: int) -> Iterator[tuple[LinkServer, dict[int, WorkerLink]]]:
     server = LinkServer("127.0.0.1")
@@ -138,22 +116,6 @@ def link_server(*numbers: int) -> Iterator[tuple[LinkServer, dict[int, WorkerLin
         yield server, {number: server.expect(number, lambda: None) for number in numbers}
     finally:
         server.close()
-
-
-def connect(server: LinkServer, number: int, secret: bytes | None = None) -> socket.socket:
-    """Connects as a worker does, with a proof that it has the secret."""
-    connection = socket.create_connection(server.address)
-    challenge = connection.recv(32, socket.MSG_WAITALL)
-    key = server.secret if secret is None else secret
-    connection.sendall(hmac.digest(key, challenge + NUMBER.pack(number), "sha256") + NUMBER.pack(number))
-    return connection
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_unauthenticated_connections_delay_no_worker():
@@ -189,8 +151,9 @@ def test_a_second_connection_does_not_replace_a_worker():
         wait_for(lambda: links[1].is_connected)
         with connect(server, 1) as second:
             assert second.recv(1) == b""
-        links[1].signal(12)
-        assert worker.recv(6, socket.MSG_WAITALL)[-1] == 12
+        links[1].send(SendSignal(12))
+        (frame,) = FrameDecoder().decode(worker.recv(1 << 16))
+        assert decode(*frame) == SendSignal(12)
         assert not links[1].closed.is_set()
 
 

@@ -7,10 +7,10 @@ Limitations: only one thread at a time may use each endpoint.
 
 import pickle
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from lightning_strategies_ext._system.frames import HEADER_NUM_BYTES, decode_header, encode_frame
 from lightning_strategies_ext.launch.transport.memory_files import (
     MAX_DESCRIPTORS,
     MappedFile,
@@ -22,8 +22,6 @@ from lightning_strategies_ext.launch.transport.shared_objects import Descriptor,
 
 #: Maximum size in bytes of a message without tensors that is sent through the socket itself.
 MAX_INLINE_BYTES = 1 << 16
-#: Size in bytes of the data that follows in the socket, number of memory files with it, number of descriptors after it.
-_HEADER = struct.Struct("!QBI")
 
 
 class TaskChannel(Protocol):
@@ -80,9 +78,10 @@ class PreparedMessage:
         Raises:
             OSError: If the other process has closed the channel or exited.
         """
-        header = _HEADER.pack(len(self._inline), len(self._files), len(self._fds))
-        sent = socket.send_fds(channel.socket, [header], [file.fd for file in self._files])
-        channel.socket.sendall(header[sent:] + self._inline)
+        # The kind of the frame is the number of memory files, whose descriptors are sent with its first bytes.
+        frame = encode_frame(self._inline, kind=len(self._files))
+        sent = socket.send_fds(channel.socket, [frame[:HEADER_NUM_BYTES]], [file.fd for file in self._files])
+        channel.socket.sendall(frame[sent:])
         for start in range(0, len(self._fds), MAX_DESCRIPTORS):
             socket.send_fds(channel.socket, [b"d"], self._fds[start : start + MAX_DESCRIPTORS])
 
@@ -154,15 +153,17 @@ class Channel:
 
         Raises:
             EOFError: If the other process has closed the channel or exited.
+            RuntimeError: If this process cannot open the memory files.
         """
-        header, fds, _, _ = socket.recv_fds(self.socket, _HEADER.size, MAX_DESCRIPTORS)
-        header += self._receive_exactly(_HEADER.size - len(header))
-        size, num_files, num_descriptors = _HEADER.unpack(header)
-        inline = self._receive_exactly(size)
+        header, fds, flags, _ = socket.recv_fds(self.socket, HEADER_NUM_BYTES, MAX_DESCRIPTORS)
+        if flags & socket.MSG_CTRUNC:
+            raise RuntimeError("The memory of a message cannot be opened. Raise the limit of open files (`ulimit -n`).")
+        num_files, length = decode_header(header + self._receive_exactly(HEADER_NUM_BYTES - len(header)))
+        inline = self._receive_exactly(length)
         if not num_files:
             return ReceivedMessage(Pickled(inline))
         spans, file_indices, names = pickle.loads(inline)
-        descriptors = iter(self._receive_descriptors(num_descriptors))
+        descriptors = iter(self._receive_descriptors(sum(name is None for name in names.values())))
         received = {number: next(descriptors) if name is None else name for number, name in names.items()}
         files = [MemoryFile(fd, own_spans) for fd, own_spans in zip(fds, spans, strict=True)]
         parts = [(file, file.map(private=private)) for file in files]

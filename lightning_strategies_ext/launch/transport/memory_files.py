@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_strategies_ext._system.memory import free_memory
+
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
@@ -26,6 +28,8 @@ _MAX_WRITE_BYTES = 1 << 30  # Linux writes at most 2 GiB per call
 _WINDOW_BYTES = 1 << 26
 _READ_AHEAD = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 _MIN_CACHED_BYTES = 1 << 20
+#: Size from which the free memory is checked first, in bytes; a check takes some 0.1 ms.
+_MIN_CHECKED_BYTES = 1 << 26
 #: Maximum number of descriptors that are sent with a message; that of Linux is 253.
 MAX_DESCRIPTORS = 128
 _has_logged_fallback = False
@@ -55,11 +59,14 @@ class MemoryFile:
     def write(cls, buffers: Sequence[Any]) -> "MemoryFile":
         """Writes buffers one after the other to a new memory file, each of them once.
 
+        A file that does not fit into the free memory is a temporary file, because the kernel kills a process that
+        exceeds it.
+
         Raises:
             OSError: If there is not enough space, neither in memory nor for a temporary file.
         """
         try:
-            return cls._write_to(_create_memory(), buffers)
+            return cls._write_to(_create_memory(sum(memoryview(buffer).nbytes for buffer in buffers)), buffers)
         except OSError as error:
             _log_fallback_once(error)
             with tempfile.TemporaryFile() as file:
@@ -193,7 +200,8 @@ class ReceivedBuffers:
         found = self._find_buffer(storage.data_ptr(), storage.nbytes())
         if found is None:
             return False
-        original = found.original(storage.data_ptr(), storage.nbytes()).view(tensor.dtype)
+        num_bytes = storage.nbytes() // tensor.itemsize * tensor.itemsize
+        original = found.original(storage.data_ptr(), num_bytes).view(tensor.dtype)
         return torch.equal(tensor, original.as_strided(tensor.shape, tensor.stride(), _offset(original, tensor)))
 
     def is_unchanged_memory(self, address: int, num_bytes: int) -> bool:
@@ -231,9 +239,11 @@ def _offset(original: Tensor, tensor: Tensor) -> int:
     return int(original.storage_offset() + tensor.storage_offset())
 
 
-def _create_memory() -> int:
+def _create_memory(num_bytes: int) -> int:
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    if num_bytes >= _MIN_CHECKED_BYTES and num_bytes > (free := free_memory()):
+        raise OSError(errno.ENOMEM, f"{num_bytes:,} bytes are needed, and {free:,} are free")
     return os.memfd_create("lightning-strategies-ext", os.MFD_CLOEXEC)
 
 
