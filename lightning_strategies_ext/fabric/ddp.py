@@ -155,7 +155,16 @@ class DDPStrategy(Registered, SavesWholeCheckpoints, ForwardedCollectives, EndsT
         if self._start_method == "popen":
             self._launcher = FabricScriptLauncher(self)
         else:
-            self._launcher = FabricWorkerLauncher(self, self._start_method)
+            self._launcher = FabricWorkerLauncher(self, self._start_method, preloaded=__name__)
+
+    #: Workers stay for the next ``launch``.
+    keep_workers = True
+
+    @property
+    def process_group_settings(self) -> tuple[Any, ...]:
+        """Settings by which two strategies are equal if their ranks would have the same process group."""
+        settings = self._process_group_backend, self._timeout, self._process_group_options
+        return *settings, self.num_nodes, self.parallel_devices
 
     @override
     def _setup_distributed(self) -> None:

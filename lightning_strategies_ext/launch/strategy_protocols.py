@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from lightning.fabric.plugins import CheckpointIO
 
+from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.protocol import WorkerContext
 
 
@@ -27,8 +28,8 @@ def announcing_failures(strategy: Any) -> Generator[None, None, None]:
         raise explained from exception
 
 
-class StrategyWithWorkers(Protocol):
-    """A strategy that has workers."""
+class StrategyWithRanks(Protocol):
+    """A strategy that has ranks."""
 
     cluster_environment: Any  # a ClusterEnvironment; None until the Trainer or Fabric has chosen one
 
@@ -41,7 +42,19 @@ class StrategyWithWorkers(Protocol):
         """Number of hosts."""
 
 
-class LaunchableStrategy(StrategyWithWorkers, Protocol):
+class StrategyWithWorkers(StrategyWithRanks, Protocol):
+    """A strategy whose ranks are workers."""
+
+    @property
+    def keep_workers(self) -> bool:
+        """Whether workers stay for the next stage."""
+
+    @property
+    def process_group_settings(self) -> tuple[Any, ...]:
+        """Settings by which two strategies are equal if their ranks would have the same process group."""
+
+
+class LaunchableStrategy(StrategyWithRanks, Protocol):
     """A strategy of the Trainer."""
 
     optimizers: list[Any]
@@ -62,11 +75,18 @@ class LaunchableStrategy(StrategyWithWorkers, Protocol):
         """Returns the exception that the user should see."""
 
 
-class StageStrategy(LaunchableStrategy, Protocol):
+class StageStrategy(LaunchableStrategy, StrategyWithWorkers, Protocol):
     """A strategy of the Trainer whose stages run in workers."""
+
+    @property
+    def restart_policy(self) -> RestartPolicy | None:
+        """What may happen to the workers of ``fit`` before it fails; None if all workers have to finish it."""
 
     def wrap_stage(self, trainer: Any) -> AbstractContextManager[None]:
         """Returns the context in which the main process runs a stage."""
+
+    def post_dispatch(self, trainer: Any) -> None:
+        """Called in the main process after a stage, when its results have been applied."""
 
 
 class InWorkerStrategy(LaunchableStrategy, Protocol):

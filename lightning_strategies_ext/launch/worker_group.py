@@ -154,7 +154,7 @@ class WorkerGroup:
 
     def close_unless_kept(self) -> None:
         """Shuts the workers down after a task, unless the strategy keeps them."""
-        if self._must_close or not getattr(self._strategy, "keep_workers", True):
+        if self._must_close or not self._strategy.keep_workers:
             self.close()
 
     def call(
@@ -266,9 +266,9 @@ class WorkerGroup:
     @property
     def _reuse_key(self) -> tuple[Any, ...]:
         """Key by which two strategies are equal if their workers would have the same process group."""
-        names = ("_process_group_backend", "_timeout", "_process_group_options", "num_nodes", "parallel_devices")
-        group = [getattr(self._strategy, name, None) for name in names]
-        return self._starter.reuse_key, self._strategy.num_processes, type(self._strategy.cluster_environment), *group
+        strategy = self._strategy
+        environment = type(strategy.cluster_environment)
+        return self._starter.reuse_key, strategy.num_processes, environment, strategy.process_group_settings
 
     def _detach_pool(self) -> None:
         self._pool = None

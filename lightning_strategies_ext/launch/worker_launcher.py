@@ -119,8 +119,7 @@ class WorkerLauncher(launching.Launcher):
         with self.workers.in_use(), self._strategy.wrap_stage(trainer):
             value = self._run(StageTask(trainer, function, args, kwargs))
         self.workers.close_unless_kept()
-        if hasattr(self._strategy, "post_dispatch"):
-            self._strategy.post_dispatch(trainer)
+        self._strategy.post_dispatch(trainer)
         return value
 
     def _run(self, task: StageTask) -> Any:
@@ -191,14 +190,15 @@ class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
     Args:
         strategy: The strategy.
         start_method: Start method of the workers, see :class:`.ProcessStarter`.
+        preloaded: Module that the fork server imports, see :class:`.ProcessStarter`.
 
     Attributes:
         workers: Group of the workers, which stay for the next launch.
     """
 
-    def __init__(self, strategy: Any, start_method: WorkerStartMethod) -> None:
+    def __init__(self, strategy: Any, start_method: WorkerStartMethod, preloaded: str) -> None:
         super().__init__(strategy, start_method)
-        self.workers = WorkerGroup(strategy, ProcessStarter(start_method))
+        self.workers = WorkerGroup(strategy, ProcessStarter(start_method, preloaded))
 
     @property
     @override

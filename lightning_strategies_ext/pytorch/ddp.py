@@ -45,6 +45,7 @@ from lightning_strategies_ext.arguments import (
     check_start_method_here,
 )
 from lightning_strategies_ext.collectives.same_model import check_is_same
+from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
 from lightning_strategies_ext.launch.protocol import WorkerContext, WorkerRankInfo
@@ -259,11 +260,25 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         self.num_nodes = seat.num_nodes
         self.cluster_environment = RayEnvironment(seat)
 
+    #: Whether workers stay for the next stage.
+    keep_workers = True
+    #: What may happen to the workers of ``fit`` before it fails; None if all workers have to finish it.
+    restart_policy: RestartPolicy | None = None
+
+    @property
+    def process_group_settings(self) -> tuple[Any, ...]:
+        """Settings by which two strategies are equal if their ranks would have the same process group."""
+        settings = self._process_group_backend, self._timeout, self._process_group_options
+        return *settings, self.num_nodes, self.parallel_devices
+
+    def post_dispatch(self, trainer: "pl.Trainer") -> None:
+        """Called in the main process after a stage in workers, when its results are applied. A no-op."""
+
     def _make_starter(self) -> WorkerStarter:
         """What starts workers, if there are any."""
         assert self._start_method != "popen"
         check_start_method_here(self._start_method)
-        return ProcessStarter(self._start_method)
+        return ProcessStarter(self._start_method, preloaded=__name__)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
         """Refuses, before processes start, a ``fit`` that cannot work.

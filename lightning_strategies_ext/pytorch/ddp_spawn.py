@@ -234,9 +234,6 @@ class DDPSpawnStrategy(DDPStrategy):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "states_of_loaders": []}
 
-    def post_dispatch(self, trainer: "pl.Trainer") -> None:
-        """Called in the main process when a stage has ended and its results are there. Does nothing by itself."""
-
 
 class DDPSpawnPlugin(DDPSpawnStrategy):
     """:class:`DDPSpawnStrategy` with the arguments of Lightning 1.5's class of this name, in their order.

@@ -77,6 +77,8 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
 
     strategy_name = "ddp_spawn_elastic_ext"
 
+    restart_policy: RestartPolicy
+
     def __init__(
         self,
         *args: Any,

@@ -20,12 +20,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-from lightning_strategies_ext import names
 from lightning_strategies_ext._system import peers
 from lightning_strategies_ext.interpreters import current_options, python_module
-
-#: Module of this package that imports all that workers run. The server imports its variant for the Lightning in use.
-_PRELOADED = "lightning_strategies_ext.pytorch.ddp_spawn"
 
 _REPLY = struct.Struct("!i")
 _lock = threading.Lock()
@@ -33,13 +29,16 @@ _server: "ForkServer | None" = None
 
 
 class ForkServer:
-    """The fork server, as the main process controls it."""
+    """The fork server, as the main process controls it.
 
-    def __init__(self) -> None:
+    Args:
+        preloaded: Module that the server imports before it forks.
+    """
+
+    def __init__(self, preloaded: str) -> None:
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
-            preloaded = names.in_use().path(_PRELOADED)
             arguments = str(theirs.fileno()), str(os.getpid()), preloaded
             command = python_module(__name__, *arguments, options=current_options())
             self._pid = os.getpid()
@@ -97,12 +96,12 @@ class ForkServer:
             self.process.wait()
 
 
-def get() -> ForkServer:
-    """Returns the server of this process; starts it if necessary."""
+def get(preloaded: str) -> ForkServer:
+    """Returns the server of this process; starts it if necessary, and has it import a module then."""
     global _server
     with _lock:
         if _server is None or not _server.is_usable:
-            _server = ForkServer()
+            _server = ForkServer(preloaded)
         return _server
 
 

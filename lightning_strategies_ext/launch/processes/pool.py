@@ -22,7 +22,13 @@ from lightning_strategies_ext.exceptions import WorkerDiedError, WorkerRaisedErr
 from lightning_strategies_ext.failure.process_exit import MONITOR_EXIT_CODE
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState
-from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, SentTask, Worker, WorkerStarter
+from lightning_strategies_ext.launch.processes.worker_interface import (
+    EXIT_TIMEOUT_S,
+    SentTask,
+    Worker,
+    WorkerStarter,
+    WorkerState,
+)
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
 from lightning_strategies_ext.launch.protocol import (
     EndOfResults,
@@ -92,7 +98,6 @@ class WorkerPool:
         self._owner = os.getpid()
         self._reraised_types = reraised_types
         self._workers: list[Worker] = []
-        self._busy: set[int] = set()  # local ranks whose reply is missing
         _pools.add(self)
         self._starter = starter
         self._inherited_task = inherited_task
@@ -110,7 +115,7 @@ class WorkerPool:
             return False
         for worker in self._workers:
             worker.ping()
-        return all(worker.is_responsive() for worker in self._workers)
+        return all(worker.state is WorkerState.IDLE and worker.is_responsive() for worker in self._workers)
 
     @property
     def workers(self) -> list[Any]:
@@ -140,7 +145,6 @@ class WorkerPool:
         def has_failed() -> bool:
             return any(not isinstance(reply, TaskDone) for reply in replies.values())
 
-        self._busy = {worker.rank for worker in self._workers}
         try:
             with self.forwarding_sigterm():
                 for worker, own in zip(self._workers, settings, strict=True):
@@ -234,7 +238,7 @@ class WorkerPool:
         _pools.discard(self)
         self._at_exit.cancel()
         for worker in workers:
-            if worker.rank in self._busy:
+            if worker.state is WorkerState.RUNNING:
                 worker.kill()
             with suppress(OSError):
                 worker.send(Shutdown())
@@ -300,7 +304,6 @@ class WorkerPool:
                 reply = worker.next_reply()
                 if reply is not None:
                     replies[worker.rank] = reply
-                    self._busy.discard(worker.rank)
 
     def _collect_failures(self, replies: TaskReplies) -> None:
         """Waits for the other ranks to fail as well, which shows the first failure; kills those that do not."""

@@ -4,17 +4,53 @@
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, Protocol
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
-from lightning_strategies_ext.launch.protocol import RunTask
+from lightning_strategies_ext.launch.protocol import RunTask, TaskDone, TaskFailed
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects
 
 #: Seconds that a worker has to exit.
 EXIT_TIMEOUT_S = 3.0
+
+
+class WorkerState(Enum):
+    """State of a worker, local, forked, elastic, or on Ray. Only starting and connecting differ between them.
+
+    ========  ====================================================  =======================
+    state     entered when                                          next states
+    ========  ====================================================  =======================
+    STARTING  its process is started                                IDLE, FAILED, EXITED
+    IDLE      it has been set up, or has replied ``TaskDone``       RUNNING, EXITED
+    RUNNING   a task is submitted                                   IDLE, FAILED, EXITED
+    FAILED    it has replied ``TaskFailed``; results may be pulled  EXITED
+    EXITED    its exit is detected, or it is closed
+    ========  ====================================================  =======================
+    """
+
+    STARTING = "starting"
+    IDLE = "idle"
+    RUNNING = "running"
+    FAILED = "failed"
+    EXITED = "exited"
+
+
+_NEXT_STATES = {
+    WorkerState.STARTING: {WorkerState.IDLE, WorkerState.FAILED, WorkerState.EXITED},
+    WorkerState.IDLE: {WorkerState.RUNNING, WorkerState.EXITED},
+    WorkerState.RUNNING: {WorkerState.IDLE, WorkerState.FAILED, WorkerState.EXITED},
+    WorkerState.FAILED: {WorkerState.EXITED},
+    WorkerState.EXITED: set(),
+}
+_STATES_AFTER_REPLIES = {
+    TaskDone: WorkerState.IDLE,
+    TaskFailed: WorkerState.FAILED,
+    WorkerDiedError: WorkerState.EXITED,
+}
 
 
 class SentTask(Protocol):
@@ -29,9 +65,21 @@ class Worker(Protocol):
 
     Attributes:
         rank: Index of the worker in its pool.
+        state: State of the worker.
     """
 
     rank: int
+    state: WorkerState = WorkerState.STARTING
+
+    def enter(self, state: WorkerState) -> None:
+        """Changes the state. The same state again is a no-op.
+
+        Raises:
+            RuntimeError: If no worker in the current state can enter the new one.
+        """
+        if state is not self.state and state not in _NEXT_STATES[self.state]:
+            raise RuntimeError(f"worker {self.rank} is {self.state.value} and cannot become {state.value}")
+        self.state = state
 
     @property
     def pid(self) -> int:
@@ -66,6 +114,12 @@ class Worker(Protocol):
         Raises:
             OSError: If the worker has exited.
         """
+        if self.state is not WorkerState.STARTING:
+            self.enter(WorkerState.RUNNING)
+        self._submit(order, task)
+
+    def _submit(self, order: RunTask, task: Any) -> None:
+        """Sends a task, or keeps it until the worker has started."""
 
     def poll(self, timeout_s: float | None) -> bool:
         """Waits until a message has arrived or the worker has exited; returns False if neither happens in time."""
@@ -82,6 +136,14 @@ class Worker(Protocol):
 
         The replies of an elastic task include :class:`.ReadyToJoin` and :class:`.JoinedWorld`.
         """
+        reply = self._next_reply()
+        state = _STATES_AFTER_REPLIES.get(type(reply))
+        if state is not None:
+            self.enter(state)
+        return reply
+
+    def _next_reply(self) -> Any:
+        """Returns what :meth:`next_reply` returns."""
 
     def notify_peer_loss(self, world: int) -> None:
         """Notifies the worker that another worker of its world has exited, if its kernel may not detect that.

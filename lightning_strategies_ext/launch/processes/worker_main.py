@@ -51,7 +51,7 @@ _is_importing_main = False
 class WorkerTask(Protocol):
     """A task for workers. The main process pickles it."""
 
-    def run(self, state: "WorkerState", message: ReceivedMessage) -> Iterator[Any]:
+    def run(self, state: "WorkerSession", message: ReceivedMessage) -> Iterator[Any]:
         """Runs the task that arrived in ``message``; returns the results that the main process may pull, in order.
 
         Raises:
@@ -73,7 +73,7 @@ class TaskFailedError(Exception):
         self.results = results
 
 
-class WorkerState:
+class WorkerSession:
     """Identity of a worker, and the state that it keeps between tasks.
 
     Attributes:
@@ -138,7 +138,7 @@ def isolated_exit_handlers() -> Generator[None, None, None]:
 
 def _serve(channel: Channel, inherited_task: WorkerTask | None) -> None:
     start: WorkerSetup = channel.receive()
-    service = WorkerService(WorkerState(start, channel), inherited_task)
+    service = WorkerService(WorkerSession(start, channel), inherited_task)
     failure = service.set_up(start)
     if failure is not None:
         channel.send(failure)
@@ -162,7 +162,7 @@ class WorkerService:
         is_finished: Whether the worker can handle no more messages.
     """
 
-    def __init__(self, state: WorkerState, inherited_task: WorkerTask | None = None) -> None:
+    def __init__(self, state: WorkerSession, inherited_task: WorkerTask | None = None) -> None:
         self.is_finished = False
         self._state = state
         self._inherited_task = inherited_task
@@ -238,7 +238,7 @@ class WorkerService:
         self._inherited_task = None
 
 
-def _save(path: str, state: WorkerState) -> StateSaved | TaskFailed:
+def _save(path: str, state: WorkerSession) -> StateSaved | TaskFailed:
     try:
         if state.save is None:
             raise RuntimeError("this worker has no state to save, because its last task was no stage of a Trainer")
@@ -249,7 +249,7 @@ def _save(path: str, state: WorkerState) -> StateSaved | TaskFailed:
 
 
 def _run(
-    order: RunTask, message: ReceivedMessage, inherited_task: WorkerTask | None, state: WorkerState
+    order: RunTask, message: ReceivedMessage, inherited_task: WorkerTask | None, state: WorkerSession
 ) -> Iterator[Any]:
     order.settings.apply()
     state.is_continuation = order.is_continuation
@@ -300,7 +300,7 @@ def imports_main(preparation: Mapping[str, Any]) -> bool:
     return MAIN_NAME in preparation or MAIN_PATH in preparation
 
 
-def _handle_interrupt(state: WorkerState) -> None:
+def _handle_interrupt(state: WorkerSession) -> None:
     if not state.is_running:
         return
     if state.on_interrupt is None:

@@ -20,7 +20,12 @@ from lightning_strategies_ext._system.peers import is_running, kill_with_forked_
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes import fork_server
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, is_interactive
-from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, Worker, WorkerStarter
+from lightning_strategies_ext.launch.processes.worker_interface import (
+    EXIT_TIMEOUT_S,
+    Worker,
+    WorkerStarter,
+    WorkerState,
+)
 from lightning_strategies_ext.launch.processes.worker_main import (
     MAIN_NAME,
     MAIN_PATH,
@@ -50,14 +55,18 @@ class WorkerProcess(Worker):
     Args:
         rank: Local rank of the worker.
         start_method: Start method, see :class:`ProcessStarter`.
+        preloaded: Module that the fork server imports, see :class:`ProcessStarter`.
         inherited_task: Task that the worker inherits in a fork.
 
     Attributes:
         channel: Channel to the worker.
     """
 
-    def __init__(self, rank: int, start_method: WorkerStartMethod, inherited_task: WorkerTask | None) -> None:
+    def __init__(
+        self, rank: int, start_method: WorkerStartMethod, preloaded: str, inherited_task: WorkerTask | None
+    ) -> None:
         self.rank = rank
+        self._preloaded = preloaded
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
         with theirs:
@@ -88,7 +97,7 @@ class WorkerProcess(Worker):
     def _fork_from_server(
         self, theirs: socket.socket, inherited_task: WorkerTask | None
     ) -> tuple[int, Callable[[], int | None]]:
-        server = fork_server.get()
+        server = fork_server.get(self._preloaded)
         pid = server.fork(theirs)
         return pid, lambda: server.exit_code(pid)
 
@@ -122,7 +131,7 @@ class WorkerProcess(Worker):
         self.channel.send(message)
 
     @override
-    def submit(self, order: RunTask, task: PreparedMessage | None) -> None:
+    def _submit(self, order: RunTask, task: PreparedMessage | None) -> None:
         self.channel.send(order)
         if task is not None:
             task.send(self.channel)
@@ -136,7 +145,7 @@ class WorkerProcess(Worker):
         return self.channel.receive()
 
     @override
-    def next_reply(self) -> Any:
+    def _next_reply(self) -> Any:
         has_exited = not self.is_alive()  # checked first: the worker may reply and then exit
         if wait([self.channel.socket], 0):
             with suppress(EOFError, OSError):
@@ -207,6 +216,7 @@ class WorkerProcess(Worker):
 
     @override
     def close(self) -> None:
+        self.enter(WorkerState.EXITED)
         self._exit_code()  # reaps the process
         with suppress(OSError):
             self.channel.socket.shutdown(socket.SHUT_RDWR)
@@ -222,14 +232,16 @@ class ProcessStarter(WorkerStarter):
     Args:
         start_method: "spawn" starts a new interpreter for each worker, "fork" forks this process, "forkserver" forks a
             process that has imported torch and Lightning.
+        preloaded: Module that imports all that workers run. The fork server imports it before it forks.
     """
 
     settings_class = ProcessSettings
     address = None if host_store.is_available() else "127.0.0.1"
     closes_through_library = False
 
-    def __init__(self, start_method: WorkerStartMethod) -> None:
+    def __init__(self, start_method: WorkerStartMethod, preloaded: str) -> None:
         self._start_method: WorkerStartMethod = start_method
+        self._preloaded = preloaded
         self.name = f"start_method={start_method!r}"
         self.forks = start_method == "fork"
 
@@ -264,7 +276,7 @@ class ProcessStarter(WorkerStarter):
 
     @override
     def start(self, rank: int, num_workers: int, inherited_task: WorkerTask | None) -> WorkerProcess:
-        return WorkerProcess(rank, self._start_method, inherited_task)
+        return WorkerProcess(rank, self._start_method, self._preloaded, inherited_task)
 
     @override
     def prepare(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
@@ -272,6 +284,7 @@ class ProcessStarter(WorkerStarter):
         for worker in workers:
             with suppress(OSError):  # it has exited: `next_reply` returns the reason
                 worker.send(WorkerSetup(worker.rank, preparation))
+            worker.enter(WorkerState.IDLE)  # the socket keeps messages until the worker reads them
         return list(workers)
 
     @override

@@ -12,7 +12,7 @@ import psutil
 import ray
 
 from lightning_strategies_ext._system.connections import release_ports, reserve_port
-from lightning_strategies_ext.launch.processes.worker_main import WorkerService, WorkerState
+from lightning_strategies_ext.launch.processes.worker_main import WorkerService, WorkerSession
 from lightning_strategies_ext.launch.protocol import RunTask, TaskFailed, TensorChunk, WorkerHostInfo, WorkerSetup
 from lightning_strategies_ext.launch.ray.payloads import ActorReply, RayPayload
 from lightning_strategies_ext.launch.ray.worker_link import MainLink
@@ -56,7 +56,7 @@ class WorkerActor:
         if info is None or info.rank > 0 or info.num_nodes == 1:  # this rank serves no store at the port
             release_ports()
         _restore_signal_handling()
-        self._service = WorkerService(WorkerState(start, self._link.channel))
+        self._service = WorkerService(WorkerSession(start, self._link.channel))
         return self._service.set_up(start)
 
     def handle(self, message: Any, task: RayPayload | None = None) -> ActorReply:

@@ -19,7 +19,7 @@ from ray.exceptions import RayError, RaySystemError, RayTaskError
 from typing_extensions import override
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
-from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, SentTask, Worker
+from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, SentTask, Worker, WorkerState
 from lightning_strategies_ext.launch.protocol import (
     LinkMessageToWorker,
     PeerLost,
@@ -160,6 +160,7 @@ class RayWorker(Worker):
                 self._step = self._steps.send(self._step.result())
             except StopIteration:
                 self._steps = None
+                self.enter(WorkerState.IDLE)
                 if self._unsent_task is not None:
                     (order, task), self._unsent_task = self._unsent_task, None
                     with suppress(OSError):  # `next_reply` returns the error
@@ -184,12 +185,12 @@ class RayWorker(Worker):
         self.link.send(PeerLost(world))
 
     @override
-    def submit(self, order: RunTask, task: SentPayload | None) -> None:
+    def _submit(self, order: RunTask, task: SentPayload | None) -> None:
         assert task is not None
-        if self._steps is None:
-            self._send(order, task.reference)
-        else:
+        if self.state is WorkerState.STARTING:
             self._unsent_task = order, task
+        else:
+            self._send(order, task.reference)
 
     def _send(self, message: Any, task: Any) -> None:
         if not self.is_alive():
@@ -248,7 +249,7 @@ class RayWorker(Worker):
         return [self._wakeup_fd]
 
     @override
-    def next_reply(self) -> Any:
+    def _next_reply(self) -> Any:
         self._drain_wakeups()
         self._advance_startup()
         is_dead = not self.is_alive()
@@ -306,21 +307,25 @@ class RayWorker(Worker):
     @override
     def kill(self) -> None:
         if self._is_open and not self.link.closed.is_set():
-            with suppress(Exception):  # Ray may have exited
-                ray.kill(self._actor)
+            self._kill_actor()
             if self.link.is_connected:
                 self.wait(EXIT_TIMEOUT_S)
 
     @override
     def close(self) -> None:
-        with suppress(Exception):
-            ray.kill(self._actor)  # it may never have connected
+        self.enter(WorkerState.EXITED)
+        self._kill_actor()  # it may never have connected
         self._actor = self._waiting = self._steps = self._step = self._unsent_task = None
         with self._lock:
             if self._is_open:
                 self._is_open = False
                 os.close(self._wakeup_fd)
                 os.close(self._wakeup_writer)
+
+    def _kill_actor(self) -> None:
+        if ray.is_initialized():  # otherwise Ray would start a cluster for the call
+            with suppress(Exception):  # Ray may have exited
+                ray.kill(self._actor)
 
     # --- wakeups ---
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext.interpreters import current_options_as_variables
-from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
+from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter, WorkerState
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
 from lightning_strategies_ext.launch.protocol import WorkerRankInfo, WorkerSetup
 from lightning_strategies_ext.launch.ray import cluster
@@ -202,6 +202,7 @@ class RayStarter(WorkerStarter):
         ]
         for worker, future in started:
             _check_has_started(worker, _result(worker, future))
+            worker.enter(WorkerState.IDLE)
         return ranked
 
     @override

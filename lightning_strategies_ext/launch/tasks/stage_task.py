@@ -18,9 +18,9 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
-from lightning_strategies_ext.launch.processes.worker_main import TaskFailedError, WorkerState, WorkerTask
+from lightning_strategies_ext.launch.processes.worker_main import TaskFailedError, WorkerSession, WorkerTask
 from lightning_strategies_ext.launch.protocol import FunctionResult, WorkerContext
-from lightning_strategies_ext.launch.strategy_protocols import InWorkerStrategy, announcing_failures
+from lightning_strategies_ext.launch.strategy_protocols import InWorkerStrategy, StageStrategy, announcing_failures
 from lightning_strategies_ext.launch.tasks.apply import apply
 from lightning_strategies_ext.launch.tasks.baseline import StageBaseline, capture, shared_objects
 from lightning_strategies_ext.launch.tasks.diff import diff
@@ -68,7 +68,8 @@ class StageTask(WorkerTask):
     def restart_policy(self) -> RestartPolicy | None:
         """Restart policy of an elastic stage; None if all workers have to finish the stage."""
         is_fitting = self.trainer.state.fn == TrainerFn.FITTING
-        return getattr(self.trainer.strategy, "restart_policy", None) if is_fitting else None
+        strategy: StageStrategy = self.trainer.strategy
+        return strategy.restart_policy if is_fitting else None
 
     def record_inherited(self) -> None:
         """Records the objects that forked workers inherit."""
@@ -79,7 +80,7 @@ class StageTask(WorkerTask):
     # --- in a worker ---
 
     @override
-    def run(self, state: WorkerState, message: ReceivedMessage) -> Iterator[Any]:
+    def run(self, state: WorkerSession, message: ReceivedMessage) -> Iterator[Any]:
         trainer = self.trainer
         inherited: Mapping[int, Any] = {}
         if isinstance(self.shared, list):
@@ -206,7 +207,7 @@ class FunctionTask(WorkerTask):
         """Does nothing: only the function's value is sent back."""
 
     @override
-    def run(self, state: WorkerState, message: ReceivedMessage) -> Iterator[Any]:
+    def run(self, state: WorkerSession, message: ReceivedMessage) -> Iterator[Any]:
         os.environ["LOCAL_RANK"] = str(state.local_rank)
         for argument in (*self.args, *self.kwargs.values()):
             if isinstance(argument, Module):
