@@ -130,7 +130,7 @@ def command_shown(tmp_path: Path, *arguments: str) -> list[str]:
     package.mkdir(exist_ok=True)
     for path in (tmp_path / "train.py", package / "__main__.py", package / "part.py", tmp_path / "other.py"):
         path.write_text(SCRIPT)
-    result = run_command(sys.executable, *arguments, cwd=tmp_path)
+    result = run_command(sys.executable, *arguments, cwd=tmp_path, env={"PYTHONDONTWRITEBYTECODE": ""})
     assert result.returncode == 0, result.stdout
     command, _, directory = result.stdout.strip().rpartition("|")
     found: list[str] = ast.literal_eval(command)
@@ -163,7 +163,7 @@ def test_a_rank_has_the_original_command_and_the_arguments_that_the_script_has_s
 @pytest.mark.processes
 def test_a_rank_runs_the_module_the_code_or_the_script_that_was_set(tmp_path: Path) -> None:
     assert command_shown(tmp_path, "-W", "ignore", "-m", "package", "set", "sys.argv.pop()") == [
-        "-m", "package", "set", "sys.argv.pop()", "TMP",
+        "-Wignore", "-m", "package", "set", "sys.argv.pop()", "TMP",
     ]  # fmt: skip
     code = f"import sys; sys.argv.pop(); {SHOW}"
     assert command_shown(tmp_path, "-c", code, "7") == ["-c", code, "7", "TMP"]
@@ -184,7 +184,7 @@ def test_a_file_of_the_same_name_is_not_run_if_the_script_changes_the_directory_
     (tmp_path / "elsewhere" / "train.py").write_text("print('planted')")
     (tmp_path / "train.py").write_text(
         "import os; os.chdir('elsewhere')\nimport torch\n"
-        "from lightning_strategies_ext.launch.command import find_command\nprint(find_command()[0][1])"
+        "from lightning_strategies_ext.launch.command import find_command\nprint(find_command()[0][-1])"
     )
     result = run_command(sys.executable, "train.py", cwd=tmp_path)
     assert result.stdout.splitlines()[-1] == str(tmp_path / "train.py")
