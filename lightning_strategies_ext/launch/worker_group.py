@@ -121,7 +121,7 @@ class WorkerGroup:
     def _run(self, task: StageTask | FunctionTask, pickled: Pickled | None) -> TaskOutcome:
         with _choosing:
             pool = self._usable_pool(task if pickled is None else None)
-        packed = None if pickled is None else self._starter.pack(pickled, self._cache)
+        sent_task = None if pickled is None else self._starter.pack(pickled, self._cache)
         del pickled  # it may be large
         try:
             now = RngState.now()
@@ -143,13 +143,13 @@ class WorkerGroup:
                 for worker in pool.workers
             ]
             if task.restart_policy is None:
-                outcome = pool.run(packed, settings, is_continuation=self._has_run)
+                outcome = pool.run(sent_task, settings, is_continuation=self._has_run)
             else:
-                assert packed is not None
-                outcome = run_elastic(pool, packed, settings, self._has_run, task.restart_policy)
+                assert sent_task is not None
+                outcome = run_elastic(pool, sent_task, settings, self._has_run, task.restart_policy)
         finally:
-            if packed is not None:
-                packed.close()
+            if sent_task is not None:
+                sent_task.close()
         return outcome
 
     def close_unless_kept(self) -> None:

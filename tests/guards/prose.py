@@ -18,6 +18,8 @@ REPOSITORY = Path(__file__).parents[2]
 CONVERTED = (
     "lightning_strategies_ext/_system",
     "lightning_strategies_ext/failure",
+    "lightning_strategies_ext/launch",
+    "lightning_strategies_ext/interpreters.py",
     "lightning_strategies_ext/stage_context.py",
     "docs/glossary.md",
 )
