@@ -31,8 +31,8 @@ from lightning_strategies_ext.checkpoints import SavesWholeCheckpoints
 from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.fabric.ending import EndsTogether
 from lightning_strategies_ext.fabric.forwarded import ForwardedCollectives
-from lightning_strategies_ext.launch.script_launcher import devices_of_ranks
-from lightning_strategies_ext.launch.worker_launcher import FabricScriptLauncher, FabricWorkerLauncher
+from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, devices_of_ranks
+from lightning_strategies_ext.launch.worker_launcher import FabricWorkerLauncher
 from lightning_strategies_ext.registry import Registered
 from lightning_strategies_ext.torch_distributed import process_group
 from lightning_strategies_ext.torch_distributed.collectives import TorchCollectives

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_strategies_ext.horovod.launch import serve_rendezvous
-from lightning_strategies_ext.launch.worker_launcher import FabricScriptLauncher, ScriptLauncher
+from lightning_strategies_ext.launch.script_launcher import FabricScriptLauncher, ScriptLauncher
 
 
 class HorovodLauncher(ScriptLauncher):

@@ -9,6 +9,7 @@ once, also ranks that are saving a checkpoint or writing a report.
 import atexit
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from typing_extensions import override
 
-from lightning_strategies_ext import host_store, rank_variables
+from lightning_strategies_ext import discovery, host_store, rank_variables
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
 from lightning_strategies_ext.failure.failure_detector import describe_exit
@@ -28,7 +30,8 @@ from lightning_strategies_ext.failure.failure_monitor import GRACE_S, KILL_MARGI
 from lightning_strategies_ext.failure.failure_report import print_line, print_report
 from lightning_strategies_ext.failure.process_exit import exit_now, fail_at_exit
 from lightning_strategies_ext.failure.rank_status import format_ranks
-from lightning_strategies_ext.launch.command import find_command
+from lightning_strategies_ext.interpreters import current_options
+from lightning_strategies_ext.launch.strategy_protocols import LaunchableStrategy, announcing_failures
 
 #: Seconds between two checks whether a process has exited.
 _POLL_S = 0.1
@@ -208,3 +211,104 @@ def _wait_until_connected(processes: "list[subprocess.Popen[Any]]", are_connecte
                 _terminate(processes)
                 exit_now(1)
         time.sleep(_POLL_S)
+
+
+# --- the command of a rank ---
+
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+def find_command() -> tuple[list[str], str | None]:
+    """Returns the command and its working directory, which is None for the current directory.
+
+    Raises:
+        RuntimeError: If the script was read from the standard input, which can be read only once.
+    """
+    kind, rest = _find_target()
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    entry, arguments = sys.argv[0], sys.argv[1:]
+    if spec is not None and spec.origin == entry and spec.name != "__main__":
+        if kind != "-m" or _package(rest[0]) != _package(spec.name):
+            return [sys.executable, *current_options(), "-m", spec.name, *arguments], None
+    elif entry != kind and os.path.isfile(entry):
+        return [sys.executable, *current_options(), os.path.abspath(entry), *arguments], None
+    if kind in ("", "-"):
+        raise RuntimeError(
+            "The script was read from the standard input, so it cannot run again for each rank. Save it to a file, or"
+            " use `strategy='ddp_spawn_ext'`."
+        )
+    if kind in ("-c", "-m"):
+        target, original = [kind, rest[0]], rest[1:]
+    else:
+        target, original = [_path_of_script(kind)], rest
+    unmatched = iter(original)
+    has_only_removed = all(argument in unmatched for argument in arguments)
+    return [
+        sys.executable,
+        *current_options(),
+        *target,
+        *(original if has_only_removed else arguments),
+    ], discovery.INITIAL_DIRECTORY
+
+
+def _path_of_script(path: str) -> str:
+    """Returns the absolute path of the script, even if the script changed the directory before it imported torch.
+
+    Another directory may have a file of the same name, which may belong to another user.
+    """
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is not None and os.path.isabs(file) and os.path.basename(file) == os.path.basename(path):
+        return str(file)
+    return os.path.join(discovery.INITIAL_DIRECTORY, path)
+
+
+def _find_target() -> tuple[str, list[str]]:
+    """Returns what the interpreter runs, a script, ``-c``, ``-m``, ``-``, or "", and the arguments that follow."""
+    options = sys.orig_argv[1:]
+    while options and options[0].startswith("-") and options[0] not in ("-", "-c", "-m"):
+        del options[: 2 if options[0] in _WITH_VALUE else 1]
+    return (options[0], options[1:]) if options else ("", [])
+
+
+def _package(module: str) -> str:
+    return module.removesuffix(".__main__")
+
+
+# --- launchers of Lightning ---
+
+
+class ScriptLauncher(launching.SubprocessScriptLauncher):
+    """Runs the user's script again for each further device of this host (``start_method="popen"``).
+
+    Args:
+        strategy: The strategy; its ``check_before_launch(trainer)`` raises to reject a stage.
+    """
+
+    def __init__(self, strategy: LaunchableStrategy) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        strategy = self._strategy
+        strategy.check_before_launch(trainer)
+        with running_script_processes(self, lambda: strategy.has_joined), announcing_failures(strategy):
+            return function(*args, **kwargs)
+
+
+class FabricScriptLauncher(launching.FabricSubprocessScriptLauncher):
+    """Runs the user's script again for each further device of this host, for Fabric.
+
+    Args:
+        strategy: The strategy; its ``has_joined`` is whether the ranks have connected.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        strategy = self._strategy
+        with running_script_processes(self, lambda: strategy.has_joined):
+            return function(*args, **kwargs)

@@ -19,52 +19,14 @@ from typing_extensions import override
 
 from lightning_strategies_ext._lightning import launching, trainer_signals
 from lightning_strategies_ext.exceptions import ResultsError, WorkerDiedError
-from lightning_strategies_ext.launch import script_launcher
 from lightning_strategies_ext.launch.processes.pool import GRACE_S, TaskOutcome
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter, WorkerStartMethod
-from lightning_strategies_ext.launch.strategy_protocols import LaunchableStrategy, StageStrategy, announcing_failures
+from lightning_strategies_ext.launch.strategy_protocols import LaunchableStrategy, StageStrategy
 from lightning_strategies_ext.launch.tasks.stage_task import StageTask
 from lightning_strategies_ext.launch.worker_group import WorkerGroup, raise_with_report
 
 log = logging.getLogger(__name__)
-
-
-class ScriptLauncher(launching.SubprocessScriptLauncher):
-    """Runs the user's script again for each further device of this host (``start_method="popen"``).
-
-    Args:
-        strategy: The strategy; its ``check_before_launch(trainer)`` raises to reject a stage.
-    """
-
-    def __init__(self, strategy: LaunchableStrategy) -> None:
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        strategy = self._strategy
-        strategy.check_before_launch(trainer)
-        with script_launcher.running_script_processes(self, lambda: strategy.has_joined), announcing_failures(strategy):
-            return function(*args, **kwargs)
-
-
-class FabricScriptLauncher(launching.FabricSubprocessScriptLauncher):
-    """Runs the user's script again for each further device of this host, for Fabric.
-
-    Args:
-        strategy: The strategy; its ``has_joined`` is whether the ranks have connected.
-    """
-
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        strategy = self._strategy
-        with script_launcher.running_script_processes(self, lambda: strategy.has_joined):
-            return function(*args, **kwargs)
 
 
 class WorkerLauncher(launching.Launcher):

@@ -50,10 +50,10 @@ from lightning_strategies_ext.launch.processes.worker_interface import WorkerSta
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
 from lightning_strategies_ext.launch.protocol import WorkerContext, WorkerRankInfo
 from lightning_strategies_ext.launch.ray import ray_train
-from lightning_strategies_ext.launch.ray_environment import RayEnvironment
-from lightning_strategies_ext.launch.script_launcher import devices_of_ranks
+from lightning_strategies_ext.launch.ray.ray_train import RayEnvironment
+from lightning_strategies_ext.launch.script_launcher import ScriptLauncher, devices_of_ranks
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
-from lightning_strategies_ext.launch.worker_launcher import ScriptLauncher, WorkerLauncher
+from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized
 from lightning_strategies_ext.pytorch.buckets import BucketsByTrial
 from lightning_strategies_ext.pytorch.compressed import Compressed

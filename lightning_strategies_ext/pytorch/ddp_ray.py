@@ -22,13 +22,14 @@ from typing_extensions import override
 
 from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, DEFAULT_TIMEOUT
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
+from lightning_strategies_ext.launch.processes.process_settings import check_environment_variables
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.protocol import WorkerContext
-from lightning_strategies_ext.launch.ray.cluster import check_address, check_ray_installed
-from lightning_strategies_ext.launch.ray.remote_settings import check_environment_variables
-from lightning_strategies_ext.launch.ray.resource_demand import (
+from lightning_strategies_ext.launch.ray.cluster import (
     PlacementStrategy,
     ResourceDemand,
+    check_address,
+    check_ray_installed,
     check_resource_arguments,
 )
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy

@@ -112,7 +112,7 @@ def test_a_script_that_a_rank_starts_trains_with_ranks_of_its_own(strategy: str,
             assert f"{script_name} rank {rank} of 2" in result.stdout
 
 
-SHOW = "from lightning_strategies_ext.launch.command import find_command; print(*find_command(), sep='|')"
+SHOW = "from lightning_strategies_ext.launch.script_launcher import find_command; print(*find_command(), sep='|')"
 SCRIPT = f"""
 import os, runpy, sys
 import lightning_strategies_ext  # as torch does
@@ -184,7 +184,7 @@ def test_a_file_of_the_same_name_is_not_run_if_the_script_changes_the_directory_
     (tmp_path / "elsewhere" / "train.py").write_text("print('planted')")
     (tmp_path / "train.py").write_text(
         "import os; os.chdir('elsewhere')\nimport torch\n"
-        "from lightning_strategies_ext.launch.command import find_command\nprint(find_command()[0][-1])"
+        "from lightning_strategies_ext.launch.script_launcher import find_command\nprint(find_command()[0][-1])"
     )
     result = run_command(sys.executable, "train.py", cwd=tmp_path)
     assert result.stdout.splitlines()[-1] == str(tmp_path / "train.py")

@@ -15,7 +15,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_strategies_ext._lightning import launching
-from lightning_strategies_ext.launch.worker_launcher import ScriptLauncher, WorkerLauncher
+from lightning_strategies_ext.launch.script_launcher import ScriptLauncher
+from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from tests.lightning_private.trainers import Record, in_own_process
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ranks import run_script

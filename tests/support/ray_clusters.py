@@ -39,7 +39,7 @@ HALF = {"num_cpus_per_worker": 0.5}
 def own_ray() -> Iterator[None]:
     """Ray on this machine, started as the strategy starts it, for several Trainers."""
     from lightning_strategies_ext.launch.ray import cluster
-    from lightning_strategies_ext.launch.ray.resource_demand import ResourceDemand
+    from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(REPOSITORY))

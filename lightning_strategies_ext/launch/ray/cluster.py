@@ -6,21 +6,133 @@ opened is closed with the last pool that uses it, and a cluster that this module
 
 import importlib.util
 import logging
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 
 from lightning_strategies_ext.interpreters import module_path
-from lightning_strategies_ext.launch.ray.resource_demand import ResourceDemand
 from lightning_strategies_ext.registry import UnavailableHereError
+
+PlacementStrategy = Literal["PACK", "SPREAD"]
+
+#: Granularity of Ray's amounts of resources.
+_STEP = 1e-4
+
+
+@dataclass(frozen=True)
+class ResourceDemand:
+    """Resources of each worker, and the placement of workers on hosts.
+
+    Attributes:
+        num_cpus: CPUs per worker; a fraction if several workers share one.
+        num_gpus: GPUs per worker.
+        resources: Further resources per worker, by their names in the cluster.
+        placement_strategy: "PACK" places workers on as few hosts as possible, "SPREAD" on as many.
+    """
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    placement_strategy: PlacementStrategy = "PACK"
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one worker, as a bundle of a Ray placement group."""
+        needed = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.resources}
+        return {name: amount for name, amount in needed.items() if amount}
+
+    def check_fits(self, num_workers: int, hosts: Sequence[Mapping[str, float]], cluster: str) -> None:
+        """Rejects more workers than the cluster can ever run at once.
+
+        Args:
+            num_workers: Number of workers.
+            hosts: Resources of each host of the cluster.
+            cluster: Name of the cluster in the error message.
+
+        Raises:
+            ValueError: If the workers do not fit; the message has the numbers.
+        """
+        for name, amount in self.bundle.items():
+            needed, available = amount * num_workers, sum(host.get(name, 0.0) for host in hosts)
+            if needed > available + _STEP:
+                raise ValueError(
+                    f"`num_workers={num_workers}` workers with `{self._argument(name)}` need {needed:g}"
+                    f" {_resource_text(name, needed)}, but {cluster} has {available:g}. Request fewer workers, or less"
+                    " per worker (with a fraction, several workers share one), or add hosts to the cluster."
+                )
+        capacities = [
+            min((math.floor(host.get(name, 0.0) / amount + _STEP) for name, amount in self.bundle.items()), default=0)
+            for host in hosts
+        ]
+        if sum(capacities) < num_workers:
+            raise ValueError(
+                f"`num_workers={num_workers}` workers that each need {self._text()} do not fit into {cluster}: its"
+                f" {len(hosts)} hosts can run {' + '.join(map(str, capacities))} of them, because a worker cannot"
+                " span hosts. Request fewer workers, or less per worker."
+            )
+
+    def _argument(self, name: str) -> str:
+        if name == "CPU":
+            return f"num_cpus_per_worker={self.num_cpus:g}"
+        if name == "GPU":
+            return f"num_gpus_per_worker={self.num_gpus:g}"
+        return f"resources_per_worker={{{name!r}: {self.resources[name]:g}}}"
+
+    def _text(self) -> str:
+        return " and ".join(f"{amount:g} {_resource_text(name, amount)}" for name, amount in self.bundle.items())
+
+
+def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement: Any) -> None:
+    """Checks the strategy's arguments about workers, without a cluster.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is invalid.
+    """
+    if num_workers is not None and (not isinstance(num_workers, int) or isinstance(num_workers, bool)):
+        raise TypeError(f"`num_workers` must be an int or None, got {num_workers!r}.")
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"`num_workers={num_workers!r}` must be at least 1.")
+    amounts = {"num_cpus_per_worker": num_cpus}
+    if num_gpus is not None:
+        amounts["num_gpus_per_worker"] = num_gpus
+    if resources is not None:
+        if not isinstance(resources, Mapping):
+            raise TypeError(f"`resources_per_worker` must be a dict such as {{'fast': 1}}, got {resources!r}.")
+        for name in ("CPU", "GPU"):
+            if name in resources:
+                raise ValueError(
+                    f"`resources_per_worker` contains {name!r}. Use `num_{name.lower()}s_per_worker` instead."
+                )
+        amounts.update({f"resources_per_worker[{name!r}]": amount for name, amount in resources.items()})
+    for name, amount in amounts.items():
+        if not isinstance(amount, (int, float)) or isinstance(amount, bool):
+            raise TypeError(f"`{name}` must be a number, got {amount!r}.")
+        if not 0 <= amount < math.inf:
+            raise ValueError(f"`{name}={amount!r}` must be finite and not negative.")
+        if amount > 1 and amount != int(amount):
+            raise ValueError(f"`{name}={amount!r}`: Ray supports fractions only below 1. Use a whole number.")
+    if not num_cpus:
+        raise ValueError("`num_cpus_per_worker=0`: a worker computes. Use a fraction if several workers share a CPU.")
+    if placement not in get_args(PlacementStrategy):
+        raise ValueError(f"`placement={placement!r}` must be 'PACK' (few hosts) or 'SPREAD' (many hosts).")
+
+
+def _resource_text(name: str, amount: float) -> str:
+    if name in ("CPU", "GPU"):
+        return name if amount == 1 else f"{name}s"
+    return f"of {name!r}"
+
 
 log = logging.getLogger(__name__)
 

@@ -16,16 +16,16 @@ from typing_extensions import override
 
 from lightning_strategies_ext import rank_variables
 from lightning_strategies_ext.interpreters import current_options_as_variables
+from lightning_strategies_ext.launch.processes.process_settings import RemoteProcessSettings, selected
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter, WorkerState
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
 from lightning_strategies_ext.launch.protocol import WorkerRankInfo, WorkerSetup
 from lightning_strategies_ext.launch.ray import cluster
 from lightning_strategies_ext.launch.ray.actor import WorkerActor, versions
+from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
 from lightning_strategies_ext.launch.ray.link_relay import RelayedLinkServer
 from lightning_strategies_ext.launch.ray.payloads import RayPayload, dump_for_ray
 from lightning_strategies_ext.launch.ray.ray_worker import RayWorker, SentPayload, reason_from_ray, wait_until
-from lightning_strategies_ext.launch.ray.remote_settings import RemoteProcessSettings, selected
-from lightning_strategies_ext.launch.ray.resource_demand import ResourceDemand
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import Pickled
@@ -45,7 +45,7 @@ class RayStarter(WorkerStarter):
         demand: Resources of each worker.
         address: Address of the cluster, see :func:`.cluster.connect`.
         runtime_env: Ray's runtime environment of the workers.
-        environment_variables: Names of variables that workers receive, see :func:`.remote_settings.selected`.
+        environment_variables: Names of variables that workers receive, see :func:`.process_settings.selected`.
         timeout_s: Seconds to wait for free resources in the cluster.
         modules: Modules that workers import before the first task: the Lightning package of the main process.
         is_elastic: Whether workers may be replaced while a task runs.

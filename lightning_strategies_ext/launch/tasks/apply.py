@@ -98,9 +98,9 @@ def _apply_diff(diff: StageDiff, trainer: Any, shared: SharedObjects) -> Any:
     if diff.loaders is not None:
         strategy.states_of_loaders = decode(diff.loaders, shared)
     for number, name, reason in lost:
-        warn_of_lost(trainer, shared.object_of(number), name, reason)
+        _warn_of_lost(trainer, shared.object_of(number), name, reason)
     for number, name in diff.shares:
-        warn_of_share(trainer, shared.object_of(number), name)
+        _warn_of_share(trainer, shared.object_of(number), name)
     strategy.connect(module)
     module.trainer = trainer
     read_queue(trainer, ResultQueue(decode(item, shared) for item in diff.queue))
@@ -145,7 +145,7 @@ def _update_in_place(shared: SharedObjects, old: Any, new: Any) -> bool:
     return True
 
 
-def warn_of_lost(trainer: Any, holder: Any, name: str, reason: Any) -> None:
+def _warn_of_lost(trainer: Any, holder: Any, name: str, reason: Any) -> None:
     """Warns once that attribute ``name`` of an object of the main process keeps its value from before the stage."""
     text = (
         "%s was not returned from the workers and is unchanged in the main process (%s). To return it, store objects"
@@ -154,7 +154,7 @@ def warn_of_lost(trainer: Any, holder: Any, name: str, reason: Any) -> None:
     _warn_once(trainer, holder, name, text, reason)
 
 
-def warn_of_share(trainer: Any, holder: Any, name: str) -> None:
+def _warn_of_share(trainer: Any, holder: Any, name: str) -> None:
     """Warns once that attribute ``name`` holds only what rank 0 has collected in ``predict``."""
     text = (
         "%s has only what rank 0, one of %d ranks, collected in `predict`. Use the return value of"

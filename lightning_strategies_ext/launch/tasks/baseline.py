@@ -6,7 +6,7 @@ which may be large, that the stage has changed.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -16,12 +16,10 @@ import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor, profiler
-from torch.autograd import profiler as autograd_profiler
+from torch import Tensor
 from torch.nn import Module
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
-from lightning_strategies_ext._lightning import trainer_data, trainer_stages
 from lightning_strategies_ext.launch.tasks.module_tree import ModuleTree
 from lightning_strategies_ext.launch.tasks.object_changes import (
     WHOLE,
@@ -31,13 +29,10 @@ from lightning_strategies_ext.launch.tasks.object_changes import (
     data_address,
     is_in_shared_memory,
 )
+from lightning_strategies_ext.launch.transport.by_value import names_of_computed
 from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
-from lightning_strategies_ext.launch.transport.parametrized import names_of_computed
 from lightning_strategies_ext.launch.transport.pickling import SharedObjects
 
-# Loaders and data stay in the worker that created them: the main process has the user's. A running profiler is useless
-# in another process, although it can be pickled.
-_UNSENDABLE_TYPES = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_strategies_ext")
 _DEPTH = 4
 _MANY = 1000
@@ -60,39 +55,6 @@ def capture(
         received: Memory files of the message; None if it had none.
     """
     return StageBaseline(trainer, shared, sent, received)
-
-
-def shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) -> SharedObjects:
-    """Returns the objects of a Trainer that the main process and the workers have.
-
-    Args:
-        trainer: The Trainer.
-        arguments: Arguments of the stage: loaders, datamodules.
-        objects: In a worker, the received objects.
-    """
-    if objects:
-        return SharedObjects(objects, _UNSENDABLE_TYPES)
-    module = trainer.lightning_module
-    metrics, connectors = trainer_stages.connectors_of(trainer)
-    found = [trainer, trainer.strategy, metrics, *connectors, *trainer_stages.loops_of(trainer), trainer.profiler]
-    found += [*trainer.callbacks, *trainer.loggers, trainer.strategy.accelerator, trainer.precision_plugin]
-    found += [*module.modules(), *module.parameters(), *module.buffers()]
-    found += [trainer.datamodule, *_data_in([arguments, trainer_data.data_of(trainer)])]
-    return SharedObjects([obj for obj in found if obj is not None], _UNSENDABLE_TYPES)
-
-
-def _data_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, CombinedLoader):
-        value = value.flattened
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _data_in(item)
-    elif isinstance(value, DataLoader):
-        yield from (value, value.dataset, value.sampler)
-    elif isinstance(value, LightningDataModule):
-        yield value
 
 
 class StageBaseline:

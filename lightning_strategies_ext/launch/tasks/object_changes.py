@@ -23,9 +23,9 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext.launch.protocol import EncodedValue
-from lightning_strategies_ext.launch.transport import parametrized
+from lightning_strategies_ext.launch.transport import by_value
+from lightning_strategies_ext.launch.transport.by_value import get_state, original_class
 from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
-from lightning_strategies_ext.launch.transport.parametrized import get_state, original_class
 from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump
 from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
 
@@ -313,7 +313,7 @@ class OwnState:
         Raises:
             Exception: Any exception of the object's class.
         """
-        reduced = parametrized.reduce_parametrized(obj)
+        reduced = by_value.reduce_parametrized(obj)
         if reduced is NotImplemented:
             reduce = copyreg.dispatch_table.get(type(obj))
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)

@@ -7,22 +7,27 @@ The main process applies the changes to the user's objects (:mod:`.apply`). Pred
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import profiler
+from torch.autograd import profiler as autograd_profiler
 from torch.nn import Module
+from torch.utils.data import DataLoader, Dataset, Sampler
 from typing_extensions import override
 
-from lightning_strategies_ext._lightning import trainer_stages
+from lightning_strategies_ext._lightning import trainer_data, trainer_stages
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
 from lightning_strategies_ext.launch.processes.worker_main import TaskFailedError, WorkerSession, WorkerTask
 from lightning_strategies_ext.launch.protocol import FunctionResult, WorkerContext
 from lightning_strategies_ext.launch.strategy_protocols import InWorkerStrategy, StageStrategy, announcing_failures
 from lightning_strategies_ext.launch.tasks.apply import apply
-from lightning_strategies_ext.launch.tasks.baseline import StageBaseline, capture, shared_objects
+from lightning_strategies_ext.launch.tasks.baseline import StageBaseline, capture
 from lightning_strategies_ext.launch.tasks.diff import diff
 from lightning_strategies_ext.launch.tasks.module_tree import make_private
 from lightning_strategies_ext.launch.tasks.object_changes import identity_preserved
@@ -30,12 +35,17 @@ from lightning_strategies_ext.launch.tasks.predictions import RankPredictions, m
 from lightning_strategies_ext.launch.tasks.unpicklable import find_unpicklable
 from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
-from lightning_strategies_ext.launch.transport.pickling import DumpFunction, Pickled, dump, walk
+from lightning_strategies_ext.launch.transport.pickling import DumpFunction, Pickled, SharedObjects, dump, walk
 
 log = logging.getLogger(__name__)
 
 #: Class of torch's settings, which the error of pickling a compiled function names (torch 2.5 to 2.13).
 _COMPILED_MARKER = "ConfigModuleInstance"
+
+
+# Loaders and data stay in the worker that created them: the main process has the user's. A running profiler is useless
+# in another process, although it can be pickled.
+_UNSENDABLE_TYPES = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
 
 
 class StageTask(WorkerTask):
@@ -46,7 +56,7 @@ class StageTask(WorkerTask):
         self.function = function
         self.args = args
         self.kwargs = kwargs
-        self.shared = shared_objects(trainer, [args, kwargs])
+        self.shared = _shared_objects(trainer, [args, kwargs])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "shared": self.shared.objects}
@@ -84,9 +94,9 @@ class StageTask(WorkerTask):
         trainer = self.trainer
         inherited: Mapping[int, Any] = {}
         if isinstance(self.shared, list):
-            self.shared = shared_objects(trainer, [], self.shared)
+            self.shared = _shared_objects(trainer, [], self.shared)
         else:
-            inherited, self.shared = self.shared.in_message, shared_objects(trainer, [], self.shared.objects)
+            inherited, self.shared = self.shared.in_message, _shared_objects(trainer, [], self.shared.objects)
         make_private(trainer.lightning_module)
         received = None
         if message.parts:
@@ -145,6 +155,39 @@ class StageTask(WorkerTask):
         sources = [results if rank == 0 else pool.pull(rank) for rank in sorted(has_results)]
         plans = [plan for plan in (next(source, None) for source in sources) if plan is not None]
         return merge_predictions(plans, sources) if plans else value
+
+
+def _shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) -> SharedObjects:
+    """Returns the objects of a Trainer that the main process and the workers have.
+
+    Args:
+        trainer: The Trainer.
+        arguments: Arguments of the stage: loaders, datamodules.
+        objects: In a worker, the received objects.
+    """
+    if objects:
+        return SharedObjects(objects, _UNSENDABLE_TYPES)
+    module = trainer.lightning_module
+    metrics, connectors = trainer_stages.connectors_of(trainer)
+    found = [trainer, trainer.strategy, metrics, *connectors, *trainer_stages.loops_of(trainer), trainer.profiler]
+    found += [*trainer.callbacks, *trainer.loggers, trainer.strategy.accelerator, trainer.precision_plugin]
+    found += [*module.modules(), *module.parameters(), *module.buffers()]
+    found += [trainer.datamodule, *_data_in([arguments, trainer_data.data_of(trainer)])]
+    return SharedObjects([obj for obj in found if obj is not None], _UNSENDABLE_TYPES)
+
+
+def _data_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, CombinedLoader):
+        value = value.flattened
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _data_in(item)
+    elif isinstance(value, DataLoader):
+        yield from (value, value.dataset, value.sampler)
+    elif isinstance(value, LightningDataModule):
+        yield value
 
 
 def _save(trainer: Any, path: str) -> None:

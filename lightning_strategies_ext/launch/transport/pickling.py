@@ -32,7 +32,7 @@ from cloudpickle import CloudPickler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_strategies_ext.launch.transport import by_value, parametrized, shared_objects
+from lightning_strategies_ext.launch.transport import by_value, shared_objects
 from lightning_strategies_ext.launch.transport.shared_objects import Handle, Memory
 
 #: Number of items in the reduction of a class by value, the last of which sets its state; NoneType's has no state.
@@ -237,7 +237,7 @@ class MessagePickler(pickle.Pickler):
             return _create_method, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
             raise StaysError(f"{type(obj).__name__} stays in the process that created it")
-        return parametrized.reduce_parametrized(obj)
+        return by_value.reduce_parametrized(obj)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if self._is_return and tensor.device.type not in ("cpu", "meta"):
