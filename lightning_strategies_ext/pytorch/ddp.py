@@ -278,7 +278,9 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         """What starts workers, if there are any."""
         assert self._start_method != "popen"
         check_start_method_here(self._start_method)
-        return ProcessStarter(self._start_method, preloaded=__name__)
+        package = __name__.partition(".")[0]
+        module = next(kind.__module__ for kind in type(self).__mro__ if kind.__module__.partition(".")[0] == package)
+        return ProcessStarter(self._start_method, preloaded=module)
 
     def check_before_launch(self, trainer: "pl.Trainer | None") -> None:
         """Refuses, before processes start, a ``fit`` that cannot work.
