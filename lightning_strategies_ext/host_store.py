@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_strategies_ext._system.frames import FrameDecoder, encode_frame
+from lightning_strategies_ext._system.frames import FrameDecoder, FrameTooLongError, encode_frame
 from lightning_strategies_ext._system.peers import is_of_this_user, user_of
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
@@ -91,7 +91,8 @@ def connect(name: str, timeout: timedelta = default_pg_timeout) -> "HostStore":
 class HostStore(dist.Store):
     """A client of a store that a process of this host serves.
 
-    Each thread has a connection of its own, so that a thread that waits for a key delays no other thread.
+    Each thread has a connection of its own, so that a thread that waits for a key delays no other thread. A request and
+    its answer have at most 64 MiB.
 
     Args:
         name: The name of the store.
@@ -182,10 +183,14 @@ class HostStore(dist.Store):
     def _ask(self, operation: str, *args: Any, timeout: timedelta | None = None) -> Any:
         limit: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined]  # not in the stubs
         deadline = time.monotonic() + min(limit.total_seconds(), _FOREVER_S)
+        try:
+            request = _encode((operation, args))
+        except FrameTooLongError as error:
+            raise dist.DistStoreError(f"`{operation}`: {error}") from error
         connection = self._connection(deadline, limit)
         try:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            connection.sendall(_encode((operation, args)))
+            connection.sendall(request)
             is_done, answer = _receive(connection)
         except TimeoutError as error:
             self._drop()
@@ -242,7 +247,8 @@ class _ClientSocket(socket.socket):
     """The connection of one thread. It ends with the thread or the store, without the warning of a plain socket."""
 
     def __del__(self) -> None:
-        self.close()
+        with suppress(AttributeError):  # it could not be created
+            self.close()
 
 
 class _Connection:
@@ -276,8 +282,11 @@ class _Connection:
             yield pickle.loads(request)
 
     def answer(self, is_done: bool, value: Any) -> None:
-        """Adds an answer to what :meth:`send` sends."""
-        self._unsent += _encode((is_done, value))
+        """Adds an answer to what :meth:`send` sends; one that no client would accept becomes an error."""
+        try:
+            self._unsent += _encode((is_done, value))
+        except FrameTooLongError as error:
+            self._unsent += _encode((False, str(error)))
 
     def send(self) -> bool:
         """Sends what the client has room for; returns whether that was all.

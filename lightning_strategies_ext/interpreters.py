@@ -67,15 +67,15 @@ def current_options_as_variables() -> dict[str, str]:
     """Returns the environment variables with the meaning of :func:`current_options`, for interpreters that Ray starts.
 
     Leaves out variables that this process has already. ``-E``, the part of ``-I`` that ignores environment variables,
-    and some ``-X`` options have no variable.
+    some ``-X`` options, and ``-W`` options with a comma, which separates those of ``PYTHONWARNINGS``, have no variable.
     """
     flags = {variable: getattr(sys.flags, name, 0) for variable, name in _FLAGS_BY_VARIABLE.items()}
     variables = {variable: str(int(value)) for variable, value in flags.items() if value}
     for variable, name in _X_OPTIONS_BY_VARIABLE.items():
         if name in sys._xoptions:
             variables[variable] = "1" if sys._xoptions[name] is True else str(sys._xoptions[name])
-    if sys.warnoptions:
-        variables["PYTHONWARNINGS"] = ",".join(sys.warnoptions)
+    if options := [option for option in sys.warnoptions if "," not in option]:
+        variables["PYTHONWARNINGS"] = ",".join(options)
     return {name: value for name, value in variables.items() if os.environ.get(name) != value}
 
 

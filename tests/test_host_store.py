@@ -144,6 +144,20 @@ def test_bytes_that_are_no_request_end_that_connection_only(store: HostStore, re
     assert store.add("n", 1) == 1
 
 
+def test_values_that_are_too_long_are_errors_of_the_client_that_asks_for_them_only(store: HostStore):
+    with pytest.raises(dist.DistStoreError, match=r"`set`: .* longer than the maximum of 67,108,864 bytes"):
+        store.set("key", b"0" * (1 << 26))
+    for key in ("first", "second"):
+        store.set(key, b"0" * 40_000_000)
+    with connection_to(store, ("multi_get", (["first", "second", "last"],))) as waiting:
+        assert store.add("last", 1) == 1
+        waiting.settimeout(60)
+        is_done, text = host_store._receive(waiting)
+        assert not is_done
+        assert "longer than the maximum" in text
+    assert len(store.get("first")) == 40_000_000
+
+
 SERVE = """
 import os, sys, time
 from lightning_strategies_ext import host_store

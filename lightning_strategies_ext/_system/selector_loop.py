@@ -70,8 +70,9 @@ class SelectorLoop:
             os.write(self._wake_writer, b".")
 
     def close(self) -> None:
-        """Closes the loop. The thread must not wait in it."""
-        self._selector.close()
-        os.close(self._wake_reader)
+        """Closes the loop. The thread must not wait in it. A second call is a no-op."""
         wake_writer, self._wake_writer = self._wake_writer, -1
-        os.close(wake_writer)
+        if wake_writer >= 0:
+            self._selector.close()
+            os.close(self._wake_reader)
+            os.close(wake_writer)

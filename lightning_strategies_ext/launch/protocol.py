@@ -307,7 +307,7 @@ class EncodedValue:
 
 @dataclass
 class StageDiff:
-    """What a stage has changed, without the tensors of its module: the last result of a stage.
+    """What a stage has changed, without the tensors of its module: the last result of a stage, except predictions.
 
     Attributes:
         classes: (number of a shared object, its new class).

@@ -129,7 +129,7 @@ class WorkerLauncher(launching.Launcher):
         return value
 
     def _save_checkpoint_in_worker(self, trainer: Any) -> str:
-        name = f"not-brought-back-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.ckpt"
+        name = f"rank-0-state-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.ckpt"
         path = os.path.join(trainer.default_root_dir, name)
         problem = self.workers.pool.save_state(0, path)
         if problem is not None:

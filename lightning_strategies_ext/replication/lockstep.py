@@ -142,7 +142,7 @@ class Round:
     Attributes:
         num_functions: How many.
         next_messages: What the threads are to be told before anything else is heard of them; empty if they were.
-        has_joined: Whether they have met.
+        has_synchronized: Whether the participants have synchronized.
         is_acting: Whether what they have met for is being carried out.
         inline: The seat whose function the caller's thread runs now.
         unheard: The seats whose threads run.
@@ -151,7 +151,7 @@ class Round:
 
     num_functions: int
     next_messages: list[Any] = field(default_factory=list)
-    has_joined: bool = False
+    has_synchronized: bool = False
     is_acting: bool = False
     inline: int = 0
     unheard: set[int] = field(default_factory=set)
@@ -214,7 +214,7 @@ class Lockstep:
         events = [request, *self._hear_others(current)]
         if not all(isinstance(event, Request) and event.name == request.name for event in events):
             self._fail(_divergence(events))
-        current.has_joined = current.is_acting = True
+        current.has_synchronized = current.is_acting = True
         try:
             answer: Returned | Raised = Returned(request.act([event.payload for event in events]))
         except Exception as exception:  # the user's code may handle it
@@ -241,7 +241,7 @@ class Lockstep:
         try:
             self._tell_others(current, [Call(function) for function in functions[1:]])
             values = [self._run_here(current, 0, functions[0])]
-            if self.take_turns and len(self._rounds) == 1 and not current.has_joined:
+            if self.take_turns and len(self._rounds) == 1 and not current.has_synchronized:
                 return values + [self._run_here(current, i, functions[i]) for i in range(1, len(functions))]
             events = [Returned(values[0]), *self._hear_others(current)]
             if not all(isinstance(event, Returned) for event in events):

@@ -85,7 +85,7 @@ def test_an_interpreter_has_the_options_of_its_parent(options: list[str]) -> Non
 
 
 def test_options_as_variables_omit_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "warnoptions", ["error", "ignore::UserWarning"])
+    monkeypatch.setattr(sys, "warnoptions", ["error", "ignore:foo, bar", "ignore::UserWarning"])
     monkeypatch.setattr(sys, "_xoptions", {"tracemalloc": "3", "faulthandler": True})
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     variables = current_options_as_variables()

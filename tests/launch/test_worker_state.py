@@ -14,8 +14,8 @@ from lightning_strategies_ext.launch.protocol import ReadyToJoin, RunTask, TaskD
 
 STARTING, IDLE, RUNNING, FAILED, EXITED = WorkerState
 ALLOWED = {
-    *((STARTING, after) for after in (IDLE, FAILED, EXITED)),
-    *((IDLE, after) for after in (RUNNING, EXITED)),
+    *((STARTING, after) for after in (IDLE, EXITED)),
+    *((IDLE, after) for after in (RUNNING, FAILED, EXITED)),
     *((RUNNING, after) for after in (IDLE, FAILED, EXITED)),
     (FAILED, EXITED),
 }
@@ -75,7 +75,8 @@ def test_a_worker_that_is_starting_keeps_a_task_and_one_that_has_failed_takes_no
     worker = ScriptedWorker(FAILURE)
     worker.submit(TASK, None)
     assert worker.state is STARTING
-    worker.next_reply()
+    worker.enter(IDLE)
+    worker.next_reply()  # its setup has failed
     with pytest.raises(RuntimeError, match="worker 3 is failed and cannot become running"):
         worker.submit(TASK, None)
 

@@ -66,7 +66,7 @@ def test_a_run_whose_results_cannot_be_brought_back_is_saved_and_it_is_said_wher
     with pytest.raises(ResultsError, match="is saved in") as caught:
         trainer.fit(model, loader())
     assert caught.value.__cause__ is not None
-    (path,) = tmp_path.glob("not-brought-back-*.ckpt")
+    (path,) = tmp_path.glob("rank-0-state-*.ckpt")
     assert str(path) in str(caught.value)
     checkpoint = torch.load(path, weights_only=False)
     assert checkpoint["steps_seen"] == 8

@@ -222,7 +222,7 @@ def test_large_data_that_has_not_changed_is_not_written_again_and_what_has_is(mo
 
 
 def kept_by(strategy: DDPSpawnStrategy) -> int:
-    return strategy.launcher.workers._kept.num_bytes
+    return strategy.launcher.workers._cache.num_bytes
 
 
 class HoldsLargeData(MLP):

@@ -24,10 +24,10 @@ class WorkerState(Enum):
     ========  ====================================================  =======================
     state     entered when                                          next states
     ========  ====================================================  =======================
-    STARTING  its process is started                                IDLE, FAILED, EXITED
-    IDLE      it has been set up, or has replied ``TaskDone``       RUNNING, EXITED
+    STARTING  its process is started                                IDLE, EXITED
+    IDLE      its setup is sent, or it has replied ``TaskDone``     RUNNING, FAILED, EXITED
     RUNNING   a task is submitted                                   IDLE, FAILED, EXITED
-    FAILED    it has replied ``TaskFailed``; results may be pulled  EXITED
+    FAILED    its setup or a task has failed; it may have results   EXITED
     EXITED    its exit is detected, or it is closed
     ========  ====================================================  =======================
     """
@@ -40,8 +40,8 @@ class WorkerState(Enum):
 
 
 _NEXT_STATES = {
-    WorkerState.STARTING: {WorkerState.IDLE, WorkerState.FAILED, WorkerState.EXITED},
-    WorkerState.IDLE: {WorkerState.RUNNING, WorkerState.EXITED},
+    WorkerState.STARTING: {WorkerState.IDLE, WorkerState.EXITED},
+    WorkerState.IDLE: {WorkerState.RUNNING, WorkerState.FAILED, WorkerState.EXITED},
     WorkerState.RUNNING: {WorkerState.IDLE, WorkerState.FAILED, WorkerState.EXITED},
     WorkerState.FAILED: {WorkerState.EXITED},
     WorkerState.EXITED: set(),

@@ -337,19 +337,19 @@ class MainLink:
     def _run_commands(self) -> None:
         frames = FrameDecoder()
         while True:
+            data, messages = b"", []
             with suppress(OSError, ValueError):
                 data = self._connected.recv(_MAX_RECEIVED_BYTES)
-                for frame in frames.decode(data):
-                    message = decode(*frame)
-                    if isinstance(message, SendSignal):
-                        os.kill(os.getpid(), message.signum)
-                    elif isinstance(message, PeerLost):
-                        self.channel.on_peer_loss(message.world_number)
-                    else:
-                        self.channel.put(message)
-                if data:
-                    continue
-            os.kill(os.getpid(), signal.SIGKILL)  # the main process has exited
+                messages = [decode(*frame) for frame in frames.decode(data)]
+            if not data:  # the main process has exited
+                os.kill(os.getpid(), signal.SIGKILL)
+            for message in messages:
+                if isinstance(message, SendSignal):
+                    os.kill(os.getpid(), message.signum)
+                elif isinstance(message, PeerLost):
+                    self.channel.on_peer_loss(message.world_number)
+                else:
+                    self.channel.put(message)
 
     def _send_message(self, message: LinkMessageToMain) -> None:
         with self._sending:

@@ -1,0 +1,36 @@
+"""The selector loop of a thread."""
+
+import socket
+import time
+
+from lightning_strategies_ext._system.selector_loop import SelectorLoop
+
+
+def test_a_callback_is_called_for_room_only_while_that_is_wanted() -> None:
+    loop, calls = SelectorLoop(), []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop.add(ours, lambda: bool(calls.append("called")) or True)
+        loop.wait(0.05)
+        assert calls == []
+        loop.wait_for_room(ours, is_waiting=True)
+        loop.wait()
+        assert calls == ["called"]
+        loop.wait_for_room(ours, is_waiting=False)
+        loop.wait(0.05)
+        assert calls == ["called"]
+        theirs.send(b"x")
+        loop.wait()
+        assert calls == ["called"] * 2
+    loop.close()
+
+
+def test_a_wake_ends_a_wait_and_a_closed_loop_takes_both_again() -> None:
+    loop = SelectorLoop()
+    loop.wake()
+    began = time.monotonic()
+    loop.wait(60)
+    assert time.monotonic() - began < 30
+    loop.close()
+    loop.close()
+    loop.wake()
