@@ -1,4 +1,4 @@
-"""Script processes, which run the user's script again for each further device of this host.
+"""Script processes, which run the user's script again for each further device of this host, and their launchers.
 
 Until the ranks have connected, only this process can detect that a rank exits, for example because of an error in the
 script; it would wait for the rank until the timeout. Later, the failure monitor of each rank detects that
@@ -219,7 +219,18 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def find_command() -> tuple[list[str], str | None]:
-    """Returns the command and its working directory, which is None for the current directory.
+    """Returns the command of another rank, and its working directory, which is None for the current directory.
+
+    The other rank runs the script from its beginning. Its command is the one with which the current interpreter was
+    started, with the same options, in the initial directory, even if the script has removed arguments from ``sys.argv``
+    or changed the directory.
+
+    If ``sys.argv`` was set on purpose, as tests and sweeps do, the command follows it:
+
+    - If ``sys.argv[0]`` is the path of another script or module, the command runs that with the arguments in
+      ``sys.argv``, in the current directory.
+    - If arguments in ``sys.argv`` were added or replaced, and not only removed, the command has the arguments in
+      ``sys.argv``.
 
     Raises:
         RuntimeError: If the script was read from the standard input, which can be read only once.

@@ -1,4 +1,4 @@
-"""Launchers of script processes and of workers, for the Trainer and for Fabric.
+"""Launchers of workers, for the Trainer and for Fabric.
 
 Before they start processes, the launchers reject what cannot work, so that the user sees one error and no process has
 to be cleaned up.

@@ -1,4 +1,6 @@
-"""The Ray cluster of this process: connects to a cluster of the user, or starts one on this machine.
+"""The Ray cluster of this process, and the resources that workers need there.
+
+This module connects to a cluster of the user, or starts one on this machine. It imports Ray only within functions.
 
 A process has at most one connection to Ray. A connection that the user has opened stays open. One that this module has
 opened is closed with the last pool that uses it, and a cluster that this module has started ends with it.

@@ -1,4 +1,7 @@
-"""Ray Train: a worker of a ``TorchTrainer`` is a rank and has a process group before it creates a Trainer."""
+"""Processes whose ranks come from Ray: workers of a ``TorchTrainer`` of Ray Train, and workers of ``ddp_ray_ext``.
+
+A worker of a ``TorchTrainer`` has a process group before it creates a Trainer.
+"""
 
 import os
 import sys

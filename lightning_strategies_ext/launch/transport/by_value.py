@@ -4,6 +4,10 @@ cloudpickle pickles them by value. Two additions concern objects that workers re
 
 * A class that the main process has sent returns as that class, not as a copy.
 * A class that a worker has created returns with all its methods.
+
+Also pickling of parametrized modules (:mod:`torch.nn.utils.parametrize`), such as those of ``weight_norm``. Torch
+creates a class for each such module, with a property for each computed tensor, and forbids pickling of the module. All
+its parts except this class can be pickled; the receiver creates the class again.
 """
 
 import copyreg
