@@ -30,7 +30,7 @@ from lightning_strategies_ext.failure.failure_monitor import GRACE_S, KILL_MARGI
 from lightning_strategies_ext.failure.failure_report import print_line, print_report
 from lightning_strategies_ext.failure.process_exit import exit_now, fail_at_exit
 from lightning_strategies_ext.failure.rank_status import format_ranks
-from lightning_strategies_ext.interpreters import current_options
+from lightning_strategies_ext.interpreters import current_options, python_module
 from lightning_strategies_ext.launch.strategy_protocols import LaunchableStrategy, announcing_failures
 
 #: Seconds between two checks whether a process has exited.
@@ -232,6 +232,9 @@ def find_command() -> tuple[list[str], str | None]:
     - If arguments in ``sys.argv`` were added or replaced, and not only removed, the command has the arguments in
       ``sys.argv``.
 
+    A module (``python -m``) is searched on the module path of this process, not in the directory: the script may have
+    changed to a directory of other users before it imported torch.
+
     Raises:
         RuntimeError: If the script was read from the standard input, which can be read only once.
     """
@@ -240,7 +243,7 @@ def find_command() -> tuple[list[str], str | None]:
     entry, arguments = sys.argv[0], sys.argv[1:]
     if spec is not None and spec.origin == entry and spec.name != "__main__":
         if kind != "-m" or _package(rest[0]) != _package(spec.name):
-            return [sys.executable, *current_options(), "-m", spec.name, *arguments], None
+            return python_module(spec.name, *arguments, options=current_options()), None
     elif entry != kind and os.path.isfile(entry):
         return [sys.executable, *current_options(), os.path.abspath(entry), *arguments], None
     if kind in ("", "-"):
@@ -248,18 +251,14 @@ def find_command() -> tuple[list[str], str | None]:
             "The script was read from the standard input, so it cannot run again for each rank. Save it to a file, or"
             " use `strategy='ddp_spawn_ext'`."
         )
-    if kind in ("-c", "-m"):
-        target, original = [kind, rest[0]], rest[1:]
-    else:
-        target, original = [_path_of_script(kind)], rest
+    target, original = (rest[0], rest[1:]) if kind in ("-c", "-m") else (_path_of_script(kind), rest)
     unmatched = iter(original)
-    has_only_removed = all(argument in unmatched for argument in arguments)
-    return [
-        sys.executable,
-        *current_options(),
-        *target,
-        *(original if has_only_removed else arguments),
-    ], discovery.INITIAL_DIRECTORY
+    if all(argument in unmatched for argument in arguments):  # arguments were only removed
+        arguments = original
+    if kind == "-m":
+        return python_module(target, *arguments, options=current_options()), discovery.INITIAL_DIRECTORY
+    option = [kind] if kind == "-c" else []
+    return [sys.executable, *current_options(), *option, target, *arguments], discovery.INITIAL_DIRECTORY
 
 
 def _path_of_script(path: str) -> str:

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -135,6 +136,11 @@ def command_shown(tmp_path: Path, *arguments: str) -> list[str]:
     command, _, directory = result.stdout.strip().rpartition("|")
     found: list[str] = ast.literal_eval(command)
     assert found[0] == sys.executable
+    if "-c" in found and (module := re.search(r"runpy.run_module\('([\w.]+)'", found[found.index("-c") + 1])):
+        # A module is searched on the path of the process that starts the rank.
+        assert str(tmp_path) in found[found.index("-c") + 1]
+        found[found.index("-c") : found.index("-c") + 2] = ["-m", module.group(1)]
+        found = [argument for argument in found if argument != "-P"]
     return [
         *(argument.replace(str(tmp_path), "TMP") for argument in found[1:]),
         directory.replace(str(tmp_path), "TMP"),
@@ -188,6 +194,28 @@ def test_a_file_of_the_same_name_is_not_run_if_the_script_changes_the_directory_
     )
     result = run_command(sys.executable, "train.py", cwd=tmp_path)
     assert result.stdout.splitlines()[-1] == str(tmp_path / "train.py")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_run_by_script", [False, True])
+def test_a_module_of_the_same_name_is_not_run_if_the_program_changes_the_directory(
+    is_run_by_script: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "train.py").write_text("print('planted')")
+    show = "from lightning_strategies_ext.launch.script_launcher import find_command\n"
+    show += "command, directory = find_command()\nprint('command', repr((command, directory)))\n"
+    change = f"import os, sys; os.chdir({str(tmp_path / 'elsewhere')!r})\n"
+    (tmp_path / "train.py").write_text(
+        f"{change}import torch\nif sys.argv[1:] == ['again']: print('the module'); sys.exit()\n"
+        f"sys.argv.append('again')\n{show}"
+    )
+    (tmp_path / "start.py").write_text("import runpy; runpy.run_module('train', run_name='__main__', alter_sys=True)")
+    start = ["start.py"] if is_run_by_script else ["-m", "train"]
+    result = run_command(sys.executable, *start, cwd=tmp_path)
+    command, directory = ast.literal_eval(result.stdout.rpartition("command ")[2])
+    again = run_command(*command, cwd=tmp_path / "elsewhere" if directory is None else Path(directory))
+    assert again.stdout == "the module\n"
 
 
 @pytest.mark.processes
