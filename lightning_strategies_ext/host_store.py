@@ -186,7 +186,7 @@ class HostStore(dist.Store):
         try:
             request = _encode((operation, args))
         except FrameTooLongError as error:
-            raise dist.DistStoreError(f"`{operation}`: {error}") from error
+            raise dist.DistStoreError(f"`{operation}`: {error} Store several smaller values.") from error
         connection = self._connection(deadline, limit)
         try:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))

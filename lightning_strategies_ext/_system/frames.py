@@ -18,7 +18,7 @@ def encode_frame(data: bytes, kind: int = 0) -> bytes:
 
     Args:
         data: Contents of the frame.
-        kind: Number from 0 to 255 that tells the receiver what the contents are.
+        kind: Number from 0 to 255 by which the receiver distinguishes contents.
 
     Raises:
         FrameTooLongError: If no receiver would accept the frame.
@@ -41,7 +41,7 @@ class FrameDecoder:
         """
         self._received += data
         while len(self._received) >= _HEADER.size:
-            kind, length = decode_header(bytes(self._received[: _HEADER.size]))
+            kind, length = decode_header(self._received[: _HEADER.size])
             end = _HEADER.size + length
             if len(self._received) < end:
                 return
@@ -50,7 +50,7 @@ class FrameDecoder:
             yield kind, contents
 
 
-def decode_header(header: bytes) -> tuple[int, int]:
+def decode_header(header: bytes | bytearray) -> tuple[int, int]:
     """Returns the kind of a frame, and the length of its contents, which follow the header.
 
     Args:

@@ -408,7 +408,7 @@ class ElasticFit:
     def _find_next_world(self) -> None:
         done = self._trainer.global_step
         while True:
-            # A notice that comes from here on is of hosts that may not be counted yet.
+            # A later change may not be part of the next world.
             self._listener.has_changed = False
             try:
                 rank = self._membership.next_rank(self._while_waiting_for_rank)

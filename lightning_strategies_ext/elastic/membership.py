@@ -1,7 +1,7 @@
-"""Who the ranks are: what an elastic ``fit`` asks of an engine that knows, as a Protocol.
+"""Membership of elastic training: the Protocol by which ``fit`` uses an engine that assigns ranks to processes.
 
-Ranks *rendezvous* before each world, as in torch's elastic launcher: each is given its number, says where it runs and
-how far it has come, and learns the same of all others.
+Ranks *rendezvous* before each world, as in torch's elastic launcher: each receives its rank, publishes its process and
+its progress, and receives those of all other ranks.
 """
 
 import json
@@ -13,19 +13,19 @@ from lightning_strategies_ext._system.peers import Peer
 
 
 class MembershipServiceError(RuntimeError):
-    """Whoever numbers the ranks does not answer any more."""
+    """The process that assigns ranks does not respond any more."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of a world, as it was when it came.
+    """A rank of a world, at the time of the rendezvous.
 
     Attributes:
-        peer: Where it runs.
-        fit: Number of the ``fit`` that it is in, counted in its process; 0 if it has not been in one.
-        batches: Batches that were done at its last commit; -1 without one.
-        step: Optimizer steps that were.
-        done: Optimizer steps that it had done when it came.
+        peer: Process of the rank.
+        fit: Number of its current ``fit``, counted in its process; 0 if it has been in none.
+        batches: Number of batches done at its last commit; -1 without a commit.
+        step: Number of optimizer steps done at its last commit; -1 without a commit.
+        done: Number of optimizer steps done at the rendezvous.
     """
 
     peer: Peer
@@ -40,17 +40,17 @@ class Member:
         return self.fit == 0
 
     def encoded(self) -> bytes:
-        """As a key-value store keeps it."""
+        """Returns the member as a value for a key-value store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decoded(cls, value: bytes) -> "Member":
-        """The reverse of :meth:`encoded`."""
+        """Returns the member that :meth:`encoded` has encoded."""
         return cls.of(json.loads(value))
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Member":
-        """The reverse of ``dataclasses.asdict``, by way of JSON."""
+        """Returns the member with the given fields, those of ``dataclasses.asdict`` after a transfer as JSON."""
         peer = fields["peer"]
         return cls(**{**fields, "peer": Peer(**{**peer, "addresses": tuple(peer["addresses"])})})
 
@@ -61,28 +61,28 @@ def peers_of(members: Sequence[Member]) -> dict[int, Peer]:
 
 
 class MembershipListener(Protocol):
-    """Hears that hosts have come or gone.
+    """Detects hosts or workers that join or leave.
 
     Attributes:
-        has_changed: Whether one has come since it was last set to False.
+        has_changed: Whether the membership has changed since the last assignment of False.
     """
 
     has_changed: bool
 
     def close(self) -> None:
-        """Hears no more."""
+        """Stops the detection."""
 
 
 class Membership(Protocol):
-    """This process among ranks that change, for its life.
+    """Membership of this process in one world after another.
 
     Attributes:
-        members: The ranks of the world that this one is in, in their order.
-        has_joined: Whether this rank takes part in what they do. One that joins does not before its ``fit`` has come as
-            far as that of the others.
-        waiting_reason: What ranks wait for that have no place in a new world yet; for people.
-        no_rank_reason: Why there may be none any more.
-        sigterm_consequence: What a SIGTERM means that comes then; None if it is as any other.
+        members: Members of the current world, in the order of ranks.
+        has_joined: Whether this rank takes part in training. A rank that joins does not until its ``fit`` has reached
+            the step of the other ranks.
+        waiting_reason: Why a rank waits for its rank in the next world; text for users.
+        no_rank_reason: Why a rank may not be needed any more; text for users.
+        sigterm_consequence: Consequence of a SIGTERM while a rank waits, as text; None if it is that of any SIGTERM.
     """
 
     members: list[Member]
@@ -98,41 +98,41 @@ class Membership(Protocol):
     def sigterm_consequence(self) -> str | None: ...  # noqa: D102
 
     def next_rank(self, on_wait: Callable[[float], None]) -> int | None:
-        """Says that this rank has left the world and is ready for the next; waits for its number in it.
+        """Requests a rank in the next world, after this rank has left its world, and waits for it.
 
         Args:
-            on_wait: Called several times per second with the seconds waited so far; may raise to give up.
+            on_wait: Called several times per second with the seconds waited so far; raises to stop waiting.
 
         Returns:
-            The rank; None if there is no use for this one any more.
+            The rank; None if this process is not needed any more.
 
         Raises:
-            MembershipServiceError: If nobody answers.
+            MembershipServiceError: If the process that assigns ranks does not respond.
         """
 
     def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
-        """Waits until all ranks of the next world are there.
+        """Waits until all ranks of the next world have joined.
 
         Args:
             member: This rank.
-            on_wait: See :meth:`next_rank`.
+            on_wait: Called as in :meth:`next_rank`.
 
         Returns:
-            Whether all have come. Then :attr:`members` are they.
+            Whether all have joined, and :attr:`members` is set.
 
         Raises:
-            MembershipServiceError: If nobody answers.
+            MembershipServiceError: If the process that assigns ranks does not respond.
         """
 
     def leave(self, *, agreed: bool) -> None:
-        """Ends the connections to the others.
+        """Closes the connections to the other ranks.
 
         Args:
-            agreed: Whether all ranks leave together; otherwise some may wait for this one, and are let go.
+            agreed: Whether all ranks leave together; otherwise waits of other ranks for this rank are aborted.
         """
 
     def is_peer_loss(self, error: BaseException) -> bool:
-        """Whether an exception says that another rank is gone."""
+        """Whether an exception means that another rank is lost."""
 
     def listen(self) -> MembershipListener:
-        """Begins to hear of hosts that come or go."""
+        """Starts the detection of hosts or workers that join or leave."""

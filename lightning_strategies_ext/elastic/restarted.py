@@ -1,4 +1,4 @@
-"""Ranks all of which are ended and started anew when one is lost, as torchrun's agents do: who they are."""
+"""Membership of ranks that torchrun's agents all restart when one rank is lost."""
 
 from collections.abc import Callable
 
@@ -10,27 +10,23 @@ _LEFT = 128 + 15
 
 
 class RestartListener:
-    """Nobody comes or goes: the agents end all ranks first."""
+    """Never detects a change: the agents restart all ranks instead."""
 
     has_changed = False
 
     def close(self) -> None:
-        """Does nothing."""
+        """A no-op."""
 
 
 class RestartedMembership:
-    """See :class:`.membership.Membership`.
+    """A :class:`.membership.Membership` for the life of this process, which is in one world.
 
     Args:
         members: All ranks, each with the newest commit that it has found.
-
-    Attributes:
-        members: See there.
-        has_joined: See there.
     """
 
-    waiting_reason = "torchrun starts all ranks anew"
-    no_rank_reason = "torchrun starts all ranks anew"
+    waiting_reason = "torchrun restarts all ranks"
+    no_rank_reason = "torchrun restarts all ranks"
     sigterm_consequence = None
 
     def __init__(self, members: list[Member]) -> None:
@@ -38,24 +34,24 @@ class RestartedMembership:
         self.has_joined = True
 
     def next_rank(self, on_wait: Callable[[float], None]) -> int | None:
-        """Ends this rank, when all have agreed to leave: the next world has other processes.
+        """Ends this rank, after all have agreed to leave: the next world has other processes.
 
         Raises:
-            SIGTERMException: Always, so that the exit code tells torchrun that this is not the end.
+            SIGTERMException: Always, so that the exit code makes torchrun restart the ranks.
         """
         raise SIGTERMException(_LEFT)
 
     def rendezvous(self, member: Member, on_wait: Callable[[float], None]) -> bool:
-        """Never comes to it."""
+        """Not called, because :meth:`next_rank` raises."""
         raise NotImplementedError
 
     def leave(self, *, agreed: bool) -> None:
-        """Does nothing: the process group ends with the process."""
+        """A no-op: the process group ends with the process."""
 
     def is_peer_loss(self, error: BaseException) -> bool:
-        """False: this rank ends with the one that is lost."""
+        """False: torchrun ends this rank together with the lost one."""
         return False
 
     def listen(self) -> RestartListener:
-        """There will be none."""
+        """Returns a listener that detects nothing."""
         return RestartListener()

@@ -62,7 +62,7 @@ class DriverMembership:
     Attributes:
         launch: The slot that this rank has now.
         members: The ranks of the world that this one is in.
-        has_joined: Whether this rank takes part in what they do.
+        has_joined: Whether this rank takes part in training.
 
     Raises:
         RuntimeError: If some of the ranks with which this process was started do not come.
@@ -213,10 +213,10 @@ def _disconnect() -> None:
 
 
 class HostChangeListener:
-    """Hears from the driver, which tells rank 0 only, that hosts have come or gone.
+    """Receives the driver's notifications of added and removed hosts, which it sends to rank 0 only.
 
     Attributes:
-        has_changed: Whether one has come since it was last set to False.
+        has_changed: Whether a notification has arrived since the last assignment of False.
     """
 
     def __init__(self) -> None:
@@ -232,16 +232,16 @@ class HostChangeListener:
         self.has_changed = True
 
     def close(self) -> None:
-        """Hears no more."""
+        """Stops receiving."""
         self._manager.remove_listener(self)
 
 
 def _request(method: str, path: str, body: bytes | None = None, timeout_s: float | None = None) -> bytes:
-    """What the driver's store answers; nothing where it has nothing.
+    """Returns the response of the driver's store, which is empty if the store has no value.
 
     Raises:
-        MembershipServiceError: If nobody is there.
-        TimeoutError: If no answer comes in time.
+        MembershipServiceError: If the driver does not respond.
+        TimeoutError: If no response arrives in time.
     """
     address, port = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"], os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
     connection = HTTPConnection(address, int(port), timeout=timeout_s)

@@ -17,6 +17,8 @@ REPOSITORY = Path(__file__).parents[2]
 #: Rewritten so far; the others follow.
 CONVERTED = (
     "lightning_strategies_ext/_system",
+    "lightning_strategies_ext/elastic/membership.py",
+    "lightning_strategies_ext/elastic/restarted.py",
     "lightning_strategies_ext/failure",
     "lightning_strategies_ext/launch",
     "lightning_strategies_ext/interpreters.py",

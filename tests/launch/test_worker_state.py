@@ -24,7 +24,7 @@ FAILURE = TaskFailed(None, "ValueError", "text", 0.0, has_results=False, is_seco
 
 
 class ScriptedWorker(Worker):
-    """Replies as it is told to."""
+    """Returns the given replies, one after the other."""
 
     def __init__(self, *replies: Any) -> None:
         self.rank = 3

@@ -29,6 +29,7 @@ from lightning_strategies_ext.launch.processes.worker_interface import SentTask,
 from lightning_strategies_ext.launch.protocol import (
     JoinedWorld,
     JoinPending,
+    MessageToWorker,
     RankAssignment,
     ReadyToJoin,
     RunTask,
@@ -398,7 +399,7 @@ class _ElasticRun:
             worker.kill()
         return replies
 
-    def _send(self, worker: Worker, message: Any) -> None:
+    def _send(self, worker: Worker, message: MessageToWorker) -> None:
         with suppress(OSError):  # it has exited: `next_reply` returns the reason
             worker.send(message)
 

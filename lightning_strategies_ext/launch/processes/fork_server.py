@@ -97,7 +97,7 @@ class ForkServer:
 
 
 def get(preloaded: str) -> ForkServer:
-    """Returns the server of this process; starts it if necessary, and has it import a module then."""
+    """Returns the server of this process. Starts it if necessary, with a module that it imports before it forks."""
     global _server
     with _lock:
         if _server is None or not _server.is_usable:

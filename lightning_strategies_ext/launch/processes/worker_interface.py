@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
-from lightning_strategies_ext.launch.protocol import RunTask, TaskDone, TaskFailed
+from lightning_strategies_ext.launch.protocol import MessageToWorker, RunTask, TaskDone, TaskFailed
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects
 
@@ -101,7 +101,7 @@ class Worker(Protocol):
     def waitables(self) -> list[Any]:
         """Objects for ``multiprocessing.connection.wait``, ready when a reply has arrived or the worker has exited."""
 
-    def send(self, message: Any) -> None:
+    def send(self, message: MessageToWorker) -> None:
         """Sends a message.
 
         Raises:

@@ -51,7 +51,7 @@ _is_importing_main = False
 class WorkerTask(Protocol):
     """A task for workers. The main process pickles it."""
 
-    def run(self, state: "WorkerSession", message: ReceivedMessage) -> Iterator[Any]:
+    def run(self, session: "WorkerSession", message: ReceivedMessage) -> Iterator[Any]:
         """Runs the task that arrived in ``message``; returns the results that the main process may pull, in order.
 
         Raises:
@@ -155,23 +155,23 @@ class WorkerService:
     """Handles the messages of the main process, over any transport.
 
     Args:
-        state: State of this worker.
+        session: Session of this worker.
         inherited_task: Task that the worker has inherited in a fork.
 
     Attributes:
         is_finished: Whether the worker can handle no more messages.
     """
 
-    def __init__(self, state: WorkerSession, inherited_task: WorkerTask | None = None) -> None:
+    def __init__(self, session: WorkerSession, inherited_task: WorkerTask | None = None) -> None:
         self.is_finished = False
-        self._state = state
+        self._session = session
         self._inherited_task = inherited_task
         self._task_message = ReceivedMessage(Pickled(b""))
         self._results: Iterator[Any] = iter(())
 
     def set_up(self, start: WorkerSetup) -> TaskFailed | None:
         """Prepares this process for tasks; returns the failure, or None."""
-        signal.signal(signal.SIGINT, lambda signum, frame: _handle_interrupt(self._state))
+        signal.signal(signal.SIGINT, lambda signum, frame: _handle_interrupt(self._session))
         try:
             _prepare(start)
         except BaseException as exception:
@@ -194,7 +194,7 @@ class WorkerService:
         elif isinstance(message, JoinPending):
             pass  # it arrived after the task
         elif isinstance(message, SaveState):
-            yield _save(message.path, self._state)
+            yield _save(message.path, self._session)
         elif isinstance(message, PullResult):
             yield self._next_result()
         else:
@@ -218,12 +218,12 @@ class WorkerService:
         return result
 
     def _run(self, order: RunTask, receive_task: Callable[[], ReceivedMessage]) -> Iterator[Any]:
-        self._state.save = None
+        self._session.save = None
         self._results = iter(())
         self._task_message.close()
         self._task_message = ReceivedMessage(Pickled(b"")) if order.is_inherited else receive_task()
         try:
-            self._results = _run(order, self._task_message, self._inherited_task, self._state)
+            self._results = _run(order, self._task_message, self._inherited_task, self._session)
             yield TaskDone(RngState.now())
         except TaskFailedError as failed:
             yield TaskFailed.of(failed.__cause__ or failed, has_results=failed.results is not None)
@@ -238,31 +238,31 @@ class WorkerService:
         self._inherited_task = None
 
 
-def _save(path: str, state: WorkerSession) -> StateSaved | TaskFailed:
+def _save(path: str, session: WorkerSession) -> StateSaved | TaskFailed:
     try:
-        if state.save is None:
+        if session.save is None:
             raise RuntimeError("this worker has no state to save, because its last task was no stage of a Trainer")
-        state.save(path)
+        session.save(path)
         return StateSaved()
     except Exception as exception:
         return TaskFailed.of(exception)
 
 
 def _run(
-    order: RunTask, message: ReceivedMessage, inherited_task: WorkerTask | None, state: WorkerSession
+    order: RunTask, message: ReceivedMessage, inherited_task: WorkerTask | None, session: WorkerSession
 ) -> Iterator[Any]:
     order.settings.apply()
-    state.is_continuation = order.is_continuation
-    state.is_joining = order.is_joining
-    state.is_running = True
+    session.is_continuation = order.is_continuation
+    session.is_joining = order.is_joining
+    session.is_running = True
     try:
         task: WorkerTask | None = inherited_task if order.is_inherited else _open(message)
         assert task is not None
-        return task.run(state, message)
+        return task.run(session, message)
     finally:
         message.received_objects = {}  # otherwise it would keep the task's objects alive
-        state.is_running = False
-        state.on_interrupt = None
+        session.is_running = False
+        session.on_interrupt = None
 
 
 def _open(message: ReceivedMessage) -> Any:
@@ -300,12 +300,12 @@ def imports_main(preparation: Mapping[str, Any]) -> bool:
     return MAIN_NAME in preparation or MAIN_PATH in preparation
 
 
-def _handle_interrupt(state: WorkerSession) -> None:
-    if not state.is_running:
+def _handle_interrupt(session: WorkerSession) -> None:
+    if not session.is_running:
         return
-    if state.on_interrupt is None:
+    if session.on_interrupt is None:
         raise KeyboardInterrupt
-    state.on_interrupt()
+    session.on_interrupt()
 
 
 def exit_with_parent(pid: int) -> None:

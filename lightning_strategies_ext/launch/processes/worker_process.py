@@ -35,7 +35,7 @@ from lightning_strategies_ext.launch.processes.worker_main import (
     isolated_exit_handlers,
     serve,
 )
-from lightning_strategies_ext.launch.protocol import Ping, Pong, RunTask, WorkerSetup
+from lightning_strategies_ext.launch.protocol import MessageToWorker, Ping, Pong, RunTask, WorkerSetup
 from lightning_strategies_ext.launch.transport.channel import Channel, PreparedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import (
@@ -127,7 +127,7 @@ class WorkerProcess(Worker):
         return [self.channel] if self._pidfd is None else [self.channel, self._pidfd]
 
     @override
-    def send(self, message: Any) -> None:
+    def send(self, message: MessageToWorker) -> None:
         self.channel.send(message)
 
     @override

@@ -22,6 +22,7 @@ from lightning_strategies_ext.exceptions import WorkerDiedError
 from lightning_strategies_ext.launch.processes.worker_interface import EXIT_TIMEOUT_S, SentTask, Worker, WorkerState
 from lightning_strategies_ext.launch.protocol import (
     LinkMessageToWorker,
+    MessageToWorker,
     PeerLost,
     Ping,
     Pong,
@@ -174,7 +175,7 @@ class RayWorker(Worker):
             self._warn_at = math.inf
 
     @override
-    def send(self, message: Any) -> None:
+    def send(self, message: MessageToWorker) -> None:
         if isinstance(message, LinkMessageToWorker):
             self.link.send(message)
         else:

@@ -337,13 +337,13 @@ class MainLink:
     def _run_commands(self) -> None:
         frames = FrameDecoder()
         while True:
-            data, messages = b"", []
+            messages: list[LinkMessage] | None = None
             with suppress(OSError, ValueError):
                 data = self._connected.recv(_MAX_RECEIVED_BYTES)
-                messages = [decode(*frame) for frame in frames.decode(data)]
-            if not data:  # the main process has exited
+                messages = [decode(*frame) for frame in frames.decode(data)] if data else None
+            if messages is None:  # the main process has exited, or does not follow the protocol
                 os.kill(os.getpid(), signal.SIGKILL)
-            for message in messages:
+            for message in messages or ():
                 if isinstance(message, SendSignal):
                     os.kill(os.getpid(), message.signum)
                 elif isinstance(message, PeerLost):

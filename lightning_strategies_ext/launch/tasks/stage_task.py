@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 
 #: Class of torch's settings, which the error of pickling a compiled function names (torch 2.5 to 2.13).
 _COMPILED_MARKER = "ConfigModuleInstance"
-
-
 # Loaders and data stay in the worker that created them: the main process has the user's. A running profiler is useless
 # in another process, although it can be pickled.
 _UNSENDABLE_TYPES = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
@@ -90,7 +88,7 @@ class StageTask(WorkerTask):
     # --- in a worker ---
 
     @override
-    def run(self, state: WorkerSession, message: ReceivedMessage) -> Iterator[Any]:
+    def run(self, session: WorkerSession, message: ReceivedMessage) -> Iterator[Any]:
         trainer = self.trainer
         inherited: Mapping[int, Any] = {}
         if isinstance(self.shared, list):
@@ -103,21 +101,23 @@ class StageTask(WorkerTask):
             received = ReceivedBuffers(message.parts)
         baseline = None
         is_elastic = self.restart_policy is not None
-        if state.rank == 0 or is_elastic:  # any worker may be rank 0 at the end
+        if session.rank == 0 or is_elastic:  # any worker may be rank 0 at the end
             sent = inherited or identity_preserved(message.received_objects)
             baseline = capture(trainer, self.shared, sent, received)
-        state.save = partial(_save, trainer)
-        context = WorkerContext(state.is_continuation, received, state.channel, state.is_joining, state.rank_info)
+        session.save = partial(_save, trainer)
+        context = WorkerContext(
+            session.is_continuation, received, session.channel, session.is_joining, session.rank_info
+        )
         strategy: InWorkerStrategy = trainer.strategy
-        os.environ["LOCAL_RANK"] = str(state.local_rank)
-        state.on_interrupt = strategy.request_interrupt
+        os.environ["LOCAL_RANK"] = str(session.local_rank)
+        session.on_interrupt = strategy.request_interrupt
         strategy.enter_worker(context)
         try:
             value = self.function(*self.args, **self.kwargs)
-            state.on_interrupt = None
+            session.on_interrupt = None
             strategy.end_stage()
         except BaseException as exception:
-            state.on_interrupt = lambda: None  # the results are still to be sent
+            session.on_interrupt = lambda: None  # the results are still to be sent
             exception = strategy.explain_exception(exception)
             strategy.announce_failure(exception)
             results = None if baseline is None else self._results(baseline, None)
@@ -125,7 +125,7 @@ class StageTask(WorkerTask):
         predictions = None
         if trainer.state.fn == TrainerFn.PREDICTING and value is not None:
             predictions = RankPredictions.from_trainer(trainer, value)
-            if trainer.num_nodes > 1 and state.rank_info is None:  # each host has its own main process
+            if trainer.num_nodes > 1 and session.rank_info is None:  # each host has its own main process
                 value, predictions = predictions.gathered(trainer.world_size), None
             else:
                 value = None
@@ -250,17 +250,17 @@ class FunctionTask(WorkerTask):
         """Does nothing: only the function's value is sent back."""
 
     @override
-    def run(self, state: WorkerSession, message: ReceivedMessage) -> Iterator[Any]:
-        os.environ["LOCAL_RANK"] = str(state.local_rank)
+    def run(self, session: WorkerSession, message: ReceivedMessage) -> Iterator[Any]:
+        os.environ["LOCAL_RANK"] = str(session.local_rank)
         for argument in (*self.args, *self.kwargs.values()):
             if isinstance(argument, Module):
                 make_private(argument)
         if self.joins_process_group:
-            self.strategy.enter_worker(WorkerContext(state.is_continuation, None, rank_info=state.rank_info))
+            self.strategy.enter_worker(WorkerContext(session.is_continuation, None, rank_info=session.rank_info))
             self.strategy.setup_distributed()
         with announcing_failures(self.strategy):
             value = self.function(*self.args, **self.kwargs)
-        if state.rank > 0 or not self.return_result:
+        if session.rank > 0 or not self.return_result:
             return iter(())
         return iter([FunctionResult(value)])
 
