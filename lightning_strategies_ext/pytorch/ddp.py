@@ -215,14 +215,14 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
     @override
     def _configure_launcher(self) -> None:
         # Called by the Trainer when devices, environment and number of nodes are known, in one process still.
-        seat = ray_train.current_rank_info()
-        if seat is not None:
-            self._join_ray_train(seat)
+        rank_info = ray_train.current_rank_info()
+        if rank_info is not None:
+            self._join_ray_train(rank_info)
         else:
             self._have_one_device_each()
-        if seat is None and process_group.has_others() and self.num_nodes * self.num_processes == 1:
+        if rank_info is None and process_group.has_others() and self.num_nodes * self.num_processes == 1:
             assert self.parallel_devices is not None
-            self._sit(_ALONE, self.parallel_devices[0])
+            self._set_rank_info(_ALONE, self.parallel_devices[0])
             self.set_world_ranks()
         self._check_precision(self._gradient_sync.compression)
         process_group.check_backend_for_devices(self._process_group_backend, self.parallel_devices or [])
@@ -239,10 +239,10 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         if len(self.parallel_devices) != len(devices):
             self.set_world_ranks()
 
-    def _join_ray_train(self, seat: WorkerRankInfo) -> None:
+    def _join_ray_train(self, rank_info: WorkerRankInfo) -> None:
         """Takes the rank, the device and the process group that Ray Train has given to this process."""
         ray_train.check_compatible(
-            seat,
+            rank_info,
             type(self).__name__,
             starts_ranks=self._start_method != "popen",
             num_devices=len(self.parallel_devices or []),
@@ -251,14 +251,14 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
             timeout=self._timeout,
         )
         self._process_group_backend = dist.get_backend()
-        self._sit(seat, ray_train.current_device())
+        self._set_rank_info(rank_info, ray_train.current_device())
         self.set_world_ranks()
 
-    def _sit(self, seat: WorkerRankInfo, device: torch.device) -> None:
+    def _set_rank_info(self, rank_info: WorkerRankInfo, device: torch.device) -> None:
         """Lets ranks and device be those that Ray has given to this process."""
-        self.parallel_devices = [device] * seat.local_world_size
-        self.num_nodes = seat.num_nodes
-        self.cluster_environment = RayEnvironment(seat)
+        self.parallel_devices = [device] * rank_info.local_world_size
+        self.num_nodes = rank_info.num_nodes
+        self.cluster_environment = RayEnvironment(rank_info)
 
     #: Whether workers stay for the next stage.
     keep_workers = True

@@ -250,21 +250,21 @@ class DDPRayStrategy(DDPSpawnStrategy):
 
     @override
     def enter_worker(self, context: WorkerContext) -> None:
-        """Called first in a worker: its ranks and its device are those of its seat.
+        """Called first in a worker: its ranks and its device are those that Ray has given to it.
 
         Raises:
             RuntimeError: If this is the first worker, or may come to be, and what it is to write would not be seen by
                 the main process.
         """
         super().enter_worker(context)
-        seat = context.rank_info
-        assert seat is not None
-        if seat.rank == 0 or self._may_change:
-            _check_are_seen(self._signs, seat.rank)
+        rank_info = context.rank_info
+        assert rank_info is not None
+        if rank_info.rank == 0 or self._may_change:
+            _check_are_seen(self._signs, rank_info.rank)
         assert self.parallel_devices is not None
         kind = self.parallel_devices[0].type
         # Of the GPUs of its host, a worker sees those that Ray has given to it.
-        self._sit(seat, torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
+        self._set_rank_info(rank_info, torch.device(kind) if kind == "cpu" else torch.device(kind, 0))
 
 
 def _written_to(trainer: "pl.Trainer") -> list[str]:

@@ -71,14 +71,14 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
 
     @override
     def _be_one_of_many(self) -> None:
-        launching.say_rank(self.global_rank)  # that of its seat
+        launching.say_rank(self.global_rank)  # that of its WorkerRankInfo
 
     @override
     def _be_rank(self, rank: int, world_size: int) -> None:
         assert self._worker is not None
         assert self._worker.rank_info is not None
         members = self.membership.members
-        self._sit(_seat_among(members, rank, self._worker.rank_info), self.root_device)
+        self._set_rank_info(_rank_info_among(members, rank, self._worker.rank_info), self.root_device)
         launching.say_rank(rank)
 
     @override
@@ -92,8 +92,8 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
             self._disconnect()
 
 
-def _seat_among(members: Sequence[Member], rank: int, before: WorkerRankInfo) -> WorkerRankInfo:
-    """The seat of a rank of a world: ranks of one host are its local ranks, numbered through."""
+def _rank_info_among(members: Sequence[Member], rank: int, before: WorkerRankInfo) -> WorkerRankInfo:
+    """The rank info of a rank of a world: ranks of one host are its local ranks, numbered through."""
     hosts = list(dict.fromkeys(member.peer.host for member in members))
     here = [other for other, member in enumerate(members) if member.peer.host == host_identity()]
     return replace(
