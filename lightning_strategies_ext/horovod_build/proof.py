@@ -5,7 +5,6 @@ Only the loopback interface is used, so a firewall, a VPN or a missing name serv
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from lightning_strategies_ext._system.gloo_connections import loopback_interface
 from lightning_strategies_ext.horovod_build.requirements import said_by_mpirun
 
 #: What the ranks print when the sum is right; see :mod:`.proof_rank`.
@@ -44,7 +44,7 @@ class Launcher:
 
 def launchers(environment: dict[str, str], with_mpi: bool) -> Iterator[Launcher]:
     """The ways that are proved: Horovod's own launcher, and MPI's for a build with MPI."""
-    loopback = loopback_interface()
+    loopback = loopback_interface() or "lo"
     horovodrun = os.path.join(sysconfig.get_path("scripts"), "horovodrun")
     yield Launcher("horovodrun -np 2 --gloo", [horovodrun, "-np", "2", "--gloo", "--network-interfaces", loopback], {})
     if with_mpi:
@@ -91,14 +91,6 @@ def prove(launcher: Launcher, environment: dict[str, str], timeout_s: float = _T
         _end(process)
     if process.returncode != 0 or any(line not in output for line in EXPECTED):
         raise ProofError(f"An all-reduce of two ranks through {launcher.name} {ended}. Its output:\n{output.strip()}")
-
-
-def loopback_interface() -> str:
-    """The name of the interface with 127.0.0.1: ``lo``, ``lo0``."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.family == socket.AF_INET and address.address == "127.0.0.1" for address in addresses):
-            return str(name)
-    return "lo"
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

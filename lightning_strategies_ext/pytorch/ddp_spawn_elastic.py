@@ -198,9 +198,8 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             else:
                 self._store = dist.TCPStore(*place.store, is_master=False, timeout=limit, wait_for_workers=False)
         self._world_store = dist.PrefixStore(f"world/{place.world_number}", self._store)
-        backend = self._named_backend or process_group.default_backend(
-            self.root_device, place.size, _num_hosts_of(members)
-        )
+        num_hosts = _num_hosts_of(members)
+        backend = self._named_backend or process_group.default_backend(self.root_device, place.size, num_hosts)
         process_group.disable_nccl_watchdog_exit()
         process_group.join(
             backend,
@@ -210,6 +209,7 @@ class DDPSpawnElasticStrategy(Elastic, DDPSpawnStrategy):
             self.root_device,
             self._timeout,
             self._process_group_options if place.size > 1 else None,
+            num_hosts,
         )
         self._process_group_backend = backend
         if place.size > 1 and process_group.can_abort():

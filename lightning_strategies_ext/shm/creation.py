@@ -14,6 +14,7 @@ import torch.distributed as dist
 import wrapt
 from torch import Tensor
 
+from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext.shm import native_build
 from lightning_strategies_ext.shm.compiler import NotCompiledError
 from lightning_strategies_ext.shm.execution import Execution
@@ -41,6 +42,7 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
         The group; a gloo backend where a rank gets no shared memory, which rank 0 says on standard error.
 
     Raises:
+        PermissionError: If another user has taken the place of a rank.
         TypeError: If the options are not :class:`ShmOptions`.
         TimeoutError: If a rank does not come.
     """
@@ -51,19 +53,25 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     num_bytes = chosen_num_bytes(None if options is None else options.segment_num_bytes, size)
     timeout: timedelta = torch_options.timeout
     deadline = time.monotonic() + timeout.total_seconds()
-    gloo = GlooBeside(dist.PrefixStore("gloo", store), rank, size, timeout)
     rendezvous = Rendezvous(rank, size, dist.PrefixStore("shm", store))
     library = _compiled_library(rank)
     try:
         own_fd, problem = _try_to_create(num_bytes, rank)
         said = rendezvous.announce({"problem": problem, "compiled": library is not None}, deadline)
+        local = [other for other in range(size) if said[other]["host"] == said[rank]["host"]]
+        leaders = _leaders_of(said)
+        between = None
+        with restrict_gloo(is_one_host=len(leaders) == 1):
+            gloo = GlooBeside(dist.PrefixStore("gloo", store), rank, size, timeout)
+            if len(leaders) > 1 and rank in leaders:
+                prefix = dist.PrefixStore("leaders", store)
+                between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
         if problem := next((words["problem"] for words in said if words["problem"]), ""):
             if own_fd is not None:
                 os.close(own_fd)
             _say(rank, f"the process group talks over gloo, since {problem}.")
             return gloo
         assert own_fd is not None
-        local = [other for other in range(size) if said[other]["host"] == said[rank]["host"]]
         names = torch_options.global_ranks_in_group or range(size)
         peers = {
             place: LinkedRank(other, names[other], said[other]["pid"])
@@ -80,11 +88,6 @@ def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
     has_library = all(words["compiled"] for words in said)
     if library is not None and has_library and 1 < len(local) <= MAX_RANKS:
         compiled = CompiledAllReduce(library, place, peers, links, segments)
-    leaders = _leaders_of(said)
-    between = None
-    if len(leaders) > 1 and rank in leaders:
-        prefix = dist.PrefixStore("leaders", store)
-        between = dist.ProcessGroupGloo(prefix, leaders.index(rank), len(leaders), timeout)
     share_memory = partial(_share_memory, rank, size, store, peers, timeout, itertools.count())
     return ShmProcessGroup(rank, size, Execution(rounds), rounds, compiled, share_memory, gloo, between)
 

@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_strategies_ext import host_store, rank_variables, shm
 from lightning_strategies_ext._system import forking
 from lightning_strategies_ext._system.connections import record_connections, without_prefixes
+from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext._system.gpu_sync import is_aborted, mark_aborted
 from lightning_strategies_ext.failure.process_exit import register_exit_handler
 from lightning_strategies_ext.shm.options import ShmOptions
@@ -243,7 +244,8 @@ def start(
         return backend
     if _aside is not None and world_size == 1:
         excepthook = sys.excepthook
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        with restrict_gloo(is_one_host=True):
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         sys.excepthook = excepthook
         return backend
     os.environ["MASTER_ADDR"] = environment.main_address
@@ -252,7 +254,7 @@ def start(
     log.info("rank %d of %d joins at %s:%s", rank, world_size, environment.main_address, environment.main_port)
     check_options(options, backend)
     store = rendezvous.next_store(rank, world_size, num_hosts, timeout or default_pg_timeout)
-    join(backend, store, rank, world_size, device, timeout, options)
+    join(backend, store, rank, world_size, device, timeout, options, num_hosts)
     return backend
 
 
@@ -264,8 +266,13 @@ def join(
     device: torch.device,
     timeout: timedelta | None,
     options: Any = None,
+    num_hosts: int = 1,
 ) -> None:
-    """Makes the default process group, of ranks that share a store which no other group has used."""
+    """Makes the default process group, of ranks that share a store which no other group has used.
+
+    Raises:
+        PermissionError: If another user of a host has taken the place of a rank.
+    """
     forking.make_fork_safe()
     connections.clear()
     _left.clear()
@@ -274,7 +281,7 @@ def join(
     of_torch = store
     if is_python and backend not in _ON_MAIN_THREAD:
         of_torch = rendezvous.file_store(store, rank, world_size, timeout or default_pg_timeout)
-    with record_connections(connections):
+    with record_connections(connections), restrict_gloo(is_one_host=num_hosts == 1):
         dist.init_process_group(
             backend,
             store=of_torch,

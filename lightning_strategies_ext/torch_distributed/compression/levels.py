@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_strategies_ext import shm
 from lightning_strategies_ext._system.connections import record_connections
+from lightning_strategies_ext._system.gloo_connections import restrict_gloo
 from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.torch_distributed import process_group
 
@@ -58,15 +59,18 @@ class Levels(NamedTuple):
         num_inside = next(iter(counts.values()))
         if len(counts) == 1 or num_inside == 1 or len(set(counts.values())) > 1:
             has_own = device.type == "cpu" or f"{device.type}:gloo" in dist.get_backend_config()
-            return cls(None, dist.new_group(timeout=timeout) if has_own else dist.group.WORLD, 1, 0, device)
+            with restrict_gloo(is_one_host=len(counts) == 1):
+                group = dist.new_group(timeout=timeout) if has_own else dist.group.WORLD
+            return cls(None, group, 1, 0, device)
         ranks_of = [[rank for rank, host in enumerate(hosts) if host == each] for each in counts]
         is_cpu = device.type == "cpu"
         backend = shm.NAME if is_cpu and shm.is_available() else None
         here, insides, betweens = dist.get_rank(), [], []
         for ranks in ranks_of:  # all ranks make all groups, in the same order
             insides.append(dist.new_group(ranks, timeout, backend))
-        for column in zip(*ranks_of, strict=True):
-            betweens.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
+        with restrict_gloo(is_one_host=False):
+            for column in zip(*ranks_of, strict=True):
+                betweens.append(dist.new_group(list(column), timeout, "gloo" if is_cpu else None))
         own = next(index for index, ranks in enumerate(ranks_of) if here in ranks)
         index = ranks_of[own].index(here)
         return cls(insides[own], betweens[index], num_inside, index, device)
