@@ -220,7 +220,7 @@ print(json.dumps(["others" in pytorch.StrategyRegistry, "others" in fabric.STRAT
 """
     report = environment.report(script)
     assert report.value == [True, True]
-    assert report.said == []
+    assert report.messages == []
 
 
 CLI = """

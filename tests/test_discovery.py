@@ -94,7 +94,7 @@ def test_the_name_gives_our_strategy_with_no_import_in_the_script(install: str, 
     assert is_from_wheel == (install == "wheel_install")
     assert report.value["Trainer"] == ["lightning_strategies_ext.pytorch.ddp", True]
     assert report.value["Fabric"] == ["lightning_strategies_ext.fabric.ddp", True]
-    assert report.said == []
+    assert report.messages == []
 
 
 @pytest.mark.processes
@@ -158,7 +158,7 @@ def test_with_autoload_off_an_import_of_ours_registers_the_names_and_again_is_ha
     assert "invalid strategy name" in before
     assert after == "lightning_strategies_ext.pytorch.ddp"
     assert is_unchanged
-    assert report.said == []
+    assert report.messages == []
 
 
 @pytest.mark.processes
@@ -250,8 +250,8 @@ def test_a_broken_hook_does_not_break_import_torch(wheel_install: Environment, t
     (tmp_path / "wrapt.py").write_text("raise OSError('no such library')")
     report = wheel_install.report("import torch; print(len(torch.ones(3)))", env={"PYTHONPATH": str(tmp_path)})
     assert report.value == 3
-    assert len(report.said) == 1
-    assert "could not be registered (OSError: no such library)" in report.said[0]
+    assert len(report.messages) == 1
+    assert "could not be registered (OSError: no such library)" in report.messages[0]
 
 
 @pytest.mark.processes
@@ -259,7 +259,7 @@ def test_a_lightning_with_other_registries_can_still_be_imported(wheel_install: 
     env = write_stub_of_lightning(tmp_path, {"fabric": "renamed", "pytorch": "renamed"})
     script = "import lightning_strategies_ext, lightning.pytorch.strategies, lightning.fabric.strategies; print(1)"
     report = wheel_install.report(script, env=env)
-    assert [re.search("`(.*?)`", line)[1] for line in report.said] == [
+    assert [re.search("`(.*?)`", line)[1] for line in report.messages] == [
         "lightning.pytorch.strategies",
         "lightning.fabric.strategies",
     ]
@@ -270,7 +270,7 @@ def test_a_lightning_that_it_was_not_made_for_is_named(wheel_install: Environmen
     env = write_stub_of_lightning(tmp_path, {"pytorch": "StrategyRegistry"})
     (tmp_path / "lightning" / "__init__.py").write_text('__version__ = "2.4.1"')
     report = wheel_install.report("import lightning_strategies_ext, lightning.pytorch.strategies; print(1)", env=env)
-    (said,) = report.said
+    (said,) = report.messages
     assert "for Lightning 2.5 and 2.6, and this is lightning 2.4.1" in said
 
 
@@ -324,7 +324,7 @@ def test_a_package_cannot_take_a_name_of_lightnings(third_party_report: Report) 
 def test_each_entry_point_that_cannot_be_registered_is_said_in_one_line_that_names_its_package(
     third_party_report: Report,
 ) -> None:
-    absent, thief = sorted(third_party_report.said)
+    absent, thief = sorted(third_party_report.messages)
     assert "'absent_one'" in absent
     assert "package absent_module is not available: there is no module 'module_that_is_not_there'" in absent
     assert "'ddp'" in thief
@@ -350,7 +350,7 @@ print(json.dumps(sorted(strategies.StrategyRegistry)))
 """
     report = third_parties.report(script, env=env)
     assert "good_one" in report.value
-    assert not [line for line in report.said if "good_strategies" in line]
+    assert not [line for line in report.messages if "good_strategies" in line]
 
 
 # --- the doctor ---

@@ -20,14 +20,14 @@ from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 
-from tests.support.ranks import LIMIT_S, REPOSITORY, clean_environment, kill_tree
+from tests.support.ranks import LIMIT_S, REPOSITORY, run_command
 
 PACKAGE = "lightning_strategies_ext"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """An interpreter and what is installed for it."""
+    """An interpreter, with the packages that are installed for it."""
 
     python: Path
     work_dir: Path
@@ -35,20 +35,11 @@ class Environment:
     def run(
         self, *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = LIMIT_S
     ) -> "subprocess.CompletedProcess[str]":
-        """Runs the interpreter away from the repository, so that only what is installed can be imported."""
-        process = subprocess.Popen(
-            [self.python, *command],
-            env={"OMP_NUM_THREADS": "1", **clean_environment(), "PYTHONPATH": "", "COLUMNS": "400", **(env or {})},
-            cwd=self.work_dir,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        """Runs the interpreter outside of the repository, so that only installed packages can be imported."""
+        own = {"PYTHONPATH": "", "COLUMNS": "400", **(env or {})}
+        return run_command(
+            self.python, *command, env=own, cwd=self.work_dir, stderr=subprocess.PIPE, timeout_s=timeout_s
         )
-        try:
-            output, errors = process.communicate(timeout=timeout_s)
-        finally:
-            kill_tree(process.pid)
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     def report(self, script: str, *options: str, env: dict[str, str] | None = None) -> "Report":
         """Runs a script that prints one JSON value, and must succeed."""
@@ -60,18 +51,18 @@ class Environment:
 
 @dataclass(frozen=True)
 class Report:
-    """What a script printed, and the lines that this package wrote to standard error meanwhile."""
+    """The value that a script printed, and the lines that this package wrote to standard error."""
 
     value: object
-    said: list[str]
+    messages: list[str]
 
 
-#: A line of a table, behind the rank that horovodrun may put before it.
+#: A line of a table, which may begin with the prefix that horovodrun adds.
 _ROW = re.compile(r"(\[\d+\]<\w+>:)?\s*[│┃|]")
 
 
 def table(output: str) -> list[list[str]]:
-    """The rows of a table that rich printed; bars of progress are none."""
+    """Returns the rows of the tables that rich printed, without progress bars."""
     rows = [re.split("[│┃|]", line) for line in output.splitlines() if _ROW.match(line)]
     return [[cell.strip() for cell in row[1:-1]] for row in rows if len(row) > 2]
 
@@ -86,7 +77,7 @@ def copy_checkout(directory: Path) -> None:
 
 
 def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] | None = None) -> Path:
-    """This project's wheel, made of a checkout or of a released source."""
+    """Builds this project's wheel from a checkout, or from a source distribution."""
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory, source]
     build = subprocess.run(command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=LIMIT_S)
     assert build.returncode == 0, build.stdout + build.stderr
@@ -95,15 +86,15 @@ def build_wheel(directory: Path, source: Path = REPOSITORY, env: dict[str, str] 
 
 
 def make_environment(wheel: Path | None, directory: Path, without: Sequence[str] = ()) -> tuple[Environment, Path]:
-    """Makes a virtual environment with a wheel, and with all that this interpreter has installed.
+    """Creates a virtual environment with a wheel, and with all packages of this interpreter.
 
     Args:
         wheel: The wheel. It takes precedence over an installed package of the same name. None installs none.
         directory: An empty directory for the environment.
-        without: Patterns for the names of packages, and of their metadata, that the environment lacks.
+        without: Patterns of packages, and of their metadata, that are left out.
 
     Returns:
-        The environment, and its own directory for packages.
+        The environment, and its directory for packages.
     """
     venv.create(directory / "venv", symlinks=True)
     (site,) = (directory / "venv" / "lib").glob("python*/site-packages")
@@ -119,7 +110,7 @@ def make_environment(wheel: Path | None, directory: Path, without: Sequence[str]
 
 
 def _links(sources: Sequence[Path], directory: Path, without: Sequence[str]) -> Path:
-    """Fills a directory with links to the entries of others, except those that match a pattern; returns it."""
+    """Links the entries of directories from another directory, without those that match a pattern; returns it."""
     directory.mkdir()
     for entry in chain.from_iterable(source.iterdir() for source in sources):
         link = directory / entry.name

@@ -13,13 +13,13 @@ multiprocessing forkserver that has imported torch and Lightning. :func:`run_scr
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,14 @@ from lightning_strategies_ext.torch_distributed import process_group
 REPOSITORY = Path(__file__).parents[2]
 #: Seconds until ranks and programs are killed. Only a hang reaches this limit: most take a hundredth of it.
 LIMIT_S = 300
-#: What keeps Lightning's detection of MPI from its costs in each rank.
+#: Variables with which Lightning's detection of MPI does not slow down each rank.
 WITHOUT_MPI = (
     {"MPI4PY_MPIABI": "none"} if RequirementCache("lightning>=2.6") else {"OMPI_MCA_btl": "self", "OMPI_MCA_pml": "ob1"}
 )
-#: Horovod's ranks over gloo speak to each other once in so many milliseconds, also when they have nothing to say, which
-#: with our default of 0.1 takes a third of a core for each of them. More would make those wait that have something.
+#: Horovod's ranks over gloo communicate once per cycle of this number of milliseconds, also without a collective. With
+#: the package's default of 0.1, this takes a third of a core per rank. A longer cycle would delay collectives.
 SELDOM = {"HOROVOD_CYCLE_TIME": "1"}
-#: What each rank finds in its environment besides; tests that set something undo it.
+#: Further variables in the environment of each rank. A test that sets one restores it.
 rank_environment: dict[str, str] = {}
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -55,10 +55,11 @@ class Outcome:
     """How one rank ended.
 
     Attributes:
-        value: What the function returned, if it returned.
-        error: The trace of the exception it raised, or None.
-        exit_code: As multiprocessing gives it: negative for a signal.
-        output: What the rank wrote to standard output and error.
+        rank: Global rank.
+        value: Value that the function returned, or None.
+        error: Traceback of the exception that the function raised, or None.
+        exit_code: Exit code; negative for a signal.
+        output: Standard output and standard error of the rank.
     """
 
     rank: int
@@ -75,7 +76,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
     """Runs ``function(*args)`` in ``world_size`` processes and returns their values in rank order.
 
     Raises:
-        AssertionError: If a rank raised, died or took too long; shows the output of all.
+        AssertionError: If a rank raised, died or reached the time limit. The message has the output of all ranks.
     """
     outcomes = outcomes_of_ranks(function, *args, world_size=world_size, timeout_s=timeout_s)
     if any(outcome.error is not None or outcome.exit_code != 0 for outcome in outcomes):
@@ -87,14 +88,14 @@ def outcomes_of_ranks(
     function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = LIMIT_S
 ) -> list[Outcome]:
     """Like :func:`run_ranks`, for ranks that are expected to fail: returns every rank's outcome."""
-    port = free_port()
+    shared = {"NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as directory:
         paths = [Path(directory, f"rank{rank}") for rank in range(world_size)]
+        environments = [{**rank_environment, **shared, "LOCAL_RANK": str(rank)} for rank in range(world_size)]
         ranks = [
-            _context.Process(
-                target=_rank_main, args=(function, args, rank, world_size, port, path, dict(rank_environment))
-            )
-            for rank, path in enumerate(paths)
+            _context.Process(target=_rank_main, args=(function, args, path, environment))
+            for path, environment in zip(paths, environments, strict=True)
         ]
         try:
             for process in ranks:
@@ -119,9 +120,9 @@ def _outcome(rank: int, exit_code: int | None, path: Path) -> Outcome:
 
 
 def leave_process_group() -> None:
-    """Lets what a rank does next start a process group of its own; otherwise it would go on with the one that is there.
+    """Ends the process group, so that the next Trainer of this rank creates its own. Collective: all ranks call it.
 
-    The next one is made at another address: the first rank may serve the old one for a while.
+    The next process group gets another port, because rank 0 may still serve the store at the old one.
     """
     port = [free_port()]
     dist.broadcast_object_list(port)
@@ -129,51 +130,45 @@ def leave_process_group() -> None:
     os.environ["MASTER_PORT"] = str(port[0])
 
 
-def run_script(
-    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = LIMIT_S, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs a program with this interpreter, as a user would. Kills all that it has started if it exceeds the limit."""
-    return run_command(sys.executable, *command, env=env, timeout_s=timeout_s, cwd=cwd)
+def run_script(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program with this interpreter, as a user would; the options are those of :func:`run_command`."""
+    return run_command(sys.executable, *command, **options)
 
 
-def run_command(
-    *command: str | Path, env: dict[str, str] | None = None, timeout_s: float = LIMIT_S, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs any program. Kills all that it has started if it exceeds the limit."""
-    process = start_command(*command, env=env, cwd=cwd)
+def run_command(*command: str | Path, timeout_s: float = LIMIT_S, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program, and kills all its processes at the time limit; options are those of :func:`start_command`."""
+    process = start_command(*command, **options)
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        output, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         kill_tree(process.pid)
-        output, _ = process.communicate()
-        raise AssertionError(f"{command} took more than {timeout_s} s:\n{output}") from None
-    return subprocess.CompletedProcess(command, process.returncode, output, "")
+        output, errors = process.communicate()
+        raise AssertionError(f"{command} took more than {timeout_s} s:\n{output}{errors or ''}") from None
+    return subprocess.CompletedProcess(command, process.returncode, output, errors or "")
 
 
-def start_script(
-    *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None
-) -> "subprocess.Popen[str]":
-    """Starts a program like :func:`run_script`; its standard output and standard error are one stream."""
-    return start_command(sys.executable, *command, env=env, cwd=cwd)
+def start_script(*command: str | Path, **options: Any) -> "subprocess.Popen[str]":
+    """Starts a program with this interpreter; the options are those of :func:`start_command`."""
+    return start_command(sys.executable, *command, **options)
 
 
 def start_command(
-    *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None
+    *command: str | Path, env: dict[str, str] | None = None, cwd: Path | None = None, stderr: int = subprocess.STDOUT
 ) -> "subprocess.Popen[str]":
-    """Starts any program; its standard output and standard error are one stream. It has one thread by default."""
+    """Starts a program, which has one thread by default. Its standard output is a pipe, with standard error in it."""
     return subprocess.Popen(
         [*map(str, command)],
         env={"OMP_NUM_THREADS": "1", **clean_environment(), "PYTHONPATH": str(REPOSITORY), **(env or {})},
         cwd=cwd,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         start_new_session=True,  # a signal to the program's process group does not reach pytest
     )
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what could make a program think that it is a rank already."""
+    """Returns the environment of this process without the variables of a rank."""
     names = {"LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
     beginnings = ("PL_", "HOROVOD_")
     return {name: value for name, value in os.environ.items() if name not in names and not name.startswith(beginnings)}
@@ -181,47 +176,27 @@ def clean_environment() -> dict[str, str]:
 
 def kill_tree(pid: int) -> None:
     """Kills a process and all its descendants."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        victims = [*process.children(recursive=True), process]
-    except psutil.NoSuchProcess:
-        return
-    for victim in victims:
-        try:
-            victim.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
+        for each in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def start_server() -> None:
-    """Starts the server that ranks are forked from, before a test changes the environment that the server inherits."""
+    """Starts the fork server of ranks, before a test changes the environment that the server inherits."""
     process = _context.Process(target=int)
     process.start()
     process.join()
 
 
-def _rank_main(
-    function: Callable[..., Any],
-    args: Any,
-    rank: int,
-    world_size: int,
-    port: int,
-    path: Path,
-    environment: dict[str, str],
-) -> None:
+def _rank_main(function: Callable[..., Any], args: Any, path: Path, environment: dict[str, str]) -> None:
     """Runs a function in the process of a rank; its output and its result go to files."""
     output = os.open(path.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
-    os.environ.update(
-        environment,
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(environment)
     torch.set_num_threads(1)
     value, error = None, None
     with path.with_suffix(".result").open("wb") as result:  # before the rank may become another user
