@@ -19,19 +19,19 @@ NUM_CLASSES = 3
 
 
 def dataset(num_samples: int = 64) -> TensorDataset:
-    """The same random classification problem every time."""
+    """Returns a random classification problem, which is the same in each call."""
     generator = torch.Generator().manual_seed(7)
     features = torch.randn(num_samples, NUM_FEATURES, generator=generator)
     return TensorDataset(features, features[:, :NUM_CLASSES].argmax(dim=1))
 
 
 def loader(num_samples: int = 64, batch_size: int = 4, **kwargs: Any) -> DataLoader:
-    """Batches of :func:`dataset`, in order."""
+    """Returns batches of :func:`dataset`, in order."""
     return DataLoader(dataset(num_samples), batch_size=batch_size, **kwargs)
 
 
 class StatefulLoader(DataLoader):
-    """Says where it is, and goes on there."""
+    """A DataLoader with a state: its position, from which it continues."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,14 +86,14 @@ class MLP(pl.LightningModule):
 
 
 class WithBatchNorm(MLP):
-    """Has buffers, which DDP keeps equal to rank 0's."""
+    """A model with buffers, which DDP keeps equal to those of rank 0."""
 
     def make_net(self) -> nn.Module:
         return nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, NUM_CLASSES))
 
 
 class WithUnusedParameters(MLP):
-    """One of two heads takes part in each step, in turns."""
+    """A model with two heads, of which steps use one in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class WithUnusedParameters(MLP):
 
 
 class TwoOptimizers(MLP):
-    """Manual optimization: two optimizers over two halves, stepped one after the other as GANs do."""
+    """Manual optimization with an optimizer for each half of the model, as in a GAN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,15 +177,9 @@ def weights_after(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
 
 def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     """Fails unless both have the same names and every tensor the same bits."""
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), f"{name} differs by {(tensor - theirs[name]).abs().max()}"
+    torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     """Fails unless both have the same names and close values."""
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(
-            value, theirs[name], rtol=tolerance, atol=tolerance, msg=lambda message, name=name: f"{name}: {message}"
-        )
+    torch.testing.assert_close(dict(ours), dict(theirs), rtol=tolerance, atol=tolerance)
