@@ -4,16 +4,58 @@ Each run trains digits for as many epochs as an undisturbed one, counts every sa
 """
 
 import os
+import tempfile
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.horovod_launch import BIN, FIRST, SECOND, THIRD
-from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_elastic
-from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED, Net, fail, kill, once, stop, terminate
+from benchmarks.horovod_launch import BIN, FIRST, SECOND, THIRD, count_ranks, elastic_horovodrun
+from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_plan
+from tests.support.elastic_training import (
+    NUM_EPOCHS,
+    NUM_TRAINED,
+    Disturbance,
+    Net,
+    Plan,
+    fail,
+    kill,
+    once,
+    stop,
+    terminate,
+)
 from tests.support.hosts import NoHostsError, put_ssh, two_hosts, unplug
 
 pytestmark = pytest.mark.processes
+
+
+def run_elastic(
+    *disturbances: Disturbance,
+    hosts: tuple[str, ...] = (FIRST, SECOND),
+    min_ranks: int = 1,
+    arguments: tuple[str, ...] = (),
+    keep: Path | None = None,
+    enter: tuple[str, ...] = (),
+    variables: dict[str, str] | None = None,
+    **plan: Any,
+) -> Run:
+    """Runs the script with ``horovodrun`` and a discovery script; ``**plan`` are attributes of the :class:`Plan`.
+
+    Args:
+        *disturbances: Functions that each rank calls.
+        hosts: Hosts at the start, with one rank each, or with the number of ranks that follows a colon.
+        min_ranks: The value of ``--min-np``.
+        arguments: Further arguments of ``horovodrun``.
+        keep: Directory of the run; a temporary directory if None.
+        enter: Beginning of a command that runs on a certain host.
+        variables: Variables of the environment.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        directory, interface = keep or Path(temporary), "eth0" if enter else "lo"
+        start = *enter, *elastic_horovodrun(directory, hosts, min_ranks, *arguments, interface=interface)
+        whole = Plan(count_ranks(hosts), "horovodrun", disturbances, **plan)
+        return run_plan(whole, *start, directory=directory, env=variables)
 
 
 def change_hosts(net: Net, hosts: tuple[str, ...]) -> None:
@@ -83,7 +125,7 @@ def test_a_rank_that_is_added_and_one_that_is_killed():
 def test_a_host_that_goes_without_a_word_is_missed_and_the_other_goes_on(tmp_path):
     try:
         with two_hosts(tmp_path) as hosts:
-            put_ssh(hosts, tmp_path, hears_cable=True)
+            put_ssh(hosts, tmp_path, detects_loss=True)
             run = run_elastic(
                 once(unplug, rank=0, step=70),
                 hosts=tuple(host.name for host in hosts),

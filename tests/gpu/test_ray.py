@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_strategies_ext import DDPRayStrategy
 from tests.gpu.devices import DEVICE_TYPE, ON_CPU, Ranks
-from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_on_ray
-from tests.support.elastic_training import Net, joins_later, kill, once
+from tests.support.elastic_runs import STRATEGY, check_is_as_good_as_undisturbed, run_plan
+from tests.support.elastic_training import Net, Plan, joins_later, kill, once
 from tests.support.models import MLP, assert_same_bits, dataset, fit, loader, make_trainer, state_of
 from tests.support.one_gpu import pass_for_own_host
 from tests.support.ray_clusters import (
@@ -85,18 +85,10 @@ def wait_for_the_replacement(net: Net, at: str) -> None:
 
 
 def test_a_worker_that_is_killed_is_started_anew_on_its_gpu(variables: dict[str, str], two_ranks: Ranks) -> None:
-    found = run_on_ray(
-        2,
-        once(kill, rank=1, step=70),
-        joins_later,
-        wait_for_the_replacement,
-        variables=variables,
-        timeout_s=PROGRAM_S,
-        strategy={**HALF_A_GPU, **STRATEGY},
-        is_on_one_gpu=not ON_CPU,
-        pause_s=0.02,
-        pauses_in=[1],
-    )
+    disturbances = once(kill, rank=1, step=70), joins_later, wait_for_the_replacement
+    pauses: dict[str, Any] = {"pause_s": 0.02, "pauses_in": [1]}
+    plan = Plan(2, "ray", disturbances, {**HALF_A_GPU, **STRATEGY}, is_on_one_gpu=not ON_CPU, **pauses)
+    found = run_plan(plan, env=variables, timeout_s=PROGRAM_S)
     print(found.output)
     check_is_as_good_as_undisturbed(found)
     assert [size for size, _ in found.worlds] == [2, 1, 2]

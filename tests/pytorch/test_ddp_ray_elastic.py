@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_strategies_ext import DDPRayElasticStrategy, DDPRayStrategy
-from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_on_ray
-from tests.support.elastic_training import Disturbance, Net, kill, once
+from tests.support.elastic_runs import STRATEGY, Run, check_is_as_good_as_undisturbed, run_plan
+from tests.support.elastic_training import Disturbance, Net, Plan, kill, once
 from tests.support.hosts import ADDRESSES, NoHostsError, unplug
 from tests.support.models import MLP, loader, make_trainer
 from tests.support.ray_clusters import FOREVER_S, HALF, PROGRAM_S, needs_ray, ray_on_two_hosts, variables_of_own_ray
@@ -26,8 +26,8 @@ def variables() -> Iterator[dict[str, str]]:
 
 
 def run(variables: dict[str, str], strategy: dict[str, Any], *disturbances: Disturbance, **plan: Any) -> Run:
-    whole = {**HALF, **STRATEGY, **strategy}
-    return run_on_ray(2, *disturbances, variables=variables, timeout_s=PROGRAM_S, strategy=whole, **plan)
+    whole = Plan(2, "ray", disturbances, {**HALF, **STRATEGY, **strategy}, **plan)
+    return run_plan(whole, env=variables, timeout_s=PROGRAM_S)
 
 
 def kill_one_after_the_other(net: Net, at: str) -> None:
@@ -73,16 +73,10 @@ def test_a_host_that_goes_without_a_word_is_missed_and_its_worker_is_started_on_
     impatient = {"period_ms": "1000", "timeout_ms": "3000", "failure_threshold": "3", "initial_delay_ms": "1000"}
     settings = {f"RAY_health_check_{name}": value for name, value in impatient.items()}
     strategy = {**HALF, **STRATEGY, "placement": "SPREAD", "min_workers": 2, "address": "auto"}
+    plan = Plan(2, "ray", [once(unplug, rank=1, step=70)], strategy)
     try:
         with ray_on_two_hosts(tmp_path, (1, 1), **settings) as (hosts, variables, _):
-            found = run_on_ray(
-                2,
-                once(unplug, rank=1, step=70),
-                variables=variables,
-                timeout_s=PROGRAM_S,
-                enter=tuple(hosts[0].enter()),
-                strategy=strategy,
-            )
+            found = run_plan(plan, *hosts[0].enter(), env=variables, timeout_s=PROGRAM_S)
     except NoHostsError as error:
         pytest.skip(str(error))
     check_is_as_good_as_undisturbed(found)

@@ -1,4 +1,4 @@
-"""Runs :mod:`.elastic_training` with a launcher, and reads what the ranks have left.
+"""Runs :mod:`.elastic_training` with a launcher, and reads the files that its ranks write.
 
 run = run_workers(2, once(kill, rank=1, step=70), joins_later, strategy=STRATEGY, **UNTIL_IT_JOINS)
 check_is_as_good_as_undisturbed(run)
@@ -6,11 +6,10 @@ assert [size for size, _ in run.worlds] == [2, 1, 2]
 """
 
 import json
+import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,31 +17,29 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.horovod_launch import FIRST, SECOND, count_ranks, elastic_horovodrun
 from tests.support.elastic_training import NUM_EPOCHS, NUM_TRAINED, Disturbance, Plan, write_plan
 from tests.support.ranks import LIMIT_S, SELDOM, run_command
 
 STRATEGY = {"commit_every_n_steps": 20}
-#: What an undisturbed run with two ranks comes to; `test_an_undisturbed_run` holds it to that.
+#: Accuracy of an undisturbed run with two ranks, which `test_an_undisturbed_run` checks.
 UNDISTURBED_ACCURACY = 0.98
-#: How far from that a run may come whose ranks change. The step at which they do, which is another one on a busy
-#: machine, and whose dropout and means of batches go on from there, decide over single images of the 360: each of 33
-#: runs came to between 351 and 357 of them. A batch that is left out or comes twice, or a wrong learning rate, is found
-#: by what else is asserted.
+#: How far from that a run may be whose ranks change. The step at which they change depends on the load of the machine,
+#: and dropout and the means of batches on that step, which decides on single images of the 360: each of 33 runs had
+#: between 351 and 357 of them right. Other assertions find samples that are lost or repeated, and wrong learning rates.
 LEARNING_NOISE = 0.02
-#: Steps take longer while one of two ranks is lost, so that its replacement finds a training to join.
+#: Steps take longer while one of two ranks is lost, so that its replacement joins before the end of training.
 UNTIL_IT_JOINS: dict[str, Any] = {"pause_s": 0.1, "pauses_in": [1]}
 
 
 @dataclass
 class Run:
-    """What a run has left.
+    """The result of a run.
 
     Attributes:
-        output: Of all ranks.
-        code: Exit code of ``horovodrun``.
-        lines: Of all processes, in the order of time; ``pid`` says whose.
-        checkpoints: Paths of checkpoints in the run's own directory, to what is in them.
+        output: Standard output and standard error of all ranks.
+        code: Exit code of the command.
+        lines: Lines that all processes have written, in the order of time; ``pid`` identifies the process.
+        checkpoints: Contents of the checkpoints in the run's own directory, by path.
     """
 
     output: str
@@ -51,29 +48,29 @@ class Run:
     checkpoints: dict[str, Any]
 
     def having(self, key: str) -> list[dict[str, Any]]:
-        """The lines with a key."""
+        """Returns the lines with a key."""
         return [line for line in self.lines if key in line]
 
     @property
     def ends(self) -> list[dict[str, Any]]:
-        """What the ranks that came to the end say, in the order of ranks."""
+        """The last line of each rank that has reached the end of the script, in the order of ranks."""
         return sorted(self.having("accuracy"), key=lambda line: line["rank"])
 
     @property
     def worlds(self) -> list[tuple[int, int]]:
-        """(ranks, step at which they began) of each world."""
+        """Number of ranks, and step at which they began, of each world."""
         return [(line["world"], line["step"]) for line in self.having("world") if line["rank"] == 0]
 
     def logged(self) -> dict[tuple[int, int], tuple[float, ...]]:
-        """Samples, those that a metric has counted, and mean loss as ``self.log`` has them, by rank and epoch.
+        """Returns numbers of samples (by ``self.log`` and by a metric) and the mean loss, by rank and epoch.
 
-        Where an epoch was repeated, they are those of the last time.
+        If an epoch was repeated, the values are those of its last time.
         """
         names = "seen", "counted", "loss_epoch"
         return {(line["rank"], line["epoch"]): tuple(line[name] for name in names) for line in self.having("seen")}
 
     def counts_per_epoch(self) -> list[Counter]:
-        """How often each sample counts, by epoch of the first `fit`: what a later world has begun before is undone."""
+        """Returns how often each sample counts in each epoch of the first `fit`, without steps that were repeated."""
         kept: list[dict[str, Any]] = []
         for line in self.lines:
             if "validated" in line:
@@ -89,84 +86,45 @@ class Run:
         return counts
 
 
-def run_elastic(
-    *disturbances: Disturbance,
-    hosts: tuple[str, ...] = (FIRST, SECOND),
-    min_ranks: int = 1,
-    arguments: tuple[str, ...] = (),
-    keep: Path | None = None,
-    enter: tuple[str, ...] = (),
-    variables: dict[str, str] | None = None,
-    **plan: Any,
-) -> Run:
-    """Runs the script with ``horovodrun`` and a discovery script; ``**plan`` are attributes of the :class:`Plan`.
-
-    Args:
-        *disturbances: Functions that each rank calls on the way.
-        hosts: Hosts at the start, with one rank each, or with the number of ranks that follows a colon.
-        min_ranks: The value of ``--min-np``.
-        arguments: Further arguments of ``horovodrun``.
-        keep: The directory of the run; a temporary one if None.
-        enter: Beginning of a command that runs on a certain host.
-        variables: Variables of the environment.
-    """
-    interface = "eth0" if enter else "lo"
-    with _directory(keep) as directory:
-        start = [*enter, *elastic_horovodrun(directory, hosts, min_ranks, *arguments, interface=interface)]
-        whole = Plan(count_ranks(hosts), "horovodrun", disturbances=disturbances, **plan)
-        return _run(start, directory, whole, variables)
-
-
 def run_workers(workers: int, *disturbances: Disturbance, **plan: Any) -> Run:
-    """Runs the script, whose ``fit`` starts that many workers."""
-    with _directory() as directory:
-        return _run([], directory, Plan(workers, "spawn", disturbances=disturbances, **plan))
-
-
-def run_on_ray(
-    workers: int,
-    *disturbances: Disturbance,
-    variables: dict[str, str],
-    timeout_s: float,
-    enter: tuple[str, ...] = (),
-    **plan: Any,
-) -> Run:
-    """Runs the script, whose ``fit`` starts that many workers on the Ray cluster that ``variables`` name."""
-    with _directory() as directory:
-        whole = Plan(workers, "ray", disturbances=disturbances, **plan)
-        return _run(enter, directory, whole, variables, timeout_s)
+    """Runs the script, whose ``fit`` starts workers; ``**plan`` are attributes of the :class:`Plan`."""
+    return run_plan(Plan(workers, "spawn", disturbances, **plan))
 
 
 def run_torchrun(ranks: int, *disturbances: Disturbance, **plan: Any) -> Run:
     """Runs the script with torchrun, whose agent restarts all ranks when one fails."""
-    with _directory() as directory:
-        run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={directory.name}"
-        options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id} --no-python"
-        start = [sys.executable, "-m", "torch.distributed.run", *options.split()]
-        return _run(start, directory, Plan(ranks, "torchrun", ranks, disturbances=disturbances, **plan))
+    run_id = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id={os.urandom(8).hex()}"
+    options = f"--nproc-per-node={ranks} --max-restarts=3 --monitor-interval=0.1 {run_id} --no-python"
+    start = sys.executable, "-m", "torch.distributed.run", *options.split()
+    return run_plan(Plan(ranks, "torchrun", disturbances, **plan), *start)
 
 
-@contextmanager
-def _directory(keep: Path | None = None) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as temporary:
-        yield keep or Path(temporary)
-
-
-def _run(
-    start: Sequence[str],
-    directory: Path,
+def run_plan(
     plan: Plan,
-    variables: dict[str, str] | None = None,
+    *start: str,
+    directory: Path | None = None,
+    env: dict[str, str] | None = None,
     timeout_s: float = LIMIT_S,
 ) -> Run:
-    write_plan(directory, plan)
-    command = *start, sys.executable, "-m", "tests.support.elastic_training", directory
-    result = run_command(*command, env={**SELDOM, **(variables or {})}, timeout_s=timeout_s)
-    return read_run(directory, result.stdout, result.returncode)
+    """Runs the script.
+
+    Args:
+        plan: What the script does.
+        *start: Beginning of the command, before the interpreter.
+        directory: Directory of the run; a temporary directory if None.
+        env: Variables of the environment.
+        timeout_s: Time limit.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = directory or Path(temporary)
+        write_plan(directory, plan)
+        command = *start, sys.executable, "-m", "tests.support.elastic_training", directory
+        result = run_command(*command, env={**SELDOM, **(env or {})}, timeout_s=timeout_s)
+        return read_run(directory, result.stdout, result.returncode)
 
 
 def read_run(directory: Path, output: str, code: int) -> Run:
-    """What a run has left in its directory, so far."""
+    """Reads the files of a run, which may not have ended yet."""
     lines = [
         {**json.loads(line), "pid": path.name}
         for path in directory.glob("process*")
@@ -179,13 +137,13 @@ def read_run(directory: Path, output: str, code: int) -> Run:
 def check_is_as_good_as_undisturbed(
     run: Run, num_epochs: int = NUM_EPOCHS, *, from_disk: bool = False, within: float = LEARNING_NOISE
 ) -> None:
-    """Whether all samples of all epochs have counted once, and what was learned is worth as much.
+    """Fails unless each sample has counted once in each epoch, and the accuracy is that of an undisturbed run.
 
-    What ranks have added up within an epoch is in no checkpoint on disk, as with Lightning.
+    With ``from_disk``, logged sums are not compared: Lightning's checkpoints have no sums of an unfinished epoch.
     """
     assert run.code == 0, run.output
     assert run.ends, run.output
-    # After another `fit`, of one epoch with the first learning rate, it may be a little less.
+    # The second `fit` has one epoch with the first learning rate, after which the accuracy may be lower.
     learned = [line["validated"] for line in run.having("validated")] or [end["accuracy"] for end in run.ends]
     assert learned == [pytest.approx(UNDISTURBED_ACCURACY, abs=within)] * len(learned)
     for end in run.ends:

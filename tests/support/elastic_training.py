@@ -1,4 +1,4 @@
-"""A training of digits on elastic ranks, as a user's script, which functions of a test disturb.
+"""A user's script that trains on digits with elastic ranks, and calls functions of a test that disturb it.
 
     def kill_rank_1(net, at):
         if at == "train" and net.global_rank == 1 and net.global_step >= 70 and net.first("kill"):
@@ -7,8 +7,8 @@
     write_plan(directory, Plan(num_ranks=2, started_by="spawn", disturbances=[kill_rank_1]))
     python -m tests.support.elastic_training DIRECTORY
 
-Each rank calls ``disturb(net, at)`` in "setup", in "train" before a step, in "commit" and in "validation"; functions
-stand at the top level of a module. The directory receives a file per process, with a line for each batch that counts.
+Each rank calls these functions in "setup", in "train" before a step, in "commit" and in "validation". They are at the
+top level of a module. Each process writes a file into the directory, with a line for each batch that counts.
 :mod:`.elastic_runs` starts this script and reads the files.
 """
 
@@ -34,7 +34,7 @@ from torchmetrics import SumMetric
 
 import lightning_strategies_ext as ext
 from tests.support.examples import read_digits
-from tests.support.one_gpu import pass_for_own_host, put_all_on_one
+from tests.support.one_gpu import pass_for_own_host
 
 NUM_TRAINED = 1437
 NUM_EPOCHS = 4
@@ -42,21 +42,20 @@ NUM_EPOCHS = 4
 
 @dataclass
 class Plan:
-    """What the script does."""
+    """What the script does. Callbacks are given by the names of their classes, with arguments."""
 
     num_ranks: int  # at the start
     started_by: str  # "horovodrun", "torchrun", "spawn" or "ray"
-    local_ranks: int = 1  # that torchrun starts on each host
     disturbances: Sequence["Disturbance"] = ()
     strategy: dict[str, Any] = field(default_factory=dict)  # arguments
     trainer: dict[str, Any] = field(default_factory=dict)  # arguments
-    policy: dict[str, dict[str, Any]] = field(default_factory=dict)  # callbacks of this package and their arguments
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # of Lightning and their arguments
-    pause_s: float = 0.0  # by which each training step is longer,
-    validation_pause_s: float = 0.0  # and each validation step,
-    pauses_in: Sequence[int] | None = None  # in worlds of these sizes; if None, of the size at the start
+    policy: dict[str, dict[str, Any]] = field(default_factory=dict)  # callbacks of this package
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # callbacks of Lightning
+    pause_s: float = 0.0  # added to each training step
+    validation_pause_s: float = 0.0  # added to each validation step
+    pauses_in: Sequence[int] | None = None  # sizes of the worlds with pauses; None: the size at the start
     num_workers: int = 0  # of the DataLoader
-    is_manual: bool = False  # optimization
+    is_manual: bool = False  # manual optimization
     unfreezes_at: int | None = None  # epoch before which the first layers are frozen
     ckpt_path: str | None = None
     again: bool = False  # whether `validate` and a second `fit` follow
@@ -64,12 +63,12 @@ class Plan:
 
 
 def write_plan(directory: Path, plan: Plan) -> None:
-    """Writes a plan to where the script reads it."""
+    """Writes a plan into the directory of the script."""
     (directory / "plan").write_bytes(pickle.dumps(plan))
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Images, labels and numbers of the samples for training, and of those for validation."""
+    """Returns the training set and the validation set: images, labels, and numbers of samples."""
     images, labels = map(torch.from_numpy, read_digits())
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     parts = order[:NUM_TRAINED], order[NUM_TRAINED:]
@@ -104,7 +103,7 @@ class Net(pl.LightningModule):
 
     @property
     def is_replacement(self) -> bool:
-        """Whether this process was started in place of another one."""
+        """Whether this process replaces a rank that was lost."""
         return self.number is not None and self.number >= self.plan.num_ranks
 
     def first(self, name: str) -> bool:
@@ -120,12 +119,12 @@ class Net(pl.LightningModule):
         return (self.directory / f"mark {name}").exists()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for something that other processes do."""
+        """Waits for a condition that other processes fulfill."""
         while not condition():
             time.sleep(0.01)
 
     def has_been_smaller(self) -> bool:
-        """Whether the other ranks have continued without one that was lost."""
+        """Whether the other ranks have continued without a lost rank."""
         written = "".join(path.read_text() for path in self.directory.glob("process*"))
         return any(f'"world": {size},' in written for size in range(1, self.plan.num_ranks))
 
@@ -161,7 +160,7 @@ class Net(pl.LightningModule):
         place = {"world": self.size, "slot": self.trainer.local_rank}
         self.write(**place, epoch=epoch, batch=batch, step=self.trainer.global_step)
         if self.trainer.accumulate_grad_batches > 1:
-            # Its first batch waits for no other rank, and could be written before rank 0 writes that the world begins.
+            # The first batch is local: without the barrier, its line could precede the line with which rank 0 begins.
             self.trainer.strategy.barrier()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -220,7 +219,7 @@ Disturbance = Callable[[Net, str], None]
 
 
 def once(action: Callable[[Net], None], *, rank: int, step: int = 0, during: str = "train") -> Disturbance:
-    """Returns a disturbance: the first process that is this rank at or after this step executes the action, once."""
+    """Returns a disturbance that calls the action once: on this rank, at this step or later."""
     return partial(_once, action, rank, step, during)
 
 
@@ -231,7 +230,7 @@ def _once(action: Callable[[Net], None], rank: int, step: int, during: str, net:
 
 
 def joins_later(net: Net, at: str) -> None:
-    """Lets a replacement join only after the other ranks have continued without the lost one, however slow they are."""
+    """Delays a replacement until the other ranks have continued without the lost rank."""
     if at == "setup" and net.is_replacement:
         net.wait_until(net.has_been_smaller)
 
@@ -277,10 +276,11 @@ def main() -> None:
     if plan.started_by == "ray":
         own_arguments["num_workers"] = plan.num_ranks
     strategy = kinds.get(plan.started_by, ext.DDPRayStrategy)(**own_arguments, **plan.strategy)
+    devices = {"horovodrun": 1, "torchrun": int(os.environ.get("LOCAL_WORLD_SIZE", 0)), "ray": "auto"}
     arguments = {
         "max_epochs": NUM_EPOCHS,
         "accelerator": "cpu",
-        "devices": {"horovodrun": 1, "torchrun": plan.local_ranks}.get(plan.started_by, plan.num_ranks),
+        "devices": devices.get(plan.started_by, plan.num_ranks),
         "logger": False,
         "callbacks": callbacks,
         "enable_progress_bar": False,
@@ -291,10 +291,9 @@ def main() -> None:
     if plan.is_on_one_gpu:
         pass_for_own_host()
         arguments["accelerator"] = "gpu"
-        if plan.started_by in ("spawn", "ray"):
-            del arguments["devices"]
         if plan.started_by == "spawn":
-            put_all_on_one(strategy, plan.num_ranks)
+            arguments["devices"] = "auto"
+            strategy.parallel_devices = [torch.device("cuda", 0)] * plan.num_ranks  # as an argument, it is refused
     trainer = pl.Trainer(**arguments, strategy=strategy)
     training_set, held_out = digits()
     trained = DataLoader(training_set, batch_size=16, shuffle=True, num_workers=plan.num_workers)

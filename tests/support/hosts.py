@@ -1,6 +1,6 @@
-"""Two hosts on one Linux machine, each in a network namespace of its own; see :mod:`benchmarks.namespaces`.
+"""Two hosts on one Linux machine, each of which is a network namespace; see :mod:`benchmarks.namespaces`.
 
-with two_hosts(tmp_path) as hosts:  # raises NoHostsError where there are no namespaces
+with two_hosts(tmp_path) as hosts:  # raises NoHostsError if this machine permits no namespaces
     process = hosts[1].start("train.py", log=tmp_path / "log", MASTER_ADDR=ADDRESSES[0])
 """
 
@@ -15,12 +15,10 @@ from benchmarks.namespaces import NoHostsError as NoHostsError
 from benchmarks.namespaces import run as run
 from tests.support.ranks import REPOSITORY, clean_environment
 
-# One thread each: with more, sums of floats come in another order and the last bits differ.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ADDRESSES = namespaces.address_of(0), namespaces.address_of(1)
 
-# As behind a real one, the command has the environment of a login only, runs in the user's home, is nobody's child
-# here, and goes on when `ssh` is killed.
+# As with the real `ssh`, the command has only the environment of a login, runs in the user's home, is no child of a
+# process here, and continues when `ssh` is killed.
 _SSH = """\
 #!{python} -I
 import os, pwd, select, subprocess, sys
@@ -40,7 +38,7 @@ if os.fork() == 0:
         os.write(end, bytes([code if code >= 0 else 128 - code]))
     os._exit(0)
 os.close(end)
-while {hears_cable} and not select.select([ended], [], [], 1)[0]:
+while {detects_loss} and not select.select([ended], [], [], 1)[0]:
     cable = subprocess.run(["ip", "-n", host, "link", "show", "eth0"], capture_output=True, text=True).stdout
     if "state UP" not in cable:
         sys.exit(255)
@@ -50,14 +48,15 @@ sys.exit(code[0] if code else 255)
 
 
 class Host(namespaces.Host):
-    """A host that programs are started on."""
+    """A host on which tests start programs."""
 
     def start(self, *command: str | Path, log: Path, **env: str) -> subprocess.Popen[bytes]:
         """Starts a program on the host; its output goes to the file ``log``."""
         with log.open("wb") as output:
             return subprocess.Popen(
                 [*self.enter(), sys.executable, *map(str, command)],
-                env={**clean_environment(), **ONE_THREAD, "PYTHONPATH": str(REPOSITORY), **env},
+                # With several threads, the order in which floats are summed, and thus their last bits, would differ.
+                env={**clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **env},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a signal to the program's process group does not reach pytest
@@ -66,13 +65,13 @@ class Host(namespaces.Host):
 
 @contextmanager
 def two_hosts(directory: Path) -> Iterator[list[Host]]:
-    """Two hosts that reach each other, until the block ends.
+    """Creates two hosts that reach each other, until the block ends.
 
     Args:
-        directory: For the file of their names.
+        directory: Directory for the file of their names.
 
     Raises:
-        NoHostsError: If they cannot be had.
+        NoHostsError: If this machine does not permit network namespaces.
     """
     with namespaces.hosts(2, directory, Host) as hosts:
         yield hosts
@@ -83,15 +82,15 @@ def unplug(*_: object) -> None:
     subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
 
 
-def put_ssh(hosts: Sequence[Host], directory: Path, *, hears_cable: bool = False) -> None:
-    """Writes a stand-in for ``ssh``, which reaches these hosts by their names, to a directory for the search path.
+def put_ssh(hosts: Sequence[Host], directory: Path, *, detects_loss: bool = False) -> None:
+    """Writes a replacement for ``ssh``, which reaches these hosts by their names, to a directory of the search path.
 
     Args:
-        hosts: The hosts.
-        directory: The directory.
-        hears_cable: Whether it ends when the cable is pulled, as with ``ServerAliveInterval``; else it waits for ever.
+        hosts: Hosts that it reaches.
+        directory: Directory of the program.
+        detects_loss: Whether it exits when the host loses its network, as with ``ServerAliveInterval``.
     """
     program = directory / "ssh"
     places = {host.name: host.enter() for host in hosts}
-    program.write_text(_SSH.format(python=sys.executable, places=places, hears_cable=hears_cable))
+    program.write_text(_SSH.format(python=sys.executable, places=places, detects_loss=detects_loss))
     program.chmod(0o700)
