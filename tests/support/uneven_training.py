@@ -1,20 +1,18 @@
-"""Training on ranks that have different numbers of batches, and the same training in one process.
+"""Trains on ranks that have different numbers of batches, and trains the same model in one process.
 
 trained = train(strategy_of("gloo", "join"), (5, 3), "counted", Model)  # on each of two ranks
 torch.testing.assert_close(trained["weights"], reference("join", (5, 3), "counted"))
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_strategies_ext import DDPStrategy, HorovodStrategy
@@ -22,8 +20,9 @@ from tests.support.models import make_trainer
 
 BATCH_SIZE = 4
 NUM_EPOCHS = 2
-#: Batches of rank 0 and of rank 1.
+#: Numbers of batches of rank 0 and of rank 1.
 LENGTHS = {"second is short": (5, 3), "first is short": (3, 7), "even": (4, 4)}
+#: Whether the DataLoader knows its length.
 KINDS = ["counted", "streamed"]
 
 
@@ -34,38 +33,26 @@ def sample(rank: int, index: int) -> tuple[Tensor, int]:
 
 
 def batch_of(rank: int, index: int) -> tuple[Tensor, Tensor]:
-    """Features of shape ``(BATCH_SIZE, 6)``, and labels of shape ``(BATCH_SIZE,)``."""
-    samples = [sample(rank, index * BATCH_SIZE + place) for place in range(BATCH_SIZE)]
-    return torch.stack([features for features, _ in samples]), torch.tensor([label for _, label in samples])
-
-
-class Counted(Dataset):
-    def __init__(self, rank: int, num_batches: int) -> None:
-        self.rank = rank
-        self.num_samples = num_batches * BATCH_SIZE
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return sample(self.rank, index)
+    """Returns features of shape ``(BATCH_SIZE, 6)``, and labels of shape ``(BATCH_SIZE,)``."""
+    features, labels = zip(*(sample(rank, index * BATCH_SIZE + place) for place in range(BATCH_SIZE)), strict=True)
+    return torch.stack(features), torch.tensor(labels)
 
 
 class Streamed(IterableDataset):
-    def __init__(self, rank: int, num_batches: int) -> None:
-        self.samples = Counted(rank, num_batches)
+    def __init__(self, samples: list[tuple[Tensor, int]]) -> None:
+        self.samples = samples
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
-        return (self.samples[index] for index in range(len(self.samples)))
+        return iter(self.samples)
 
 
 def loader(rank: int, num_batches: int, kind: str) -> DataLoader:
-    data = Counted(rank, num_batches) if kind == "counted" else Streamed(rank, num_batches)
-    return DataLoader(data, batch_size=BATCH_SIZE)
+    samples: Any = [sample(rank, index) for index in range(num_batches * BATCH_SIZE)]
+    return DataLoader(samples if kind == "counted" else Streamed(samples), batch_size=BATCH_SIZE)
 
 
 class Model(pl.LightningModule):
-    """Logs, counts and synchronises in every way that a shadowing rank could spoil."""
+    """A model that logs, counts and reduces, each of which a shadowing rank could change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +102,7 @@ class Model(pl.LightningModule):
 
 
 class Manual(Model):
-    """Steps twice per batch."""
+    """Manual optimization with two steps per batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,42 +119,16 @@ class Manual(Model):
         self.lr_schedulers().step()
 
 
-class AddsUp(Model):
-    """Steps after three batches, of which the gradients of the first travel with those of the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = functional.cross_entropy(self.net(batch[0]), batch[1])
-        with self.trainer.strategy.block_backward_sync() if batch_idx % 3 == 0 else nullcontext():
-            self.manual_backward(loss)
-        if batch_idx % 3 == 2:
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-    def on_train_epoch_end(self) -> None:
-        pass
-
-
 class Normalized(Model):
-    """Its backward pass wants the buffers of the forward pass."""
+    """A model whose backward pass needs the buffers of the forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-class LaterEven(Model):
-    """Has as many batches on all ranks in its second epoch."""
-
-    def train_dataloader(self) -> Any:
-        return loader(self.global_rank, 4, "counted") if self.current_epoch else super().train_dataloader()
-
-
 def strategy_of(engine: str, way: str, **kwargs: Any) -> Any:
-    """By name: "horovod", or a backend of torch.distributed."""
+    """Returns the strategy of an engine: "horovod", or a backend of torch.distributed."""
     if engine == "horovod":
         return HorovodStrategy(uneven_inputs=way)
     return DDPStrategy(uneven_inputs=way, process_group_backend=engine, **kwargs)
@@ -180,13 +141,13 @@ def train(
     make_model: Callable[[], Any],
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Trains on this rank, which has as many batches per epoch as its place in the lengths says."""
+    """Trains on this rank; ``lengths`` has each rank's number of batches per epoch."""
     devices = "auto" if isinstance(strategy, HorovodStrategy) else len(lengths)
     own = {"devices": devices, "use_distributed_sampler": False, "num_sanity_val_steps": 2, **(options or {})}
     trainer = make_trainer(strategy, **{"max_epochs": NUM_EPOCHS, **own})
     model = make_model()
     model.lengths, model.kind = lengths, kind
-    trainer.fit(model, val_dataloaders=DataLoader(Counted(9, 2), batch_size=BATCH_SIZE))
+    trainer.fit(model, val_dataloaders=loader(9, 2, "counted"))
     return {
         "weights": {name: value.clone() for name, value in model.net.state_dict().items()},
         "num_seen": model.num_seen.item(),
@@ -198,44 +159,6 @@ def train(
     }
 
 
-CASES = {
-    (way, name, kind, accumulate): {"accumulate_grad_batches": accumulate}
-    for way in ("stop", "join")
-    for name in LENGTHS
-    for kind in KINDS
-    for accumulate in (1, 2)
-}
-CASES |= {
-    ("error", "even", kind, accumulate): {"accumulate_grad_batches": accumulate}
-    for kind in KINDS
-    for accumulate in (1, 3)
-}
-
-
-def train_all(engine: str, directory: str) -> dict[Any, Any]:
-    """All cases, on one rank."""
-
-    def trained(way: str, *args: Any) -> dict[str, Any]:
-        return train(strategy_of(engine, way), *args)
-
-    results: dict[Any, Any] = {
-        case: trained(case[0], LENGTHS[case[1]], case[2], Model, options) for case, options in CASES.items()
-    }
-    for kind in KINDS:
-        results["manual", kind] = trained("join", (5, 3), kind, Manual)
-        saving = ModelCheckpoint(directory, f"{kind}-{{step}}", every_n_train_steps=2, save_top_k=-1)
-        options = {"enable_checkpointing": True, "callbacks": [saving], "val_check_interval": 2, "max_epochs": 1}
-        results["checkpoints", kind] = trained("join", (6, 3), kind, Model, options)
-    for kind in KINDS:
-        results["batch norm", kind] = trained("join", (3, 5), kind, Normalized)
-    for length in (4, 5):
-        results["adds up", length] = trained("join", (length, 6), "counted", AddsUp, {"max_epochs": 1})
-    results["later even"] = trained("join", (5, 3), "counted", LaterEven, {"reload_dataloaders_every_n_epochs": 1})
-    results["half epochs"] = trained("join", (6, 3), "counted", Model, {"val_check_interval": 0.5, "max_epochs": 1})
-    results["not reached"] = trained("error", (5, 7), "counted", Model, {"max_steps": 4})
-    return results
-
-
 def reference(
     way: str,
     lengths: tuple[int, ...],
@@ -244,16 +167,22 @@ def reference(
     later: tuple[int, ...] | None = None,
     num_steps: int = 1,
 ) -> dict[str, Tensor]:
-    """Weights of one process that goes through the batches of all ranks, of which there may be others later.
+    """Trains in one process on the batches of all ranks, and returns the weights.
 
-    Steps so many times with the same batches each time.
+    Args:
+        way: The value of ``uneven_inputs``.
+        lengths: Each rank's number of batches per epoch.
+        kind: One of :data:`KINDS`.
+        accumulate: Batches per optimizer step.
+        later: Numbers of batches from the second epoch on, if they differ.
+        num_steps: Optimizer steps with the same batches.
     """
     model = Model()
     (optimizer,), (scheduler,) = model.configure_optimizers()
     for epoch in range(NUM_EPOCHS):
         lengths = lengths if epoch == 0 or later is None else later
         num_batches = min(lengths) if way == "stop" else max(lengths)
-        if kind == "streamed":  # the end of an epoch is known at optimizer steps
+        if kind == "streamed":  # ranks find the end of an epoch at optimizer steps
             num_batches = -(-num_batches // accumulate) * accumulate
         starts = range(0, num_batches, accumulate)
         for start in (start for start in starts for _ in range(num_steps)):

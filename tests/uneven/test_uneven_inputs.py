@@ -5,11 +5,13 @@ The reference is a loop in one process that averages the gradients of the ranks 
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import isfinite
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.nn import functional
@@ -19,18 +21,17 @@ from tests.support.horovod_ranks import run_horovod, try_horovod
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from tests.support.uneven_training import (
     BATCH_SIZE,
-    CASES,
     KINDS,
     LENGTHS,
     NUM_EPOCHS,
-    AddsUp,
+    Manual,
     Model,
+    Normalized,
     batch_of,
+    loader,
     reference,
-    sample,
     strategy_of,
     train,
-    train_all,
 )
 
 ENGINES = ["horovod", "shm"]
@@ -39,6 +40,68 @@ POST_LOCAL_SGD = {
     "ddp_comm_hook": post_localSGD_hook,
     "model_averaging_period": 2,
 }
+CASES = {
+    (way, name, kind, accumulate): {"accumulate_grad_batches": accumulate}
+    for way in ("stop", "join")
+    for name in LENGTHS
+    for kind in KINDS
+    for accumulate in (1, 2)
+}
+CASES |= {
+    ("error", "even", kind, accumulate): {"accumulate_grad_batches": accumulate}
+    for kind in KINDS
+    for accumulate in (1, 3)
+}
+
+
+class AddsUp(Model):
+    """Manual optimization that steps after three batches, and exchanges after the second and after the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = functional.cross_entropy(self.net(batch[0]), batch[1])
+        with self.trainer.strategy.block_backward_sync() if batch_idx % 3 == 0 else nullcontext():
+            self.manual_backward(loss)
+        if batch_idx % 3 == 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def on_train_epoch_end(self) -> None:
+        pass
+
+
+class LaterEven(Model):
+    """A model that has the same number of batches on all ranks in its second epoch."""
+
+    def train_dataloader(self) -> Any:
+        return loader(self.global_rank, 4, "counted") if self.current_epoch else super().train_dataloader()
+
+
+def train_all(engine: str, directory: str) -> dict[Any, Any]:
+    """Trains all cases on this rank."""
+
+    def trained(way: str, *args: Any) -> dict[str, Any]:
+        return train(strategy_of(engine, way), *args)
+
+    results: dict[Any, Any] = {
+        case: trained(case[0], LENGTHS[case[1]], case[2], Model, options) for case, options in CASES.items()
+    }
+    for kind in KINDS:
+        results["manual", kind] = trained("join", (5, 3), kind, Manual)
+        saving = ModelCheckpoint(directory, f"{kind}-{{step}}", every_n_train_steps=2, save_top_k=-1)
+        options = {"enable_checkpointing": True, "callbacks": [saving], "val_check_interval": 2, "max_epochs": 1}
+        results["checkpoints", kind] = trained("join", (6, 3), kind, Model, options)
+    for kind in KINDS:
+        results["batch norm", kind] = trained("join", (3, 5), kind, Normalized)
+    for length in (4, 5):
+        results["adds up", length] = trained("join", (length, 6), "counted", AddsUp, {"max_epochs": 1})
+    results["later even"] = trained("join", (5, 3), "counted", LaterEven, {"reload_dataloaders_every_n_epochs": 1})
+    results["half epochs"] = trained("join", (6, 3), "counted", Model, {"val_check_interval": 0.5, "max_epochs": 1})
+    results["not reached"] = trained("error", (5, 7), "counted", Model, {"max_steps": 4})
+    return results
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -77,13 +140,7 @@ def test_an_end_that_training_does_not_reach_is_no_error(ranks):
 def test_what_is_logged_and_counted_is_of_each_batch_once(engine, ranks, case):
     way, name, _, _ = case
     counted = [min(LENGTHS[name]) if way == "stop" else length for length in LENGTHS[name]]
-    firsts = [
-        [
-            torch.stack([sample(rank, index * BATCH_SIZE + place)[0] for place in range(BATCH_SIZE)])
-            for index in range(count)
-        ]
-        for rank, count in enumerate(counted)
-    ]
+    firsts = [[batch_of(rank, index)[0] for index in range(count)] for rank, count in enumerate(counted)]
     whole = torch.cat([batch for batches in firsts for batch in batches])
     for result in (rank[case] for rank in ranks):
         # DDP gives all ranks the buffers of the first that has data, Horovod those of rank 0, before each validation.
