@@ -1,12 +1,11 @@
-"""Runs a function on ranks of Horovod, started as users start them, and collects what each rank returns or raises.
+"""Runs a function on ranks of Horovod, which a launcher starts, and collects what each rank returns or raises.
 
     outcomes = run_horovod("mpirun", function, *args)
 
-The function stands at the top level of a module. It runs in each rank of ``horovodrun`` or ``mpirun``. With "python",
-it runs in one process at first, and again in the ranks that ``fit`` starts.
+The function is at the top level of a module. It runs in each rank of ``horovodrun`` or ``mpirun``. With "python", it
+first runs in one process, and again in the ranks that ``fit`` starts.
 """
 
-import importlib
 import os
 import pickle
 import sys
@@ -21,51 +20,38 @@ from lightning_strategies_ext.horovod.launch import Launch
 from tests.support.ranks import LIMIT_S, SELDOM, run_command
 
 
-def run_horovod(
-    launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_s: float = LIMIT_S
-) -> list[Any]:
+def run_horovod(launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2) -> list[Any]:
     """Returns each rank's value.
 
     Raises:
         AssertionError: If a rank raises or does not end.
     """
-    output, outcomes = try_horovod(launcher, function, *args, num_ranks=num_ranks, timeout_s=timeout_s)
-    failed = [outcome for _, outcome in sorted(outcomes.items()) if isinstance(outcome, Failed)]
-    if failed or len(outcomes) < num_ranks:
-        traces = "\n".join(failure.trace for failure in failed)
-        raise AssertionError(f"ranks {sorted(outcomes)} of {num_ranks} have ended:\n{traces}\n{output}")
-    return [outcome for _, outcome in sorted(outcomes.items())]
+    output, outcomes = try_horovod(launcher, function, *args, num_ranks=num_ranks)
+    ended = [outcome for _, outcome in sorted(outcomes.items())]
+    traces = [outcome.trace for outcome in ended if isinstance(outcome, Failed)]
+    if traces or len(ended) < num_ranks:
+        raise AssertionError("\n".join([f"ranks {sorted(outcomes)} of {num_ranks} have ended:", *traces, output]))
+    return ended
 
 
 def try_horovod(
     launcher: str, function: Callable[..., Any], *args: Any, num_ranks: int = 2, timeout_s: float = LIMIT_S
 ) -> tuple[str, dict[int, Any]]:
-    """Returns the output, and what each rank that got so far has returned, or the :class:`Failed` of what it raised."""
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "arguments").write_bytes(pickle.dumps(args))
-        # Ranks that are killed leave the files there that Open MPI shares memory through.
-        start = start_of(launcher, num_ranks, directory)
-        name = f"{function.__module__}:{function.__qualname__}"
-        environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        environment |= SELDOM if launcher != "mpirun" else {}
-        environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-        result = run_command(
-            *start, sys.executable, "-m", __name__, name, directory, env=environment, timeout_s=timeout_s
-        )
-        outcomes = {
-            int(path.name): pickle.loads(path.read_bytes())
-            for path in Path(directory).iterdir()
-            if path.name.isdecimal()
-        }
-    return result.stdout, outcomes
+    """Returns the output, and the value or the :class:`Failed` of each rank that has reached its end."""
+    environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", **(SELDOM if launcher != "mpirun" else {})}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "task").write_bytes(pickle.dumps((function, args)))
+        # Open MPI shares memory through files in this directory, which a killed rank does not remove.
+        start = start_of(launcher, num_ranks, name)
+        result = run_command(*start, sys.executable, "-m", __name__, name, env=environment, timeout_s=timeout_s)
+        paths = [path for path in directory.iterdir() if path.name.isdecimal()]
+        return result.stdout, {int(path.name): pickle.loads(path.read_bytes()) for path in paths}
 
 
 class Failed:
-    """What a rank raised.
-
-    Args:
-        exception: The exception.
-    """
+    """An exception that a rank raised."""
 
     def __init__(self, exception: BaseException) -> None:
         self.name = type(exception).__name__
@@ -74,22 +60,21 @@ class Failed:
 
 
 def main() -> None:
-    """Runs in each rank."""
-    from tests.support.horovod_ranks import Failed  # and not `__main__`'s, which nobody else could unpickle
+    """Runs the function in each rank."""
+    from tests.support.horovod_ranks import Failed  # the class of `__main__` could not be unpickled
 
-    name, directory = sys.argv[1:]
-    module, _, function = name.partition(":")
-    args = pickle.loads(Path(directory, "arguments").read_bytes())
+    directory = Path(sys.argv[1])
     try:
-        outcome = getattr(importlib.import_module(module), function)(*args)
+        function, args = pickle.loads((directory / "task").read_bytes())
+        outcome = function(*args)
     except BaseException as exception:
         outcome = Failed(exception)
 
     launch = Launch.find()
     rank = int(os.environ.get("LOCAL_RANK", "0")) if launch is None else launch.rank
-    temporary = Path(directory, f"{rank}.part")
+    temporary = directory / f"{rank}.part"
     temporary.write_bytes(pickle.dumps(outcome))
-    temporary.rename(Path(directory, str(rank)))
+    temporary.rename(directory / str(rank))
     if isinstance(outcome, Failed):
         sys.exit(1)
 
