@@ -50,7 +50,6 @@ def test_slurm(tmp_path: Path) -> None:
         submitted_from=REPOSITORY,
         programs=programs,
         env=EXAMPLE_ENVIRONMENT,
-        timeout_s=LIMIT_S,
     )
     assert result.returncode == 0, result.stdout
     check_table(result.stdout)

@@ -1,4 +1,4 @@
-"""Models of the tests of ``ddp_spawn_ext``, and their Trainer.
+"""Models of the tests of ``ddp_spawn_ext``, and a Trainer.
 
 model, trainer = seeded(Stateful), spawn_trainer(max_epochs=2)
 trainer.fit(model, loader())  # the trained weights are in this process
@@ -13,12 +13,12 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from tests.support.models import MLP, WithBatchNorm, make_trainer
 
-#: With a sampler for several ranks, the order of the samples would not be that of one process.
+#: Arguments for one device. A distributed sampler would change the order of the samples.
 ALONE: dict[str, Any] = {"devices": 1, "use_distributed_sampler": False}
 
 
 class Stateful(WithBatchNorm):
-    """Everything that has a state: Adam, a scheduler with a lambda, dropout, batch normalisation."""
+    """A model with several kinds of states: Adam, a scheduler with a lambda, dropout, batch normalization."""
 
     def make_net(self) -> nn.Module:
         return nn.Sequential(super().make_net(), nn.Dropout(0.3))
@@ -35,7 +35,7 @@ class Stateful(WithBatchNorm):
 
 
 class Configurable(MLP):
-    """Makes its optimizer of what the user sets between two fits."""
+    """A model whose optimizer and scheduler a test changes between two calls of ``fit``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Configurable(MLP):
 
 
 class HasEverything(MLP):
-    """A counter that a hook saves, persistent metrics, a buffer, hyperparameters, a scheduler."""
+    """A model with a counter that a hook saves, persistent metrics, a buffer, hyperparameters, and a scheduler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class HasEverything(MLP):
 
 
 class Node:
-    """An object of a class of the user's, which refers to itself."""
+    """An object of a user's class that refers to itself."""
 
     def __init__(self) -> None:
         self.values: list[int] = []

@@ -4,8 +4,8 @@
     def test_training(way):
         assert_trains_alike(way(2), WithBatchNorm)  # two replicas
 
-Replicas on the CPU take turns. Other ways run replicas at once, and with copies of the parameters as on several GPUs:
-for torch, the device "cpu:0" is not the device "cpu", so that a tensor moved to it is copied.
+Replicas on the CPU take turns. Other ways run replicas at the same time, or with copies of the parameters as on several
+GPUs: torch copies a tensor from the device "cpu" to the device "cpu:0".
 """
 
 import lightning.pytorch as pl

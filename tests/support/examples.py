@@ -1,4 +1,4 @@
-"""Runs the programs of ``examples/`` as users do, and reads the tables and pictures that they leave.
+"""Runs the programs of ``examples/`` as users do, and reads their tables and pictures.
 
 output = run_example("digits.py", "--epochs", "4", directory=tmp_path)
 assert number(output, "accuracy on 360 held-out images") > 0.9
@@ -20,19 +20,19 @@ from tests.support.ranks import LIMIT_S, REPOSITORY, run_script
 EXAMPLES = REPOSITORY / "examples"
 #: Where ``make test`` installs scikit-learn and matplotlib, see the Makefile.
 EXAMPLE_PACKAGES = Path(sysconfig.get_path("purelib", vars={"base": str(Path(sys.prefix, "examples"))}))
-#: What an example needs in its environment: these packages, and a terminal that is wide enough for its tables.
+#: Environment of an example: these packages, and a terminal that is wide enough for its tables.
 EXAMPLE_ENVIRONMENT = {"COLUMNS": "160", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{EXAMPLE_PACKAGES}"}
 
 
 def run_example(name: str, *options: str | Path, directory: Path) -> str:
-    """What an example prints, with a directory for what it leaves; it must succeed."""
+    """Runs an example, which must succeed, in a directory for its files; returns its output."""
     result = run_script(EXAMPLES / name, *options, env=EXAMPLE_ENVIRONMENT, cwd=directory, timeout_s=LIMIT_S)
     assert result.returncode == 0, result.stdout
     return result.stdout
 
 
 def rows(output: str) -> dict[str, list[str]]:
-    """The rows of the tables in an output, by their first cells, of which none may be there twice."""
+    """Returns the rows of the tables in an output, by their first cells, which must differ."""
     found = [row for row in table(output) if row and row[0]]
     by_name = {name: cells for name, *cells in found}
     assert len(by_name) == len(found), output
@@ -40,7 +40,7 @@ def rows(output: str) -> dict[str, list[str]]:
 
 
 def number(output: str, row: str, column: int = 0) -> float:
-    """A number in a table."""
+    """Returns a number in a table."""
     cells = rows(output).get(row)
     assert cells is not None, output
     return float(cells[column].replace(",", ""))
@@ -48,7 +48,7 @@ def number(output: str, row: str, column: int = 0) -> float:
 
 @contextmanager
 def example_packages() -> Iterator[None]:
-    """Lets this process, and processes that it spawns, import the packages that only the examples need."""
+    """Lets this process, and processes that it spawns, import packages that only the examples need."""
     sys.path.append(str(EXAMPLE_PACKAGES))
     try:
         yield

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import REPOSITORY, clean_environment, run_command
+from tests.support.ranks import run_command
 
 _CLONE_NEWNS = 0x20000
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
@@ -28,7 +28,7 @@ _EPERM, _MEMFD_CREATE, _PIDFD_OPEN = 1, 319, 434
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _SECCOMP_MODE_FILTER, _SECCOMP_RET_ERRNO, _SECCOMP_RET_ALLOW = 2, 0x50000, 0x7FFF0000
 
-#: Makes a process that executes it closed to other processes of its user.
+#: Code that makes a process inaccessible to other processes of its user.
 NOT_DUMPABLE = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)"
 
 
@@ -40,16 +40,14 @@ def _mounts() -> list[str]:
 def run_hardened(
     *command: object, conditions: str, timeout_s: float = 150, **env: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs a command under conditions, separated by spaces; skips the test where this host cannot have them."""
+    """Runs a command under conditions, separated by spaces. Skips the test if this host does not permit them."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         pytest.skip("the numbers of system calls are those of Linux on x86-64")
     prefix = [sys.executable, "-m", "tests.support.hardened_hosts", *conditions.split(), "--"]
     mounts = _mounts()
-    probe = subprocess.run(
-        [*prefix, "true"], env={**clean_environment(), "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True
-    )
+    probe = run_command(*prefix, "true")
     if probe.returncode != 0:
-        pytest.skip(f"{conditions} cannot be made: {(probe.stderr.splitlines() or ['no reason'])[-1]}")
+        pytest.skip(f"{conditions} cannot be made: {(probe.stdout.splitlines() or ['no reason'])[-1]}")
     with tempfile.TemporaryDirectory() as directory:
         ran = run_command(*prefix, *map(str, command), env=env, timeout_s=timeout_s, cwd=Path(directory))
     assert _mounts() == mounts, "the conditions hold for the command alone"
@@ -70,14 +68,9 @@ def _no_proc() -> None:
     _call("umount2", b"/proc", 2)
 
 
-def _proc_of_processes_only() -> None:
-    _no_proc()
-    _mount("proc", "/proc", "proc", 0, "subset=pid,hidepid=invisible")
-
-
-def _hidden_processes() -> None:
+def _proc(options: str) -> None:
     _no_proc()  # a remount would change the options of the host's own /proc
-    _mount("proc", "/proc", "proc", 0, "hidepid=invisible")
+    _mount("proc", "/proc", "proc", 0, options)
 
 
 def _full_shared_memory() -> None:
@@ -91,18 +84,14 @@ def _read_only(directory: str) -> None:
     _mount("none", directory, "none", _MS_REMOUNT | _MS_BIND | _MS_RDONLY)
 
 
-def _read_only_home() -> None:
-    _read_only(os.environ["HOME"])
-
-
 def _no_capabilities() -> None:
-    """Takes from root, once the command is executed, what other users cannot do either."""
+    """Takes those capabilities from root that other users do not have either, once the command is executed."""
     for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN):
         _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
 def _forbid(system_call: int) -> None:
-    """Makes a system call fail, as container runtimes do with those that their seccomp profile does not list."""
+    """Makes a system call fail, as in a container whose seccomp profile does not list the call."""
     instructions = [
         (_LOAD, 0, 0, 0),
         (_JUMP_IF_EQUAL, 0, 1, system_call),
@@ -117,11 +106,11 @@ def _forbid(system_call: int) -> None:
 
 _CONDITIONS: dict[str, Callable[[], None]] = {
     "no_proc": _no_proc,
-    "proc_of_processes_only": _proc_of_processes_only,
-    "hidden_processes": _hidden_processes,
+    "proc_of_processes_only": partial(_proc, "subset=pid,hidepid=invisible"),
+    "hidden_processes": partial(_proc, "hidepid=invisible"),
     "full_shared_memory": _full_shared_memory,
     "read_only_shared_memory": partial(_read_only, "/dev/shm"),
-    "read_only_home": _read_only_home,
+    "read_only_home": partial(_read_only, str(Path.home())),
     "no_capabilities": _no_capabilities,
     "no_pidfd": partial(_forbid, _PIDFD_OPEN),
     "no_memfd": partial(_forbid, _MEMFD_CREATE),
@@ -129,7 +118,7 @@ _CONDITIONS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Makes the conditions of the command line, and executes its command."""
+    """Establishes the conditions of the command line, and executes its command."""
     at = sys.argv.index("--")
     _call("unshare", _CLONE_NEWNS)
     _mount("none", "/", "none", _MS_REC | _MS_PRIVATE)

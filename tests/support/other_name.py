@@ -1,9 +1,9 @@
-"""Writes this repository with ``pytorch_lightning`` in place of ``lightning`` in its tests, which are then run there.
+"""Writes a copy of this repository whose tests use ``pytorch_lightning`` in place of ``lightning``.
 
     python -m tests.support.other_name DIRECTORY
 
-Tests, benchmarks, examples and the code of the documentation are rewritten as the package itself is, see
-``hatch_build.py``. A name of a module of this package becomes that of its twin for ``pytorch_lightning``.
+``hatch_build.py`` rewrites tests, benchmarks, examples and the code of the documentation as it rewrites the package. A
+module of this package is replaced by its mirror for ``pytorch_lightning``.
 """
 
 import re
@@ -14,13 +14,13 @@ from pathlib import Path
 import hatch_build
 
 REPOSITORY = Path(__file__).parents[2]
-#: What stands in tests besides the names of modules.
+#: Further replacements in tests, besides the names of modules.
 _ALSO = {
     r"^import lightning$": "import pytorch_lightning as lightning",
     r'RequirementCache\("lightning\b': 'RequirementCache("pytorch-lightning',
 }
 _REWRITTEN = ("tests", "benchmarks", "examples", "docs", "README.md")
-#: Tests of the sources themselves, and of how names are found: `tests/test_both_names.py` tests that for both.
+#: Tests of the sources, and of discovery, which `tests/test_both_names.py` tests with both names.
 _OF_SOURCES = (
     "test_imports",
     "test_both_names",
@@ -33,7 +33,7 @@ _OF_SOURCES = (
 
 
 def write(target: Path) -> None:
-    """Writes all that version control has, and the package for both names."""
+    """Writes all files under version control, and the package for both names."""
     hatch_build.write(REPOSITORY, target)
     modules = hatch_build.modules_of(REPOSITORY)
     names = hatch_build.knowing_lightning(modules)

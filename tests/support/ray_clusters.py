@@ -1,4 +1,4 @@
-"""A Ray cluster for the tests of a module, on this machine. The module can be imported without Ray.
+"""Ray clusters on this machine, for the tests of a module. This module can be imported without Ray.
 
 with own_ray():
     trainer.fit(model, loader())
@@ -27,9 +27,9 @@ needs_ray = pytest.mark.skipif(
 needs_ray_train = pytest.mark.skipif(
     importlib.util.find_spec("pyarrow") is None, reason="Ray Train is not installed (pip install 'ray[train]')"
 )
-#: Only a test that hangs comes to that: where others use the machine, a worker has been seen to take a minute to start.
+#: Time limit of a test, which only a hang reaches. On a busy machine, the start of a worker has taken a minute.
 FOREVER_S = 900
-#: The same for a program that a test runs, which shows what it has written then.
+#: Time limit of a program that a test runs; less, so that the test can show the output of the program.
 PROGRAM_S = 700
 #: Two workers share a CPU, so that four fit where two of them would compute at once.
 HALF = {"num_cpus_per_worker": 0.5}
@@ -37,7 +37,7 @@ HALF = {"num_cpus_per_worker": 0.5}
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """Ray on this machine, started as the strategy starts it, for several Trainers."""
+    """Starts Ray as the strategy does, for several Trainers."""
     from lightning_strategies_ext.launch.ray import cluster
     from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
 
@@ -52,23 +52,23 @@ def own_ray() -> Iterator[None]:
 
 @contextmanager
 def variables_of_own_ray() -> Iterator[dict[str, str]]:
-    """The same, for programs: what they find it by in their environment."""
+    """Starts Ray for programs; returns the variables by which they find it."""
     with own_ray():
         import ray
 
         yield {
             "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # lets Ray take 127.0.0.1 for an address
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray accepts the address 127.0.0.1
             "PYTHONPATH": str(REPOSITORY),
         }
 
 
 @contextmanager
 def own_ray_for_train() -> Iterator[None]:
-    """The same, for Ray Train."""
+    """Starts Ray for Ray Train."""
     with own_ray(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")  # on a busy machine, a minute is not enough
-        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # one process fewer
         yield
 
 
@@ -76,16 +76,18 @@ def own_ray_for_train() -> Iterator[None]:
 def ray_on_two_hosts(
     directory: Path, num_cpus: tuple[int, int], **settings: str
 ) -> Iterator[tuple[list[Host], dict[str, str], str]]:
-    """A raylet on each of two hosts, the second of which is "far", the environment of a program that uses them, and
-    Ray's directory.
+    """Starts Ray on two hosts, the second of which has the resource "far".
 
     Args:
-        directory: For the file of the hosts' names.
+        directory: Directory for the file of the hosts' names.
         num_cpus: Number of CPUs of each host.
-        settings: Of Ray, as variables of the environment.
+        settings: Settings of Ray, as variables of the environment.
+
+    Returns:
+        The hosts, the environment of a program that uses this cluster, and Ray's directory.
 
     Raises:
-        NoHostsError: If there cannot be two hosts here.
+        NoHostsError: If this machine does not permit network namespaces.
     """
     quiet = {
         "RAY_AUTH_MODE": "token",
@@ -96,7 +98,7 @@ def ray_on_two_hosts(
         "PYTHONPATH": str(REPOSITORY),
         **settings,
     }
-    short = f"/tmp/r{directory.stat().st_ino}"  # Ray's sockets are in it, whose paths must not be long
+    short = f"/tmp/r{directory.stat().st_ino}"  # it has Ray's sockets, whose paths must be short
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--node-ip-address"]
     try:
         with two_hosts(directory) as (first, second):
@@ -114,7 +116,7 @@ def ray_on_two_hosts(
 
 
 def assert_nothing_is_left(pids: list[int]) -> None:
-    """Fails unless the cluster is as it was before there were any workers."""
+    """Fails unless the cluster has no workers, no placement groups, and all its CPUs."""
     import ray
     from ray.util import placement_group_table
 

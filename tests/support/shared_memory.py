@@ -1,4 +1,4 @@
-"""A ``/dev/shm`` for one test, so that other processes of the machine leave nothing in it.
+"""A ``/dev/shm`` that only the processes of one test use.
 
 with private_shared_memory() as shared_memory:
     subprocess.run([*shared_memory.prefix, sys.executable, "train.py"])
@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-KEEP = 'mount -t tmpfs -o size={size} tmpfs /dev/shm && echo ready && exec cat > "/dev/null"'
+HOLD = 'mount -t tmpfs -o size={size} tmpfs /dev/shm && echo ready && exec cat > "/dev/null"'
 
 
 @dataclass
 class PrivateSharedMemory:
-    """One such.
+    """A ``/dev/shm`` in a mount namespace.
 
     Attributes:
-        prefix: Goes before a command that shall use it.
-        directory: Where it is, as this process sees it.
+        prefix: Beginning of a command that uses it.
+        directory: Its path in this process.
     """
 
     prefix: list[str]
@@ -36,7 +36,7 @@ class PrivateSharedMemory:
         return space.f_bfree * space.f_frsize
 
     def wait_until_empty(self, timeout_s: float = 5) -> None:
-        """Fails if something stays there, or stays taken without a name; processes may still be cleaning up."""
+        """Waits until it has no files, named or unnamed; fails after the timeout."""
         deadline = time.monotonic() + timeout_s
         space = os.statvfs(self.directory)
         while (names := os.listdir(self.directory)) or self.free_num_bytes() < space.f_blocks * space.f_frsize:
@@ -46,21 +46,21 @@ class PrivateSharedMemory:
 
 @contextmanager
 def private_shared_memory(size: str = "1g") -> Iterator[PrivateSharedMemory]:
-    """Mounts one in a namespace, which goes with all that is in it; skips the test where that cannot be done."""
+    """Mounts a ``/dev/shm`` until the block ends. Skips the test if this machine does not permit it."""
     if shutil.which("unshare") is None or shutil.which("nsenter") is None:
         pytest.skip("a /dev/shm of the test's own needs unshare and nsenter")
-    keeper = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", KEEP.format(size=size)],
+    holder = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", HOLD.format(size=size)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert keeper.stdout is not None
+    assert holder.stdout is not None
     try:
-        if keeper.stdout.readline() != "ready\n":
+        if holder.stdout.readline() != "ready\n":
             pytest.skip("a /dev/shm of the test's own needs root")
-        prefix = ["nsenter", f"--mount=/proc/{keeper.pid}/ns/mnt", f"--wd={os.getcwd()}"]
-        yield PrivateSharedMemory(prefix, Path(f"/proc/{keeper.pid}/root/dev/shm"))
+        prefix = ["nsenter", f"--mount=/proc/{holder.pid}/ns/mnt", f"--wd={os.getcwd()}"]
+        yield PrivateSharedMemory(prefix, Path(f"/proc/{holder.pid}/root/dev/shm"))
     finally:
-        keeper.communicate("")
+        holder.communicate("")

@@ -1,4 +1,4 @@
-"""What a SLURM cluster does with a batch script, on this machine: a process per task, with SLURM's variables.
+"""Runs a batch script as SLURM does, on this machine: one process per task, with SLURM's variables.
 
     result = sbatch(script, submitted_from=tmp_path, programs=empty_directory)
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.ranks import LIMIT_S, free_port, run_command
+from tests.support.ranks import free_port, run_command
 
 _SRUN = """\
 #!{python}
@@ -37,13 +37,11 @@ if [ -e tasks ]; then kill -TERM $(cat tasks); fi
 """
 
 
-def variables_of_job(
-    num_nodes: int, per_node: int, nodes: str = "127.0.0.1", job_id: int = 4711, name: str = "train"
-) -> dict[str, str]:
-    """What each task finds in its environment, of so many tasks per node."""
+def variables_of_job(num_nodes: int, per_node: int, nodes: str = "127.0.0.1", job_id: int = 4711) -> dict[str, str]:
+    """Returns the variables that all tasks of a job have in their environment."""
     return {
         "SLURM_JOB_ID": str(job_id),
-        "SLURM_JOB_NAME": name,
+        "SLURM_JOB_NAME": "train",
         "SLURM_JOB_NODELIST": nodes,
         "SLURM_NODELIST": nodes,
         "SLURM_NNODES": str(num_nodes),
@@ -53,13 +51,13 @@ def variables_of_job(
 
 
 def variables_of_task(task: int, per_node: int) -> dict[str, str]:
-    """What one finds there besides."""
+    """Returns the variables that only one task has."""
     places = {"PROCID": task, "NODEID": task // per_node, "LOCALID": task % per_node}
     return {f"SLURM_{name}": str(place) for name, place in places.items()}
 
 
 def put_scontrol(programs: Path) -> Path:
-    """Puts what asks SLURM for something into a directory; returns the file with what was asked for, a line each."""
+    """Writes ``scontrol`` into a directory; returns the file in which it records requests, one per line."""
     scontrol = programs / "scontrol"
     scontrol.write_text(_SCONTROL)
     scontrol.chmod(0o755)
@@ -67,47 +65,38 @@ def put_scontrol(programs: Path) -> Path:
 
 
 def sbatch(
-    script: Path,
-    *arguments: str | Path,
-    submitted_from: Path,
-    programs: Path,
-    env: dict[str, str] | None = None,
-    timeout_s: float = LIMIT_S,
+    script: Path, *arguments: str | Path, submitted_from: Path, programs: Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a batch script to its end.
 
     Args:
-        script: With lines ``#SBATCH --name=value``.
-        *arguments: What follows the script's name.
-        submitted_from: The directory that it runs in.
-        programs: An empty directory; ``srun`` and ``scontrol`` go there.
-        env: Variables besides SLURM's.
-        timeout_s: Seconds until the run is given up.
+        script: Batch script with lines ``#SBATCH --name=value``.
+        *arguments: Arguments of the script.
+        submitted_from: Working directory.
+        programs: Empty directory for ``srun`` and ``scontrol``.
+        env: Further variables of the environment.
     """
-    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), flags=re.MULTILINE))
-    num_nodes, per_node = int(asked["nodes"]), int(asked["ntasks-per-node"])
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script.read_text(), flags=re.MULTILINE))
+    num_nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     srun = programs / "srun"
     srun.write_text(_SRUN.format(python=sys.executable))
     srun.chmod(0o755)
     python = programs / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')  # a link would not find the packages of its target
     python.chmod(0o755)
-    variables = {**variables_of_job(num_nodes, per_node, name=asked["job-name"]), "SLURM_CPUS_PER_TASK": "1"}
-    # Two of these may run at once, so the port is not that of the job's number.
-    here = {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "160"}
-    path = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    variables = {**variables_of_job(num_nodes, per_node), "SLURM_JOB_NAME": options["job-name"]}
+    # Two jobs may run at once, so the port does not follow from the job's number.
+    variables |= {"SLURM_CPUS_PER_TASK": "1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= {"COLUMNS": "160", "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", **(env or {})}
     requests = put_scontrol(programs)
-    num_restarts, restarted = 0, dict[str, str]()
     while True:
         num_requests = num_lines(requests)
-        environment = {**variables, **here, **path, **restarted, **(env or {})}
-        result = run_command("bash", script, *arguments, env=environment, cwd=submitted_from, timeout_s=timeout_s)
+        result = run_command("bash", script, *arguments, env=variables, cwd=submitted_from)
         if num_lines(requests) == num_requests:
             return result
-        num_restarts += 1
-        restarted = {"SLURM_RESTART_COUNT": str(num_restarts)}
+        variables["SLURM_RESTART_COUNT"] = str(int(variables.get("SLURM_RESTART_COUNT", "0")) + 1)
 
 
 def num_lines(file: Path) -> int:
-    """Of a file that need not be there."""
+    """Returns the number of lines of a file, which may be missing."""
     return len(file.read_text().splitlines()) if file.exists() else 0

@@ -1,12 +1,12 @@
-"""Tiers of tests.
+"""The tiers of tests: hooks of pytest, which ``tests/conftest.py`` imports.
 
     def test_a_pure_function(): ...         # `make check`, `make test`, `make test-all`
 
     @pytest.mark.processes                  # starts a process, itself or in a fixture
     def test_two_ranks(): ...               # `make test-all`; `make test` if the table of tests/README.md names it
 
-The functions here are hooks of pytest, which ``tests/conftest.py`` imports. They mark the tests that represent a
-promise, and fail a test that starts a process without the marker, or that took longer than its time limit.
+The hooks mark the tests that represent a promise. They fail a test that starts a process without the marker, or that
+took longer than its time limit.
 """
 
 import re
@@ -30,12 +30,12 @@ _TABLE = Path(__file__).parents[1] / "README.md"
 
 
 def representative_tests() -> list[str]:
-    """Returns the identifiers that the table of promises names: each of a file, of a test, or with parameters."""
+    """Returns the identifiers of the table of promises: of files, of tests, and of tests with parameters."""
     return re.findall(r"\| `(tests/[^`]+)` \|$", _TABLE.read_text(), re.MULTILINE)
 
 
 def represents(test: str, item: pytest.Item) -> bool:
-    """Whether an identifier of :func:`representative_tests` names a test, or all parameters of it, or its file."""
+    """Whether an identifier of :func:`representative_tests` is that of a test, with or without parameters, or file."""
     return item.nodeid == test or item.nodeid.startswith((f"{test}[", f"{test}::"))
 
 
