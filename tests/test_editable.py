@@ -55,6 +55,6 @@ def test_torch_can_be_imported_when_the_checkout_has_gone(environment: Environme
     checkout.rename(checkout.with_name("elsewhere"))
     report = environment.report(REGISTERED)
     assert report.value is False
-    (line,) = report.said
+    (line,) = report.messages
     assert "No module named 'lightning_strategies_ext'" in line
     assert "install it anew" in line
