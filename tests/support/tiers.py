@@ -11,10 +11,10 @@ took longer than its time limit.
 
 import re
 import sys
-import time
 from collections.abc import Generator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from time import perf_counter  # the function, because a test may replace that of the module
 from typing import Any
 
 import pytest
@@ -82,7 +82,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     global _test_without_processes
     _test_without_processes = None if item.get_closest_marker("processes") else item
     # This hook runs first: before pytest-timeout starts its timer, so that the time is never less than the timer's.
-    item.stash[_started_s] = time.perf_counter()
+    item.stash[_started_s] = perf_counter()
     try:
         return (yield)
     finally:
@@ -99,7 +99,7 @@ def pytest_runtest_makereport(
     in a callback of a weak reference, so a test can hang until its limit there, and then pass.
     """
     report = yield
-    elapsed_s = time.perf_counter() - item.stash[_started_s]
+    elapsed_s = perf_counter() - item.stash[_started_s]
     limit_s = _time_limit_s(item)
     if report.passed and 0 < limit_s <= elapsed_s:
         report.outcome = "failed"
