@@ -28,16 +28,13 @@ While an elastic task runs, its workers leave one world and join the next::
     JoinPending         →                                when another worker waits to join
 
 On Ray, messages are calls of an actor's methods. Messages that cannot wait until a method returns travel over a link:
-those of an elastic task, :class:`SendSignal`, :class:`PeerLost`, and :class:`WorkerOutput`. A worker on Ray reports its
-:class:`WorkerHostInfo` before :class:`WorkerSetup`.
+those of an elastic task, :class:`SendSignal`, :class:`PeerLost`, and :class:`WorkerOutput`.
 
 A closed channel or link means that the other process has exited.
 """
 
 import json
-import pickle
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -51,9 +48,8 @@ from lightning_strategies_ext.failure.failure_monitor import known_failure
 from lightning_strategies_ext.failure.failure_report import texts_of_exception
 from lightning_strategies_ext.failure.rank_status import Failure as FirstFailure
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState
-from lightning_strategies_ext.launch.transport.channel import TaskChannel
-from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
 from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
+from lightning_strategies_ext.launch.transport.reducers import RaisedException
 
 # --- from the main process to a worker ---
 
@@ -184,27 +180,6 @@ class PeerLost:
 # --- from a worker to the main process ---
 
 
-@dataclass(frozen=True)
-class WorkerHostInfo:
-    """Process and host of a worker on Ray, which only the worker knows.
-
-    Attributes:
-        pid: Process id.
-        host: Ray's id of the host.
-        address: Address of the host that other hosts can reach.
-        interface: Network interface with that address, or None if it is unknown.
-        port: Port that the worker has reserved.
-        versions: Versions of the packages that must be equal in all processes.
-    """
-
-    pid: int
-    host: str
-    address: str
-    interface: str | None
-    port: int
-    versions: dict[str, str]
-
-
 @dataclass
 class Pong:
     """Reply to :class:`Ping`."""
@@ -245,7 +220,7 @@ class TaskFailed:
         headline, traceback = texts_of_exception(exception)
         pickled = None
         with suppress(Exception):
-            pickled = dump(_Raised(exception), is_return=True)
+            pickled = dump(RaisedException(exception), is_return=True)
         lines = headline.partition(f"{type(exception).__qualname__}: ")[2].strip().splitlines()
         summary = ": ".join([type(exception).__qualname__, *lines[:1]])
         is_secondary = isinstance(exception, RankFailedError)
@@ -258,26 +233,6 @@ class TaskFailed:
             loaded = None if self.pickled is None else self.pickled.load()
             return loaded if isinstance(loaded, BaseException) else None
         return None
-
-
-class _Raised:
-    """Pickles an exception whose ``__init__`` may take other arguments than it passes to ``Exception``."""
-
-    def __init__(self, exception: BaseException) -> None:
-        self._exception = exception
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, self._exception.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-def _rebuilt(make: Any, arguments: tuple[Any, ...], state: Any = None) -> Any:
-    try:
-        exception = make(*arguments)
-    except TypeError:
-        exception = make.__new__(make, *arguments)
-    if state is not None:
-        exception.__setstate__(state)
-    return exception
 
 
 @dataclass
@@ -382,33 +337,22 @@ class ReadyToJoin:
 
 @dataclass
 class JoinedWorld:
-    """Reply to a :class:`RankAssignment`.
-
-    Attributes:
-        member: Description of the worker for the other ranks.
-    """
+    """Reply to a :class:`RankAssignment`, with the description of the worker for the other ranks."""
 
     member: Member
 
 
 @dataclass
 class WorkerOutput:
-    """Output that a worker on Ray has printed.
-
-    Attributes:
-        is_error: Whether the output was written to standard error.
-        data: The output.
-    """
+    """Output that a worker on Ray has written to standard error or to standard output."""
 
     is_error: bool
     data: bytes
 
 
-Result = TensorChunk | StageDiff | PredictionPlan | PredictionChunk | FunctionResult
 MessageToWorker = (
     WorkerSetup | Ping | RunTask | PullResult | SaveState | Shutdown | RankAssignment | WorldMembers | JoinPending
 )
-MessageToMain = Pong | TaskDone | TaskFailed | StateSaved | Result | EndOfResults | ReadyToJoin | JoinedWorld
 #: Messages to workers on Ray that travel over the link.
 LinkMessageToWorker = RankAssignment | WorldMembers | JoinPending | SendSignal | PeerLost
 LinkMessageToMain = ReadyToJoin | JoinedWorld | WorkerOutput
@@ -449,30 +393,3 @@ def decode(kind: int, data: bytes) -> LinkMessage:
         fields["store"] = tuple(fields["store"])
     message: LinkMessage = _OF_JSON[name](**fields)
     return message
-
-
-# --- in a worker ---
-
-
-@dataclass
-class WorkerContext:
-    """Context of a strategy in a worker.
-
-    Attributes:
-        is_continuation: Whether this stage continues where an earlier stage of the same Trainer ended.
-        received: Memory files of the received message, to find changed tensors; None if it had none, as after a fork.
-        channel: Channel to the main process, for an elastic stage.
-        is_joining: Whether the other ranks are in the middle of the stage.
-        rank_info: Rank info of a worker that may be on another host than other workers.
-    """
-
-    is_continuation: bool
-    received: ReceivedBuffers | None
-    channel: TaskChannel | None = None
-    is_joining: bool = False
-    rank_info: WorkerRankInfo | None = None
-
-    def are_unchanged(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether tensors have the values that the main process has sent to all workers; False if that is unknown."""
-        received = self.received
-        return received is not None and all(received.is_unchanged(tensor) for tensor in tensors)

@@ -23,9 +23,9 @@ from lightning_strategies_ext.launch.processes.worker_interface import WorkerSta
 from lightning_strategies_ext.launch.processes.worker_main import is_importing_main
 from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
 from lightning_strategies_ext.launch.tasks.stage_task import FunctionTask, StageTask
+from lightning_strategies_ext.launch.transport.channel import UnreadableTaskError
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import Pickled
-from lightning_strategies_ext.launch.transport.unreadable import is_unreadable_job
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +104,14 @@ class WorkerGroup:
         """
         pickled: Pickled | None = None
         try:
-            pickled = task.pickled(self._starter.dump)
+            pickled = task.pickled(self._starter.pickler)
         except TypeError:
             if not self._starter.forks:
                 raise
             task.record_inherited()
-        is_sent_to_forked = pickled is not None and self._starter.forks and task.restart_policy is None
         outcome = self._run(task, pickled)
-        if is_sent_to_forked and is_unreadable_job(outcome.error):
+        errors = outcome.error, getattr(outcome.error, "__cause__", None)
+        if self._starter.forks and any(isinstance(error, UnreadableTaskError) for error in errors):
             self.close()
             task.record_inherited()
             outcome = self._run(task, None)
@@ -122,7 +122,6 @@ class WorkerGroup:
         with _choosing:
             pool = self._usable_pool(task if pickled is None else None)
         sent_task = None if pickled is None else self._starter.pack(pickled, self._cache)
-        del pickled  # it may be large
         try:
             now = RngState.now()
             is_rng_unchanged = bool(self._rng) and self._rng[0].is_same(now)

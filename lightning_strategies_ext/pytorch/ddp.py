@@ -48,10 +48,11 @@ from lightning_strategies_ext.collectives.same_model import check_is_same
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter
-from lightning_strategies_ext.launch.protocol import WorkerContext, WorkerRankInfo
+from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 from lightning_strategies_ext.launch.ray import ray_train
 from lightning_strategies_ext.launch.ray.ray_train import RayEnvironment
 from lightning_strategies_ext.launch.script_launcher import ScriptLauncher, devices_of_ranks
+from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.launch.tasks.module_tree import tensors_of
 from lightning_strategies_ext.launch.worker_launcher import WorkerLauncher
 from lightning_strategies_ext.pytorch.batch_norm import check_can_be_synchronized

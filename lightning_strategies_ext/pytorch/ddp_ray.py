@@ -24,7 +24,6 @@ from lightning_strategies_ext.arguments import DEFAULT_HANG_TIMEOUT, DEFAULT_TIM
 from lightning_strategies_ext.elastic.options import check_is_not_elastic
 from lightning_strategies_ext.launch.processes.process_settings import check_environment_variables
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
-from lightning_strategies_ext.launch.protocol import WorkerContext
 from lightning_strategies_ext.launch.ray.cluster import (
     PlacementStrategy,
     ResourceDemand,
@@ -32,6 +31,7 @@ from lightning_strategies_ext.launch.ray.cluster import (
     check_ray_installed,
     check_resource_arguments,
 )
+from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.torch_distributed.compression.options import Compression, CompressionName
 from lightning_strategies_ext.uneven.control import UnevenInputs

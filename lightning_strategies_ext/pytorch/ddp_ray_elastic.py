@@ -13,8 +13,9 @@ from typing_extensions import override
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext._system.peers import host_identity
 from lightning_strategies_ext.elastic.membership import Member
-from lightning_strategies_ext.launch.protocol import WorkerContext, WorkerRankInfo
+from lightning_strategies_ext.launch.protocol import WorkerRankInfo
 from lightning_strategies_ext.launch.ray.cluster import is_client_address
+from lightning_strategies_ext.launch.strategy_protocols import WorkerContext
 from lightning_strategies_ext.pytorch.ddp_ray import DDPRayStrategy
 from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticStrategy
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect

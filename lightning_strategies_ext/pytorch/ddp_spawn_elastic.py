@@ -35,7 +35,7 @@ from lightning_strategies_ext.failure.elastic_monitor import elastic_monitor
 from lightning_strategies_ext.failure.failure_report import is_collective_error
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.protocol import RankAssignment
-from lightning_strategies_ext.launch.worker_membership import WorkerMembership
+from lightning_strategies_ext.launch.strategy_protocols import WorkerMembership
 from lightning_strategies_ext.pytorch.ddp_spawn import DDPSpawnStrategy
 from lightning_strategies_ext.pytorch.elastic import Elastic, is_fitting
 from lightning_strategies_ext.stage_context import StageContext

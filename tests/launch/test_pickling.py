@@ -144,7 +144,7 @@ def test_receivers_of_one_message_do_not_see_writes_of_each_other():
         arrived.append((message, message.open()))
     prepared.close()
     (first_message, first), (_, second) = arrived
-    received = ReceivedBuffers(first_message.parts)
+    received = ReceivedBuffers(first_message.files)
     assert received.is_unchanged(first)
     first.fill_(5)
     assert second.tolist() == [0, 0, 0]
@@ -202,7 +202,7 @@ def test_a_temporary_file_is_used_if_memory_is_full(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "write", full)
     before = len(os.listdir("/proc/self/fd"))
     file = MemoryFile.write([b"abc", bytearray(range(100))])
-    assert [bytes(view) for view in file.map(private=True).buffers(file.spans)] == [b"abc", bytes(range(100))]
+    assert [bytes(view) for view in file.map(private=True)] == [b"abc", bytes(range(100))]
     file.close()
     file.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -222,9 +222,9 @@ def received_with_buffers(obj: Any) -> tuple[ReceivedMessage, Any]:
 def test_a_tensor_of_a_part_of_an_uneven_storage_is_compared() -> None:
     message, received = received_with_buffers([torch.arange(10, dtype=torch.uint8)])
     part = received[0][:8].view(torch.float32)
-    assert ReceivedBuffers(message.parts).is_unchanged(part)
+    assert ReceivedBuffers(message.files).is_unchanged(part)
     part[0] += 1
-    assert not ReceivedBuffers(message.parts).is_unchanged(part)
+    assert not ReceivedBuffers(message.files).is_unchanged(part)
 
 
 def test_a_message_that_announces_too_much_is_refused() -> None:

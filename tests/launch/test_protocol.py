@@ -1,6 +1,7 @@
 """Messages between the main process and workers: each through the channel or the link that carries it."""
 
 import socket
+from dataclasses import is_dataclass
 from typing import Any, get_args
 
 import pytest
@@ -10,6 +11,7 @@ from lightning_strategies_ext._system.frames import FrameDecoder, encode_frame
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.failure.rank_status import Failure
+from lightning_strategies_ext.launch import protocol
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState
 from lightning_strategies_ext.launch.protocol import (
     EncodedValue,
@@ -19,7 +21,6 @@ from lightning_strategies_ext.launch.protocol import (
     JoinPending,
     LinkMessageToMain,
     LinkMessageToWorker,
-    MessageToMain,
     MessageToWorker,
     PeerLost,
     Ping,
@@ -85,11 +86,13 @@ LINK_TO_MAIN: list[Any] = [*TO_MAIN[-3:]]
 
 
 def test_the_cases_are_all_messages() -> None:
+    classes = {cls for cls in vars(protocol).values() if is_dataclass(cls) and cls.__module__ == protocol.__name__}
+    to_worker = {*get_args(MessageToWorker), *get_args(LinkMessageToWorker)}
     assert {*map(type, TO_WORKER)} == {*get_args(MessageToWorker)}
-    assert {*map(type, TO_MAIN)} == {*get_args(MessageToMain)}
+    assert {*map(type, TO_MAIN), WorkerOutput} == classes - to_worker - {WorkerRankInfo, EncodedValue}
     assert {*map(type, LINK_TO_WORKER)} == {*get_args(LinkMessageToWorker)}
     assert {*map(type, LINK_TO_MAIN), WorkerOutput} == {*get_args(LinkMessageToMain)}
-    assert not {*get_args(MessageToWorker)} & {*get_args(MessageToMain)}, "each message has one direction"
+    assert not to_worker & {*map(type, TO_MAIN), WorkerOutput}, "each message has one direction"
 
 
 @pytest.mark.parametrize("message", [*TO_WORKER, *TO_MAIN], ids=lambda message: type(message).__name__)

@@ -12,7 +12,7 @@ from lightning_strategies_ext.launch.processes.process_settings import ProcessSe
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
 from lightning_strategies_ext.launch.protocol import MessageToWorker, RunTask, TaskDone, TaskFailed
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
-from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects
+from lightning_strategies_ext.launch.transport.pickling import MessagePickler, Pickled
 
 #: Seconds that a worker has to exit.
 EXIT_TIMEOUT_S = 3.0
@@ -202,6 +202,10 @@ class WorkerStarter(Protocol):
     def address(self) -> str | None:
         """Address at which workers reach this host; None if they run on it and use a :class:`.HostStore`."""
 
+    @property
+    def pickler(self) -> type[MessagePickler] | None:
+        """Class of the pickler of tasks, see :func:`.pickling.dump`."""
+
     def environment(self) -> dict[str, str]:
         """Returns the environment variables of this process that its workers receive."""
 
@@ -235,15 +239,6 @@ class WorkerStarter(Protocol):
             num_workers: Number of workers in the pool.
             inherited_task: Task that the worker inherits in a fork.
         """
-
-    def dump(
-        self,
-        obj: Any,
-        shared: SharedObjects | None = None,
-        is_return: bool = False,
-        received_objects: dict[int, Any] | None = None,
-    ) -> Pickled:
-        """Pickles a task, see :func:`.pickling.dump`."""
 
     def pack(self, pickled: Pickled, cache: MemoryFileCache) -> SentTask:
         """Writes a pickled task to memory that all workers can read.

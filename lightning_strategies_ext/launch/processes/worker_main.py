@@ -36,7 +36,6 @@ from lightning_strategies_ext.launch.protocol import (
     TaskFailed,
     WorkerSetup,
 )
-from lightning_strategies_ext.launch.transport import unreadable
 from lightning_strategies_ext.launch.transport.channel import Channel, ReceivedMessage, TaskChannel
 from lightning_strategies_ext.launch.transport.pickling import Pickled, use_remote_main
 
@@ -256,22 +255,13 @@ def _run(
     session.is_joining = order.is_joining
     session.is_running = True
     try:
-        task: WorkerTask | None = inherited_task if order.is_inherited else _open(message)
+        task: WorkerTask | None = inherited_task if order.is_inherited else message.open()
         assert task is not None
         return task.run(session, message)
     finally:
         message.received_objects = {}  # otherwise it would keep the task's objects alive
         session.is_running = False
         session.on_interrupt = None
-
-
-def _open(message: ReceivedMessage) -> Any:
-    try:
-        return message.open()
-    except (MemoryError, OSError):
-        raise
-    except Exception as error:
-        raise unreadable.explain_unreadable(message.pickled, error) from error
 
 
 def _prepare(start: WorkerSetup) -> None:

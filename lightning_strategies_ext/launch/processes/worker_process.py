@@ -38,13 +38,7 @@ from lightning_strategies_ext.launch.processes.worker_main import (
 from lightning_strategies_ext.launch.protocol import MessageToWorker, Ping, Pong, RunTask, WorkerSetup
 from lightning_strategies_ext.launch.transport.channel import Channel, PreparedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
-from lightning_strategies_ext.launch.transport.pickling import (
-    MainByValuePickler,
-    Pickled,
-    SharedObjects,
-    dump,
-    dump_with,
-)
+from lightning_strategies_ext.launch.transport.pickling import MainByValuePickler, MessagePickler, Pickled
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -250,6 +244,11 @@ class ProcessStarter(WorkerStarter):
     def reuse_key(self) -> Any:
         return self._start_method
 
+    @property
+    @override
+    def pickler(self) -> type[MessagePickler] | None:
+        return None if self.forks or imports_main(_preparation()) else MainByValuePickler
+
     @override
     def environment(self) -> dict[str, str]:
         return rank_variables.environment_for_ranks()
@@ -291,19 +290,6 @@ class ProcessStarter(WorkerStarter):
     def replace(self, dead: WorkerProcess, num_workers: int, inherited_task: WorkerTask | None) -> WorkerProcess:
         (worker,) = self.prepare([self.start(dead.rank, num_workers, inherited_task)])
         return worker
-
-    @override
-    def dump(
-        self,
-        obj: Any,
-        shared: SharedObjects | None = None,
-        is_return: bool = False,
-        received_objects: dict[int, Any] | None = None,
-    ) -> Pickled:
-        """Pickles a task, with the definitions in ``__main__`` if workers cannot import it."""
-        if self.forks or imports_main(_preparation()):
-            return dump(obj, shared, is_return, received_objects)
-        return dump_with(MainByValuePickler, obj, shared, is_return, received_objects)
 
     @override
     def pack(self, pickled: Pickled, cache: MemoryFileCache) -> PreparedMessage:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -13,10 +14,31 @@ import ray
 
 from lightning_strategies_ext._system.connections import release_ports, reserve_port
 from lightning_strategies_ext.launch.processes.worker_main import WorkerService, WorkerSession
-from lightning_strategies_ext.launch.protocol import RunTask, TaskFailed, TensorChunk, WorkerHostInfo, WorkerSetup
+from lightning_strategies_ext.launch.protocol import RunTask, TaskFailed, TensorChunk, WorkerSetup
 from lightning_strategies_ext.launch.ray.payloads import ActorReply, RayPayload
 from lightning_strategies_ext.launch.ray.worker_link import MainLink
 from lightning_strategies_ext.launch.transport.pickling import dump, use_remote_main
+
+
+@dataclass(frozen=True)
+class WorkerHostInfo:
+    """Process and host of a worker on Ray, which only the worker knows.
+
+    Attributes:
+        pid: Process id.
+        host: Ray's id of the host.
+        address: Address of the host that other hosts can reach.
+        interface: Network interface with that address, or None if it is unknown.
+        port: Port that the worker has reserved.
+        versions: Versions of the packages that must be equal in all processes.
+    """
+
+    pid: int
+    host: str
+    address: str
+    interface: str | None
+    port: int
+    versions: dict[str, str]
 
 
 class WorkerActor:

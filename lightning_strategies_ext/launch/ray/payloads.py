@@ -6,35 +6,24 @@ value. In replies, they become those of the main process again.
 """
 
 import pickle
-from collections import ChainMap
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from ray.cloudpickle import CloudPickler
 
-from lightning_strategies_ext.launch.transport import by_value
 from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFile
-from lightning_strategies_ext.launch.transport.pickling import MainByValuePickler, Pickled, SharedObjects, dump_with
-
-# Ray registers reducers of its own objects in this table, above all of references to its object store.
-_REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
+from lightning_strategies_ext.launch.transport.pickling import MainByValuePickler, Pickled
+from lightning_strategies_ext.launch.transport.reducers import by_value_table
 
 
-class _Pickler(MainByValuePickler):
-    dispatch_table = _REDUCERS
+class RayPickler(MainByValuePickler):
+    """Pickler that also pickles Ray's own objects, for a reader without the user's ``__main__``."""
+
+    # Ray registers reducers of its own objects in this table, above all of references to its object store.
+    dispatch_table = by_value_table(CloudPickler)
     sends_descriptors = False
-
-
-def dump_for_ray(
-    obj: Any,
-    shared: SharedObjects | None = None,
-    is_return: bool = False,
-    received_objects: dict[int, Any] | None = None,
-) -> Pickled:
-    """Pickles like :func:`.pickling.dump`, also Ray's own objects, for a reader without the user's ``__main__``."""
-    return dump_with(_Pickler, obj, shared, is_return, received_objects)
 
 
 @dataclass
@@ -71,9 +60,8 @@ class RayPayload:
         if not self.buffers:
             return ReceivedMessage(Pickled(self.data))
         file = MemoryFile.write([self.data, *self.buffers])
-        mapping = file.map(private=True)
-        data, *buffers = mapping.buffers(file.spans)
-        return ReceivedMessage(Pickled(bytes(data), buffers), [(file, mapping)])
+        data, *buffers = file.map(private=True)
+        return ReceivedMessage(Pickled(bytes(data), buffers), [file])
 
 
 @dataclass

@@ -30,10 +30,10 @@ from lightning_strategies_ext.launch.protocol import (
     SendSignal,
     Shutdown,
     TaskFailed,
-    WorkerHostInfo,
     WorkerRankInfo,
 )
 from lightning_strategies_ext.launch.ray import cluster
+from lightning_strategies_ext.launch.ray.actor import WorkerHostInfo
 from lightning_strategies_ext.launch.ray.link_relay import RelayedLinkServer
 from lightning_strategies_ext.launch.ray.payloads import RayPayload
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink

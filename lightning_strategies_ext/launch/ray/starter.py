@@ -24,7 +24,7 @@ from lightning_strategies_ext.launch.ray import cluster
 from lightning_strategies_ext.launch.ray.actor import WorkerActor, versions
 from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
 from lightning_strategies_ext.launch.ray.link_relay import RelayedLinkServer
-from lightning_strategies_ext.launch.ray.payloads import RayPayload, dump_for_ray
+from lightning_strategies_ext.launch.ray.payloads import RayPayload, RayPickler
 from lightning_strategies_ext.launch.ray.ray_worker import RayWorker, SentPayload, reason_from_ray, wait_until
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
@@ -55,7 +55,7 @@ class RayStarter(WorkerStarter):
     forks = False
     closes_through_library = True
     settings_class = RemoteProcessSettings
-    dump = staticmethod(dump_for_ray)
+    pickler = RayPickler
 
     def __init__(
         self,

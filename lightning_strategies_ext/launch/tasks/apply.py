@@ -18,18 +18,29 @@ from lightning_strategies_ext.launch.protocol import EncodedValue, StageDiff, Te
 from lightning_strategies_ext.launch.tasks.baseline import is_of_user
 from lightning_strategies_ext.launch.tasks.module_tree import put_parts, tensors_of
 from lightning_strategies_ext.launch.tasks.object_changes import (
+    TREE_ATTRIBUTES,
     WHOLE,
     all_attributes,
     decode,
-    delete_attribute,
+    delete,
     put,
-    set_attribute,
+    refill,
+    write,
 )
 from lightning_strategies_ext.launch.tasks.result_queue import ResultQueue, read_queue
 from lightning_strategies_ext.launch.transport.pickling import SharedObjects
 
 log = logging.getLogger(__name__)
 
+_LOST = (
+    "%s was not returned from the workers and is unchanged in the main process (%s). To return it, store objects that"
+    " can be pickled and unpickled."
+)
+_SHARE = (
+    "%s has only what rank 0, one of %d ranks, collected in `predict`. Use the return value of"
+    " `predict(return_predictions=True)`, write a file on each rank, or gather the data in the callback"
+    " (`trainer.strategy.all_gather`, `torch.distributed.all_gather_object`)."
+)
 _warned: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -61,25 +72,17 @@ def _copy_chunk(chunk: TensorChunk, tensors: dict[str, Tensor]) -> None:
             lazy: Any = tensors[name]
             if is_lazy(lazy):
                 lazy.materialize(shape, dtype=value.dtype)
-            target = tensors[name].detach()
-            if start is not None:
-                target.view(-1)[start : start + value.numel()].copy_(value)
-            elif target.shape == value.shape and target.dtype == value.dtype:
-                target.copy_(value)
+            if start is None:
+                write(tensors[name], value)
             else:
-                tensors[name].data = value.clone()
+                tensors[name].detach().view(-1)[start : start + value.numel()].copy_(value)
 
 
 def _apply_diff(diff: StageDiff, trainer: Any, shared: SharedObjects) -> Any:
-    lost = list(diff.lost)
     module, strategy = trainer.lightning_module, trainer.strategy
     for number, pickled in diff.classes:
         shared.object_of(number).__class__ = pickled.load()
-    for number, name, encoded in diff.attributes:
-        if encoded is None:
-            delete_attribute(shared.object_of(number), name)
-        else:
-            _set_attribute(lost, shared, number, name, encoded)
+    lost = [*diff.lost, *_set_attributes(diff.attributes, shared)]
     if diff.training is not None:
         tree, *of_fit = decode(diff.training, shared)
         for number, parts in tree:
@@ -98,33 +101,38 @@ def _apply_diff(diff: StageDiff, trainer: Any, shared: SharedObjects) -> Any:
     if diff.loaders is not None:
         strategy.states_of_loaders = decode(diff.loaders, shared)
     for number, name, reason in lost:
-        _warn_of_lost(trainer, shared.object_of(number), name, reason)
+        _warn_once(trainer, shared.object_of(number), name, _LOST, reason)
     for number, name in diff.shares:
-        _warn_of_share(trainer, shared.object_of(number), name)
+        _warn_once(trainer, shared.object_of(number), name, _SHARE, trainer.num_devices * trainer.num_nodes)
     strategy.connect(module)
     module.trainer = trainer
     read_queue(trainer, ResultQueue(decode(item, shared) for item in diff.queue))
     return None if diff.value is None else decode(diff.value, shared)
 
 
-def _set_attribute(
-    lost: list[tuple[int, str, str]], shared: SharedObjects, number: int, name: str, encoded: EncodedValue
-) -> None:
-    """Sets an attribute. A container that the user may hold is updated in place."""
-    holder = shared.object_of(number)
-    try:
-        value = decode(encoded, shared)
-        before = all_attributes(holder)
-        if name == WHOLE:
-            set_attribute(holder, name, value)
-            for attribute, new in all_attributes(holder).items():
-                if _update_in_place(shared, before.get(attribute), new):
-                    put(holder, {attribute: before[attribute]})
-        elif not _update_in_place(shared, before.get(name), value):
-            set_attribute(holder, name, value)
-    except Exception as error:
-        log.debug("%s.%s keeps its value in the main process: %s", type(holder).__name__, name, error)
-        lost.append((number, name, str(error)))
+def _set_attributes(
+    attributes: list[tuple[int, str, EncodedValue | None]], shared: SharedObjects
+) -> Iterator[tuple[int, str, str]]:
+    """Sets or removes attributes. Yields those that keep their value, each with the reason."""
+    for number, name, encoded in attributes:
+        holder = shared.object_of(number)
+        if encoded is None:
+            if name in all_attributes(holder):
+                delete(holder, name)
+            continue
+        try:
+            value = decode(encoded, shared)
+            before = all_attributes(holder)
+            if name == WHOLE:
+                value.restore(holder, TREE_ATTRIBUTES if isinstance(holder, Module) else ())
+                for attribute, new in all_attributes(holder).items():
+                    if _update_in_place(shared, before.get(attribute), new):
+                        put(holder, {attribute: before[attribute]})
+            elif not _update_in_place(shared, before.get(name), value):
+                put(holder, {name: value})
+        except Exception as error:
+            log.debug("%s.%s keeps its value in the main process: %s", type(holder).__name__, name, error)
+            yield number, name, str(error)
 
 
 def _update_in_place(shared: SharedObjects, old: Any, new: Any) -> bool:
@@ -132,36 +140,9 @@ def _update_in_place(shared: SharedObjects, old: Any, new: Any) -> bool:
     # An old container that the workers had now belongs to another attribute, or is unused.
     if type(old) is not type(new) or old is new or shared.number_of(old) is not None:
         return False
-    if isinstance(old, list):
-        old[:] = new
-    elif isinstance(old, (dict, set)):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, deque) and old.maxlen == new.maxlen:
-        old.clear()
-        old.extend(new)
-    else:
+    if isinstance(old, deque) and old.maxlen != new.maxlen:
         return False
-    return True
-
-
-def _warn_of_lost(trainer: Any, holder: Any, name: str, reason: Any) -> None:
-    """Warns once that attribute ``name`` of an object of the main process keeps its value from before the stage."""
-    text = (
-        "%s was not returned from the workers and is unchanged in the main process (%s). To return it, store objects"
-        " that can be pickled and unpickled."
-    )
-    _warn_once(trainer, holder, name, text, reason)
-
-
-def _warn_of_share(trainer: Any, holder: Any, name: str) -> None:
-    """Warns once that attribute ``name`` holds only what rank 0 has collected in ``predict``."""
-    text = (
-        "%s has only what rank 0, one of %d ranks, collected in `predict`. Use the return value of"
-        " `predict(return_predictions=True)`, write a file on each rank, or gather the data in the callback"
-        " (`trainer.strategy.all_gather`, `torch.distributed.all_gather_object`)."
-    )
-    _warn_once(trainer, holder, name, text, trainer.num_devices * trainer.num_nodes)
+    return refill(old, new)
 
 
 def _warn_once(trainer: Any, holder: Any, name: str, text: str, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_strategies_ext.launch.tasks.object_changes import (
     named_attributes_of,
 )
 from lightning_strategies_ext.launch.tasks.result_queue import ResultQueue, fill_queue
-from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump
+from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,8 @@ def diff(trainer: Any, baseline: StageBaseline, value: Any) -> Iterator[TensorCh
     Raises:
         Exception: If an item in the user's queue or the return value cannot be pickled.
     """
-    module = trainer.lightning_module
     chunk: dict[Any, Tensor] = {}
-    for name, tensor in baseline.tree.values(module):
+    for name, tensor in baseline.tree.values(trainer.lightning_module):
         if is_lazy(tensor) or baseline.is_unchanged(tensor):
             continue
         for part_name, part in _parts(name, tensor.detach()):
@@ -59,7 +59,7 @@ def diff(trainer: Any, baseline: StageBaseline, value: Any) -> Iterator[TensorCh
             chunk[part_name] = part
     yield TensorChunk(chunk)
     del chunk
-    yield _stage_diff(trainer, baseline, value)
+    yield _DiffOfObjects(trainer, baseline).stage_diff(value)
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
@@ -73,85 +73,93 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
         yield (name, tensor.shape, start), flat[start : start + step]
 
 
-def _stage_diff(trainer: Any, baseline: StageBaseline, value: Any) -> StageDiff:
-    module, shared = trainer.lightning_module, baseline.shared
-    encoder = ValueEncoder(shared, baseline.received, baseline.places)
-    tree = [(_number(shared, holder), parts) for holder, parts in baseline.tree.changes(module)]
-    training = loaders = None
-    if trainer.state.fn == TrainerFn.FITTING:
-        strategy = trainer.strategy
-        parts = (tree, strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state)
-        training = _encode_or_warn(encoder, parts, "The optimizers' state")
-        loaders = _encode_or_warn(encoder, strategy.states_of_loaders, "The position in the training data")
-    if training is None and tree:
-        training = _encode_or_warn(encoder, (tree,), "The new structure of the LightningModule")
-    queue = ResultQueue()
-    fill_queue(trainer, queue)
-    lost: list[tuple[int, str, str]] = []
-    return StageDiff(
-        classes=list(_classes(baseline)),
-        attributes=list(_attributes(trainer, baseline, encoder, lost)),
-        training=training,
-        modes={name: child.training for name, child in module.named_modules()},
-        trainable={name: parameter.requires_grad for name, parameter in module.named_parameters()},
-        loaders=loaders,
-        precision=_encode_or_warn(encoder, trainer.precision_plugin.state_dict(), "The precision plugin's state"),
-        queue=[encoder.encode(item) for item in queue],
-        value=encoder.encode(value),
-        lost=lost,
-        shares=[(_number(shared, obj), name) for obj, name in baseline.collections.collected(trainer)],
-    )
+class _DiffOfObjects:
+    """Encodes everything that a stage has changed except the tensors of its module."""
 
+    def __init__(self, trainer: Any, baseline: StageBaseline) -> None:
+        self._trainer = trainer
+        self._baseline = baseline
+        self._encoder = ValueEncoder(baseline.shared, baseline.is_unchanged)
+        self._lost: list[tuple[int, str, str]] = []
 
-def _classes(baseline: StageBaseline) -> Iterator[tuple[int, Pickled]]:
-    for holder in baseline.changed_classes():
+    def stage_diff(self, value: Any) -> StageDiff:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        tree = [(self._number(holder), parts) for holder, parts in self._baseline.tree.changes(module)]
+        training = loaders = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            strategy = trainer.strategy
+            parts = (tree, strategy.optimizers, strategy.lr_scheduler_configs, strategy.exchange_state)
+            training = self._encode_or_warn(parts, "The optimizers' state")
+            loaders = self._encode_or_warn(strategy.states_of_loaders, "The position in the training data")
+        if training is None and tree:
+            training = self._encode_or_warn((tree,), "The new structure of the LightningModule")
+        queue = ResultQueue()
+        fill_queue(trainer, queue)
+        return StageDiff(
+            classes=list(self._classes()),
+            attributes=list(self._attributes()),
+            training=training,
+            modes={name: child.training for name, child in module.named_modules()},
+            trainable={name: parameter.requires_grad for name, parameter in module.named_parameters()},
+            loaders=loaders,
+            precision=self._encode_or_warn(trainer.precision_plugin.state_dict(), "The precision plugin's state"),
+            queue=[self._encoder.encode(item) for item in queue],
+            value=self._encoder.encode(value),
+            lost=self._lost,
+            shares=[(self._number(obj), name) for obj, name in self._baseline.collected_attributes(trainer)],
+        )
+
+    def _number(self, obj: Any) -> int:
+        number = self._baseline.shared.number_of(obj)
+        assert number is not None
+        return number
+
+    def _encode_or_warn(self, value: Any, what: str) -> EncodedValue | None:
         try:
-            yield _number(baseline.shared, holder), dump(type(holder))
+            return self._encoder.encode(value)
         except Exception as error:
-            text = "The new class %s of an object cannot be pickled. The main process keeps the old class: %s"
-            log.warning(text, type(holder).__name__, error)
+            log.warning("%s cannot be pickled, so it was not returned from the workers: %s", what, error)
+            return None
 
+    def _classes(self) -> Iterator[tuple[int, Pickled]]:
+        for holder in self._baseline.changed_classes():
+            try:
+                yield self._number(holder), dump(type(holder))
+            except Exception as error:
+                text = "The new class %s of an object cannot be pickled. The main process keeps the old class: %s"
+                log.warning(text, type(holder).__name__, error)
 
-def _attributes(
-    trainer: Any, baseline: StageBaseline, encoder: ValueEncoder, lost: list[tuple[int, str, str]]
-) -> Iterator[tuple[int, str, EncodedValue | None]]:
-    metrics, _ = trainer_stages.connectors_of(trainer)
-    loops = trainer_stages.loops_of(trainer)
-    holders = [trainer, metrics, *loops, trainer.profiler, *trainer.callbacks, *trainer.loggers]
-    attributes = [(holder, name) for holder in holders for name in attributes_of(holder)]
-    for holder, name in (*attributes, *baseline.changed_attributes()):
-        number, value = baseline.shared.number_of(holder), attributes_of(holder).get(name)
-        if number is not None:  # a new callback is sent with the list that holds it
-            yield from _attribute(holder, number, name, value, baseline.shared, encoder, lost)
-    for holder, name in baseline.removed_attributes():
-        yield _number(baseline.shared, holder), name, None
+    def _attributes(self) -> Iterator[tuple[int, str, EncodedValue | None]]:
+        trainer = self._trainer
+        metrics, _ = trainer_stages.connectors_of(trainer)
+        holders = [trainer, metrics, *trainer_stages.loops_of(trainer), trainer.profiler]
+        holders += [*trainer.callbacks, *trainer.loggers]
+        attributes = ((holder, name, value) for holder in holders for name, value in attributes_of(holder).items())
+        for holder, name, value in chain(attributes, self._baseline.changed_attributes()):
+            number = self._baseline.shared.number_of(holder)
+            if number is not None:  # a new callback is sent with the list that holds it
+                yield from self._attribute(holder, number, name, value)
+        for holder, name in self._baseline.removed_attributes():
+            yield self._number(holder), name, None
 
-
-def _attribute(
-    holder: Any,
-    number: int,
-    name: str,
-    value: Any,
-    shared: SharedObjects,
-    encoder: ValueEncoder,
-    lost: list[tuple[int, str, str]],
-) -> Iterator[tuple[int, str, EncodedValue]]:
-    if isinstance(value, FunctionType) or trainer_logging.is_bound_to_stage(value):
-        return
-    try:
-        yield number, name, encoder.encode(value)
-    except Exception as error:
-        if name == WHOLE:  # sends its attributes separately
-            own = all_attributes(holder)
-            for attribute, part in named_attributes_of(holder).items():
-                if part is own.get(attribute):
-                    yield from _attribute(holder, number, attribute, part, shared, encoder, lost)
-                else:
-                    lost.append((number, attribute, f"its class pickles it in another form, which fails: {error}"))
+    def _attribute(self, holder: Any, number: int, name: str, value: Any) -> Iterator[tuple[int, str, EncodedValue]]:
+        if isinstance(value, FunctionType) or trainer_logging.is_bound_to_stage(value):
             return
-        log.debug("%s.%s keeps its value in the main process: %s", type(holder).__name__, name, error)
-        if not _is_unsendable(value, shared.never):
-            lost.append((number, name, str(error)))
+        try:
+            yield number, name, self._encoder.encode(value)
+        except Exception as error:
+            if name == WHOLE:  # sends its attributes separately
+                own = all_attributes(holder)
+                for attribute, part in named_attributes_of(holder).items():
+                    if part is own.get(attribute):
+                        yield from self._attribute(holder, number, attribute, part)
+                    else:
+                        reason = f"its class pickles it in another form, which fails: {error}"
+                        self._lost.append((number, attribute, reason))
+                return
+            log.debug("%s.%s keeps its value in the main process: %s", type(holder).__name__, name, error)
+            if not _is_unsendable(value, self._baseline.shared.never):
+                self._lost.append((number, name, str(error)))
 
 
 def _is_unsendable(value: Any, never: tuple[type, ...]) -> bool:
@@ -159,17 +167,3 @@ def _is_unsendable(value: Any, never: tuple[type, ...]) -> bool:
     return isinstance(value, never) or (
         isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, never) for item in value)
     )
-
-
-def _number(shared: SharedObjects, obj: Any) -> int:
-    number = shared.number_of(obj)
-    assert number is not None
-    return number
-
-
-def _encode_or_warn(encoder: ValueEncoder, value: Any, what: str) -> EncodedValue | None:
-    try:
-        return encoder.encode(value)
-    except Exception as error:
-        log.warning("%s cannot be pickled, so it was not returned from the workers: %s", what, error)
-        return None

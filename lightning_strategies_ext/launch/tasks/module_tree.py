@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-
-from lightning_strategies_ext.launch.tasks.object_changes import is_in_shared_memory
+from torch.nn.parameter import is_lazy
 
 #: Attributes in which a module has its parts, by name and in order.
 KINDS = "_parameters", "_buffers", "_modules"
@@ -23,6 +22,12 @@ Parts = dict[str, dict[str, Any]]
 def tensors_of(module: Module) -> dict[str, Tensor]:
     """Returns all parameters and buffers of a module by name, once each, including non-persistent buffers."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def is_in_shared_memory(tensor: Tensor) -> bool:
+    """Whether a CPU tensor is in memory that other processes can map. A sent one has the sender's memory."""
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not is_lazy(tensor)
+    return is_plain and tensor.is_shared()
 
 
 def make_private(module: Module) -> None:

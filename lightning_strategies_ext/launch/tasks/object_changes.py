@@ -7,9 +7,8 @@ is no part of the Trainer or the LightningModule is replaced by a new object.
 """
 
 import copyreg
-import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -20,14 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parameter import is_lazy
 
 from lightning_strategies_ext.launch.protocol import EncodedValue
-from lightning_strategies_ext.launch.transport import by_value
-from lightning_strategies_ext.launch.transport.by_value import get_state, original_class
-from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
+from lightning_strategies_ext.launch.tasks.module_tree import KINDS
 from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump
-from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
+from lightning_strategies_ext.launch.transport.reducers import (
+    get_state,
+    is_of_multiprocessing,
+    original_class,
+    reduce_parametrized,
+)
 
 _NOT_OBJECTS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
@@ -50,14 +51,12 @@ class ValueEncoder:
 
     Args:
         shared: Objects of the main process, including those in its message.
-        received: Memory files of the received message; None if it had none.
-        places: Data address of each tensor and array before the stage, by id.
+        is_unchanged: Returns whether an object is a tensor or array with the values that the main process has.
     """
 
-    def __init__(self, shared: SharedObjects, received: ReceivedBuffers | None, places: Mapping[int, int]) -> None:
+    def __init__(self, shared: SharedObjects, is_unchanged: Callable[[Any], bool]) -> None:
         self._shared = shared
-        self._received = received
-        self._places = places
+        self._is_unchanged = is_unchanged
         self._encoded: set[int] = set()
 
     def encode(self, value: Any) -> EncodedValue:
@@ -71,23 +70,11 @@ class ValueEncoder:
         states = []
         while new := {number: obj for number, obj in found.items() if number not in self._encoded | encoded}:
             encoded.update(new)
-            changed = [(number, obj) for number, obj in new.items() if not self._is_unchanged_memory(obj)]
+            changed = [(number, obj) for number, obj in new.items() if not self._is_unchanged(obj)]
             pickled_states, found = self._dump([(number, _state_of(obj)) for number, obj in changed])
             states.append(pickled_states)
         self._encoded |= encoded
         return EncodedValue(pickled, states)
-
-    def _is_unchanged_memory(self, obj: Any) -> bool:
-        if not isinstance(obj, (Tensor, np.ndarray)) or self._places.get(id(obj)) != data_address(obj):
-            return False
-        if is_in_shared_memory(obj):
-            return True
-        if self._received is None:
-            return False
-        if isinstance(obj, Tensor):
-            return self._received.is_unchanged(obj)
-        is_plain = obj.flags.c_contiguous and not obj.dtype.hasobject
-        return is_plain and self._received.is_unchanged_memory(obj.ctypes.data, obj.nbytes)
 
     def _dump(self, value: Any) -> tuple[Pickled, dict[int, Any]]:
         found: dict[int, Any] = {}
@@ -107,19 +94,6 @@ class _TrackedObjects(SharedObjects):
         if number is not None and number < 0 and _is_updatable(obj):
             self._found[number] = obj
         return number
-
-
-def data_address(obj: Tensor | np.ndarray[Any, Any]) -> int:
-    """Returns the address of an array's or strided CPU tensor's data, which ``tensor.data = ...`` changes; else 0."""
-    if isinstance(obj, np.ndarray):
-        return obj.ctypes.data
-    return obj.data_ptr() if obj.device.type == "cpu" and obj.layout == torch.strided and not is_lazy(obj) else 0
-
-
-def is_in_shared_memory(obj: Any) -> bool:
-    """Whether an object is a CPU tensor in memory that other processes can map. A sent one has the sender's memory."""
-    is_plain = isinstance(obj, Tensor) and obj.device.type == "cpu" and obj.layout == torch.strided and not is_lazy(obj)
-    return is_plain and obj.is_shared()
 
 
 def identity_preserved(objects: Mapping[int, Any], unpicklable: Iterable[Any] = ()) -> dict[int, Any]:
@@ -157,52 +131,51 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
         return obj.detach(), None
     if isinstance(obj, np.ndarray):
         return obj[...], None
-    contents: Any = None
-    if isinstance(obj, (list, deque)):
-        contents = list(obj)
-    elif isinstance(obj, dict):
-        contents = dict(obj)
-    elif isinstance(obj, set):
-        contents = set(obj)
-    elif isinstance(obj, tuple):  # a tuple is immutable, but objects in it may have changed
-        contents = tuple(obj)
+    # In a tuple, which is immutable, objects may have changed.
+    kinds = {list: list, deque: list, dict: dict, set: set, tuple: tuple}
+    contents = next((copy(obj) for kind, copy in kinds.items() if isinstance(obj, kind)), None)
     if has_custom_pickling(obj):
         state = get_state(obj)
         return contents, OwnState(state, left_out_of(obj, state))
-    attributes, slots = dict(getattr(obj, "__dict__", {})), in_slots(obj)
-    return contents, (attributes or None, slots) if slots else attributes
+    attributes = all_attributes(obj)
+    if hasattr(type(obj), "__setstate__"):
+        slots = in_slots(obj)
+        own = {name: value for name, value in attributes.items() if name not in slots}
+        return contents, OwnState((own or None, slots) if slots else own or None, [])
+    return contents, attributes
 
 
 def _update(obj: Any, contents: Any, attributes: Any) -> None:
     if isinstance(obj, Tensor):
-        _write(obj, contents)
+        write(obj, contents)
     elif isinstance(obj, np.ndarray):
         obj[...] = contents
-    elif isinstance(obj, list):
-        obj[:] = contents
-    elif isinstance(obj, (dict, set)):
-        obj.clear()
-        obj.update(contents)
-    elif isinstance(obj, deque):
-        obj.clear()
-        obj.extend(contents)
+    else:
+        refill(obj, contents)
     if isinstance(attributes, OwnState):
         attributes.restore(obj)
-    elif hasattr(type(obj), "__setstate__") and attributes:
-        OwnState(attributes, []).restore(obj)
-    elif isinstance(attributes, dict):
-        _set_attributes(obj, attributes, {})
-    elif isinstance(attributes, tuple):
-        _set_attributes(obj, *(part or {} for part in attributes))
+    elif attributes is not None:
+        _clear(obj, attributes.keys())
+        put(obj, attributes)
 
 
-def _set_attributes(obj: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> None:
-    for name in all_attributes(obj).keys() - {*attributes, *slots}:
-        delete(obj, name)
-    put(obj, {**attributes, **slots})
+def refill(container: Any, contents: Any) -> bool:
+    """Replaces the elements of a list, dictionary, set, or deque. Returns False, without effect, for other objects."""
+    if isinstance(container, list):
+        container[:] = contents
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(contents)
+    elif isinstance(container, deque):
+        container.clear()
+        container.extend(contents)
+    else:
+        return False
+    return True
 
 
-def _write(target: Tensor, value: Tensor) -> None:
+def write(target: Tensor, value: Tensor) -> None:
+    """Copies values into the memory of a tensor, or replaces its memory if the shape or dtype has changed."""
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         if target.shape == value.shape and target.dtype == value.dtype:
             target.copy_(value)
@@ -210,57 +183,10 @@ def _write(target: Tensor, value: Tensor) -> None:
             target.data = value.clone()
 
 
-class Fingerprints:
-    """Fingerprints of objects' attributes, to find those that change.
-
-    Args:
-        holders: The objects.
-        shared: Objects of the main process.
-        received: Memory files of the received message; None if it had none.
-    """
-
-    def __init__(self, holders: Iterable[Any], shared: SharedObjects, received: ReceivedBuffers | None) -> None:
-        self._shared = shared
-        self._received = received
-        self._before = {id(holder): (holder, dict(self._prints_of(holder))) for holder in holders}
-
-    def changed(self, holder: Any) -> Iterator[str]:
-        """Yields the names of the attributes that are new or have changed."""
-        before = self._before[id(holder)][1]
-        for name, (digest, buffers) in self._prints_of(holder):
-            if digest is None or before.get(name) != (digest, buffers) or not all(map(self._is_unchanged, buffers)):
-                yield name
-
-    def removed(self, holder: Any) -> Iterator[str]:
-        """Yields the names of the attributes that were removed."""
-        yield from self._before[id(holder)][1].keys() - {WHOLE, *all_attributes(holder)}
-
-    def _prints_of(self, holder: Any) -> Iterator[tuple[str, tuple[Any, list[Any]]]]:
-        for name, value in attributes_of(holder).items():
-            is_empty = isinstance(value, (dict, set)) and not value
-            if is_empty or value is None or isinstance(value, (bool, int, float, str)):  # most attributes of a module
-                yield name, ((type(value), None if is_empty else value), [])
-                continue
-            try:
-                pickled = dump(value, self._shared, is_return=True)
-            except Exception:  # for example, it holds an open file
-                yield name, (None, [])
-                continue
-            arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in pickled.buffers]
-            buffers = [(array.ctypes.data, array.nbytes) if self._received else _digest(array) for array in arrays]
-            yield name, (_digest(pickled.data), buffers)
-
-    def _is_unchanged(self, buffer: Any) -> bool:
-        return self._received is None or self._received.is_unchanged_memory(*buffer)
-
-
-def _digest(data: Any) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
 # --- attributes of an object, as pickle takes and sets them ---
 
-_TREE_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
+#: Attributes of a module that are not compared, because :mod:`.module_tree` finds their changes.
+TREE_ATTRIBUTES = (*KINDS, "training")
 #: Name that stands for the whole state of an object whose class customizes pickling.
 WHOLE = ""
 # Classes of these libraries may omit attributes from their pickled state, but change none.
@@ -313,7 +239,7 @@ class OwnState:
         Raises:
             Exception: Any exception of the object's class.
         """
-        reduced = by_value.reduce_parametrized(obj)
+        reduced = reduce_parametrized(obj)
         if reduced is NotImplemented:
             reduce = copyreg.dispatch_table.get(type(obj))
             reduced = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
@@ -343,7 +269,7 @@ class OwnState:
             Exception: Any exception of the object's class; the object is unchanged then.
         """
         before = all_attributes(obj)
-        elements = obj.copy() if isinstance(obj, (list, dict)) else None
+        elements = obj.copy() if isinstance(obj, (list, dict)) else ()
         kept = set(kept)
         try:
             self._make(obj, kept)
@@ -355,13 +281,9 @@ class OwnState:
                 obj.clear()
                 obj.update(self.pairs)
         except BaseException:
-            _clear(obj, set())
+            _clear(obj, ())
             put(obj, before)
-            if isinstance(obj, list):
-                obj[:] = elements or ()
-            elif isinstance(obj, dict):
-                obj.clear()
-                obj.update(elements or {})
+            refill(obj, elements)
             raise
         after = all_attributes(obj)
         kept.update(name for name in self.left_out if after.get(name) is None)
@@ -410,7 +332,7 @@ def all_attributes(obj: Any) -> dict[str, Any]:
     return {**getattr(obj, "__dict__", {}), **in_slots(obj)}
 
 
-def _clear(obj: Any, kept: set[str]) -> None:
+def _clear(obj: Any, kept: Iterable[str]) -> None:
     for name in all_attributes(obj).keys() - kept:
         delete(obj, name)
 
@@ -449,7 +371,7 @@ def named_attributes_of(holder: Any) -> dict[str, Any]:
     """Returns an object's attributes as :func:`attributes_of` does, but always by name."""
     state = all_attributes(holder)
     if isinstance(holder, Module):
-        state = {name: value for name, value in state.items() if name not in _TREE_ATTRIBUTES}
+        state = {name: value for name, value in state.items() if name not in TREE_ATTRIBUTES}
     if has_custom_pickling(holder):
         own: Any = None
         with suppress(Exception):
@@ -457,24 +379,6 @@ def named_attributes_of(holder: Any) -> dict[str, Any]:
         if isinstance(own, dict):  # the main process has its own values of emptied attributes
             return {name: value for name, value in own.items() if value is not None or state.get(name) is None}
     return state
-
-
-def set_attribute(holder: Any, name: str, value: Any) -> None:
-    """Sets an attribute that :func:`attributes_of` returned.
-
-    Raises:
-        Exception: Any exception of a class that customizes pickling; the object is unchanged then.
-    """
-    if name == WHOLE:
-        value.restore(holder, _TREE_ATTRIBUTES if isinstance(holder, Module) else ())
-    else:
-        put(holder, {name: value})
-
-
-def delete_attribute(holder: Any, name: str) -> None:
-    """Deletes an attribute if the object has it."""
-    if name in all_attributes(holder):
-        delete(holder, name)
 
 
 def _customizes_pickling(obj: Any) -> bool:

@@ -7,7 +7,8 @@ The main process applies the changes to the user's objects (:mod:`.apply`). Pred
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,23 +25,26 @@ from lightning_strategies_ext._lightning import trainer_data, trainer_stages
 from lightning_strategies_ext.launch.processes.elastic_pool import RestartPolicy
 from lightning_strategies_ext.launch.processes.pool import WorkerPool
 from lightning_strategies_ext.launch.processes.worker_main import TaskFailedError, WorkerSession, WorkerTask
-from lightning_strategies_ext.launch.protocol import FunctionResult, WorkerContext
-from lightning_strategies_ext.launch.strategy_protocols import InWorkerStrategy, StageStrategy, announcing_failures
+from lightning_strategies_ext.launch.protocol import FunctionResult
+from lightning_strategies_ext.launch.strategy_protocols import (
+    InWorkerStrategy,
+    StageStrategy,
+    WorkerContext,
+    announcing_failures,
+)
 from lightning_strategies_ext.launch.tasks.apply import apply
-from lightning_strategies_ext.launch.tasks.baseline import StageBaseline, capture
+from lightning_strategies_ext.launch.tasks.baseline import StageBaseline
 from lightning_strategies_ext.launch.tasks.diff import diff
 from lightning_strategies_ext.launch.tasks.module_tree import make_private
 from lightning_strategies_ext.launch.tasks.object_changes import identity_preserved
 from lightning_strategies_ext.launch.tasks.predictions import RankPredictions, merge_predictions
-from lightning_strategies_ext.launch.tasks.unpicklable import find_unpicklable
+from lightning_strategies_ext.launch.tasks.unpicklable import Pickler, find_unpicklable, unpicklable_error
 from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
-from lightning_strategies_ext.launch.transport.pickling import DumpFunction, Pickled, SharedObjects, dump, walk
+from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump, walk
 
 log = logging.getLogger(__name__)
 
-#: Class of torch's settings, which the error of pickling a compiled function names (torch 2.5 to 2.13).
-_COMPILED_MARKER = "ConfigModuleInstance"
 # Loaders and data stay in the worker that created them: the main process has the user's. A running profiler is useless
 # in another process, although it can be pickled.
 _UNSENDABLE_TYPES = (DataLoader, Dataset, Sampler, CombinedLoader, profiler.profile, autograd_profiler.profile)
@@ -57,19 +61,20 @@ class StageTask(WorkerTask):
         self.shared = _shared_objects(trainer, [args, kwargs])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "shared": self.shared.objects}
+        return {**vars(self), "shared": replace(self.shared, in_message={})}
 
-    def pickled(self, dump: DumpFunction = dump) -> Pickled:
-        """Pickles the task with ``dump``, and records the objects that the workers receive.
+    def pickled(self, pickler: Pickler = None) -> Pickled:
+        """Pickles the task, and records the objects that the workers receive.
 
         Raises:
             TypeError: If a part of the task cannot be pickled; the message names the part.
         """
         sent: dict[int, Any] = {}
-        pickled = pickle_or_explain(self, dump, sent)
-        # The task is in its own message. The cycle would hold all objects until the next garbage collection.
-        del sent[next(number for number, obj in sent.items() if obj is self)]
-        self.shared = self.shared.with_message(sent)
+        try:
+            pickled = dump(self, received_objects=sent, pickler=pickler)
+        except Exception as error:
+            raise unpicklable_error(*find_unpicklable(self, error, pickler)) from error
+        self._record(sent)
         return pickled
 
     @property
@@ -81,29 +86,25 @@ class StageTask(WorkerTask):
 
     def record_inherited(self) -> None:
         """Records the objects that forked workers inherit."""
-        objects, unpicklable = walk(self)
-        known = identity_preserved(objects, unpicklable)
-        self.shared = self.shared.with_message({number: obj for number, obj in known.items() if obj is not self})
+        self._record(identity_preserved(*walk(self)))
+
+    def _record(self, in_message: dict[int, Any]) -> None:
+        # The task is in its own message. The cycle would hold all objects until the next garbage collection.
+        in_message.pop(next((number for number, obj in in_message.items() if obj is self), -1), None)
+        self.shared = replace(self.shared, in_message=in_message)
 
     # --- in a worker ---
 
     @override
     def run(self, session: WorkerSession, message: ReceivedMessage) -> Iterator[Any]:
         trainer = self.trainer
-        inherited: Mapping[int, Any] = {}
-        if isinstance(self.shared, list):
-            self.shared = _shared_objects(trainer, [], self.shared)
-        else:
-            inherited, self.shared = self.shared.in_message, _shared_objects(trainer, [], self.shared.objects)
         make_private(trainer.lightning_module)
-        received = None
-        if message.parts:
-            received = ReceivedBuffers(message.parts)
+        received = ReceivedBuffers(message.files)
         baseline = None
         is_elastic = self.restart_policy is not None
         if session.rank == 0 or is_elastic:  # any worker may be rank 0 at the end
-            sent = inherited or identity_preserved(message.received_objects)
-            baseline = capture(trainer, self.shared, sent, received)
+            in_message = self.shared.in_message or identity_preserved(message.received_objects)
+            baseline = StageBaseline(trainer, replace(self.shared, in_message=in_message), received)
         session.save = partial(_save, trainer)
         context = WorkerContext(
             session.is_continuation, received, session.channel, session.is_joining, session.rank_info
@@ -157,16 +158,8 @@ class StageTask(WorkerTask):
         return merge_predictions(plans, sources) if plans else value
 
 
-def _shared_objects(trainer: Any, arguments: Any, objects: Sequence[Any] = ()) -> SharedObjects:
-    """Returns the objects of a Trainer that the main process and the workers have.
-
-    Args:
-        trainer: The Trainer.
-        arguments: Arguments of the stage: loaders, datamodules.
-        objects: In a worker, the received objects.
-    """
-    if objects:
-        return SharedObjects(objects, _UNSENDABLE_TYPES)
+def _shared_objects(trainer: Any, arguments: Any) -> SharedObjects:
+    """Returns the objects of a Trainer, and of the arguments of a stage, that the main process and the workers have."""
     module = trainer.lightning_module
     metrics, connectors = trainer_stages.connectors_of(trainer)
     found = [trainer, trainer.strategy, metrics, *connectors, *trainer_stages.loops_of(trainer), trainer.profiler]
@@ -240,9 +233,12 @@ class FunctionTask(WorkerTask):
         self.return_result = return_result
         self.joins_process_group = joins_process_group
 
-    def pickled(self, dump: DumpFunction = dump) -> Pickled:
+    def pickled(self, pickler: Pickler = None) -> Pickled:
         """Pickles the task; raises as :meth:`StageTask.pickled`."""
-        return pickle_or_explain(self, dump)
+        try:
+            return dump(self, pickler=pickler)
+        except Exception as error:
+            raise unpicklable_error("The function, an argument, or the strategy", error) from error
 
     restart_policy = None
 
@@ -256,38 +252,10 @@ class FunctionTask(WorkerTask):
             if isinstance(argument, Module):
                 make_private(argument)
         if self.joins_process_group:
-            self.strategy.enter_worker(WorkerContext(session.is_continuation, None, rank_info=session.rank_info))
+            self.strategy.enter_worker(WorkerContext(session.is_continuation, rank_info=session.rank_info))
             self.strategy.setup_distributed()
         with announcing_failures(self.strategy):
             value = self.function(*self.args, **self.kwargs)
         if session.rank > 0 or not self.return_result:
             return iter(())
         return iter([FunctionResult(value)])
-
-
-def pickle_or_explain(
-    task: StageTask | FunctionTask, dump: DumpFunction = dump, received_objects: dict[int, Any] | None = None
-) -> Pickled:
-    """Pickles a task with ``dump``, which adds its objects to ``received_objects``.
-
-    Raises:
-        TypeError: If a part of the task cannot be pickled; the message names the part.
-    """
-    try:
-        return dump(task, received_objects=received_objects)
-    except Exception as error:
-        if isinstance(task, FunctionTask):
-            what, reason = "The function, an argument, or the strategy", error
-        else:
-            what, reason = find_unpicklable(task, error, dump)
-        if _COMPILED_MARKER in str(reason):
-            raise TypeError(
-                f"{what} was made by `torch.compile`, and compiled code cannot be sent to the worker processes"
-                f" ({reason}). Compile in `configure_model`, which runs in the workers, or use"
-                " `strategy='ddp_fork_ext'`, whose workers inherit all objects."
-            ) from error
-        raise TypeError(
-            f"{what} cannot be sent to the worker processes: {reason}. Do not store open files, locks, or similar"
-            " objects in attributes (`setup` runs in the workers and can create them), or use"
-            " `strategy='ddp_fork_ext'`, whose workers inherit all objects."
-        ) from error

@@ -1,4 +1,4 @@
-"""Finds the part of a task that cannot be pickled, and its name in the user's code."""
+"""Errors for tasks that cannot be pickled, with the name of the part in the user's code."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,17 +7,38 @@ from typing import Any
 from torch.nn import Module
 
 from lightning_strategies_ext.launch.tasks.object_changes import in_slots, named_attributes_of
-from lightning_strategies_ext.launch.transport.pickling import DumpFunction, SharedObjects
-from lightning_strategies_ext.launch.transport.shared_objects import is_of_multiprocessing
+from lightning_strategies_ext.launch.transport.pickling import MessagePickler, SharedObjects, dump
+from lightning_strategies_ext.launch.transport.reducers import is_of_multiprocessing
+
+Pickler = type[MessagePickler] | None
 
 
-def find_unpicklable(task: Any, error: Exception, dump: DumpFunction) -> tuple[str, Exception]:
+# Class of torch's settings, which the error of pickling a compiled function names (torch 2.5 to 2.13).
+_COMPILED_MARKER = "ConfigModuleInstance"
+
+
+def unpicklable_error(part: str, error: Exception) -> TypeError:
+    """Returns the error for a task that cannot be pickled, because pickling of the named part has raised ``error``."""
+    if _COMPILED_MARKER in str(error):
+        return TypeError(
+            f"{part} was made by `torch.compile`, and compiled code cannot be sent to the worker processes ({error})."
+            " Compile in `configure_model`, which runs in the workers, or use `strategy='ddp_fork_ext'`, whose workers"
+            " inherit all objects."
+        )
+    return TypeError(
+        f"{part} cannot be sent to the worker processes: {error}. Do not store open files, locks, or similar objects in"
+        " attributes (`setup` runs in the workers and can create them), or use `strategy='ddp_fork_ext'`, whose workers"
+        " inherit all objects."
+    )
+
+
+def find_unpicklable(task: Any, error: Exception, pickler: Pickler) -> tuple[str, Exception]:
     """Returns name and error of the part of a :class:`.StageTask` that cannot be pickled; ``error`` is the task's."""
     for name, root in _roots(task):
         for inner, part in root.named_modules() if isinstance(root, Module) else [("", root)]:
-            reason = _pickling_error(part, task.shared, dump)
+            reason = _pickling_error(part, task.shared, pickler)
             if reason is not None:
-                path, reason = _innermost(part, inner, reason, task.shared, dump)
+                path, reason = _innermost(part, inner, reason, task.shared, pickler)
                 return (f"`{path}` of {name}" if path else name[0].upper() + name[1:]), reason
     return "The Trainer, or an object that it refers to,", error
 
@@ -36,26 +57,26 @@ def _roots(task: Any) -> Iterator[tuple[str, Any]]:
     yield "the Trainer", trainer
 
 
-def _pickling_error(obj: Any, shared: SharedObjects, dump: DumpFunction) -> Exception | None:
+def _pickling_error(obj: Any, shared: SharedObjects, pickler: Pickler) -> Exception | None:
     # Without the Trainer's other parts, which are checked separately. Data are checked within the object that has them.
     others = SharedObjects(
         [other for other in shared.objects if other is not obj and not isinstance(other, shared.never)]
     )
     try:
-        dump(obj, others)
+        dump(obj, others, pickler=pickler)
     except Exception as error:
         return error
     return None
 
 
 def _innermost(
-    obj: Any, path: str, reason: Exception, shared: SharedObjects, dump: DumpFunction
+    obj: Any, path: str, reason: Exception, shared: SharedObjects, pickler: Pickler
 ) -> tuple[str, Exception]:
     seen = set()
     while id(obj) not in seen and not is_of_multiprocessing(obj):  # whose attributes are not the user's
         seen.add(id(obj))
         for step, child in _children(obj):
-            inner = None if id(child) in seen else _pickling_error(child, shared, dump)
+            inner = None if id(child) in seen else _pickling_error(child, shared, pickler)
             if inner is not None:
                 obj, path, reason = child, f"{path}{step}".removeprefix("."), inner
                 break

@@ -1,24 +1,21 @@
 """Channel between two processes of one host: objects over a Unix socket, their tensors in memory files.
 
-Objects that the sender shares with other processes (:mod:`.shared_objects`) are shared with the receiver too.
+Objects that the sender shares with other processes (:mod:`.reducers`) are shared with the receiver too.
 
 Limitations: only one thread at a time may use each endpoint.
 """
 
+import io
 import pickle
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from lightning_strategies_ext._system.frames import HEADER_NUM_BYTES, decode_header, encode_frame
-from lightning_strategies_ext.launch.transport.memory_files import (
-    MAX_DESCRIPTORS,
-    MappedFile,
-    MemoryFile,
-    MemoryFileCache,
-)
-from lightning_strategies_ext.launch.transport.pickling import Pickled, SharedObjects, dump
-from lightning_strategies_ext.launch.transport.shared_objects import Descriptor, locate
+from lightning_strategies_ext.launch.transport.memory_files import MAX_DESCRIPTORS, MemoryFile, MemoryFileCache
+from lightning_strategies_ext.launch.transport.pickling import Pickled, dump
+from lightning_strategies_ext.launch.transport.reducers import Descriptor, locate
 
 #: Maximum size in bytes of a message without tensors that is sent through the socket itself.
 MAX_INLINE_BYTES = 1 << 16
@@ -57,20 +54,25 @@ class PreparedMessage:
     def __init__(self, pickled: Pickled, cache: MemoryFileCache | None = None) -> None:
         self._files: list[MemoryFile] = []
         self._handles = pickled.handles  # they own the descriptors and names
-        locations = {number: locate(handle) for number, handle in pickled.handles.items()}
-        self._fds = [fd for fd in locations.values() if isinstance(fd, int)]
+        self._fds: list[int] = []
         self._inline = pickled.data
         if not pickled.buffers and len(pickled.data) <= MAX_INLINE_BYTES:
             return
         written = {number: buffer for number, buffer in enumerate(pickled.buffers) if number not in pickled.handles}
-        large = {} if cache is None else cache.files_for(written)
-        small = [buffer for number, buffer in written.items() if number not in large]
-        self._own = MemoryFile.write([pickled.data, *small])
-        self._files = list({id(file): file for file in [self._own, *large.values()]}.values())
-        file_indices = {number: self._files.index(file) for number, file in large.items()}
+        cached = {} if cache is None else cache.files_for(written)
+        small = [number for number in written if number not in cached]
+        own = MemoryFile.write([pickled.data, *(written[number] for number in small)])
+        self._files = list({id(file): file for file in [own, *cached.values()]}.values())
+        # Location of each buffer: a file and its span there; the names of shared memory; None for a descriptor.
+        locations: dict[int, Any] = {number: (0, span) for span, number in enumerate(small, 1)}
+        locations.update((number, (self._files.index(file), 0)) for number, file in cached.items())
+        for number, handle in pickled.handles.items():
+            located = locate(handle)
+            locations[number] = None if isinstance(located, int) else located
+            if isinstance(located, int):
+                self._fds.append(located)
         spans = [file.spans for file in self._files]
-        names = {number: None if isinstance(found, int) else found for number, found in locations.items()}
-        self._inline = pickle.dumps((spans, file_indices, names))
+        self._inline = pickle.dumps((spans, [locations[number] for number in range(len(pickled.buffers))]))
 
     def send(self, channel: "Channel") -> None:
         """Sends the message.
@@ -88,7 +90,7 @@ class PreparedMessage:
     def close(self) -> None:
         """Closes the memory that is not in the cache; sent messages stay valid."""
         if self._files:
-            self._own.close()
+            self._files[0].close()
 
 
 class ReceivedMessage:
@@ -96,29 +98,34 @@ class ReceivedMessage:
 
     Args:
         pickled: The message.
-        parts: Memory files that hold the message's tensors, each with its mapping; owned by this object.
+        files: Mapped memory files that hold the message's tensors; owned by this object.
 
     Attributes:
-        received_objects: Objects of the message after :meth:`open`, see :meth:`.SharedObjects.with_message`.
+        received_objects: Objects of the message after :meth:`open`, see :attr:`.SharedObjects.in_message`.
     """
 
-    def __init__(self, pickled: Pickled, parts: Sequence[tuple[MemoryFile, MappedFile]] = ()) -> None:
+    def __init__(self, pickled: Pickled, files: Sequence[MemoryFile] = ()) -> None:
         self.pickled = pickled
-        self.parts = parts
+        self.files = files
         self.received_objects: dict[int, Any] = {}
 
-    def open(self, shared: SharedObjects | None = None) -> Any:
+    def open(self) -> Any:
         """Rebuilds the object, and sets :attr:`received_objects`.
 
         Raises:
-            Exception: If one of its classes raises, or is missing.
+            UnreadableTaskError: If the object cannot be rebuilt.
         """
         self.received_objects = {}
-        return self.pickled.load(shared, self.received_objects)
+        try:
+            return self.pickled.load(received_objects=self.received_objects)
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:
+            raise UnreadableTaskError.of(self.pickled, error) from error
 
     def close(self) -> None:
         """Closes the descriptors; rebuilt tensors stay valid."""
-        for file, _ in self.parts:
+        for file in self.files:
             file.close()
 
 
@@ -162,22 +169,22 @@ class Channel:
         inline = self._receive_exactly(length)
         if not num_files:
             return ReceivedMessage(Pickled(inline))
-        spans, file_indices, names = pickle.loads(inline)
-        descriptors = iter(self._receive_descriptors(sum(name is None for name in names.values())))
-        received = {number: next(descriptors) if name is None else name for number, name in names.items()}
-        files = [MemoryFile(fd, own_spans) for fd, own_spans in zip(fds, spans, strict=True)]
-        parts = [(file, file.map(private=private)) for file in files]
-        (data, *small), *large = [mapping.buffers(file.spans) for file, mapping in parts]
-        rest = iter(small)
+        spans, locations = pickle.loads(inline)
+        files = [MemoryFile(fd, of_file) for fd, of_file in zip(fds, spans, strict=True)]
+        mapped = [file.map(private=private) for file in files]
+        descriptors = iter(self._receive_descriptors(locations.count(None)))
         buffers: list[Any] = []
-        for number in range(len(small) + len(file_indices) + len(received)):
-            if number in received:
-                buffers.append(received[number])
+        for location in locations:
+            if location is None:
+                buffers.append(next(descriptors))
+            elif isinstance(location[0], bytes):
+                buffers.append(location)
             else:
-                buffers.append(large[file_indices[number] - 1][0] if number in file_indices else next(rest))
-        return ReceivedMessage(Pickled(bytes(data), buffers), parts)
+                file, span = location
+                buffers.append(mapped[file][span])
+        return ReceivedMessage(Pickled(bytes(mapped[0][0]), buffers), files)
 
-    def receive(self, shared: SharedObjects | None = None) -> Any:
+    def receive(self) -> Any:
         """Waits for an object and rebuilds it.
 
         Raises:
@@ -185,7 +192,7 @@ class Channel:
         """
         message = self.receive_message()
         message.close()
-        return message.pickled.load(shared)
+        return message.pickled.load()
 
     def fileno(self) -> int:
         """Returns the socket's descriptor, to wait on."""
@@ -218,3 +225,83 @@ class Channel:
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
+
+
+# --- which part of a task cannot be rebuilt ---
+
+# Classes of objects that the user knows, by name, because this package does not import Lightning.
+_ROOTS = {
+    "LightningModule": "the LightningModule",
+    "LightningDataModule": "the datamodule",
+    "Callback": "the callback",
+    "Logger": "the logger",
+    "Profiler": "the profiler",
+    "DataLoader": "the loader",
+    "Dataset": "the dataset",
+    "Strategy": "the strategy",
+    "Trainer": "the Trainer",
+}
+_OF_A_MODULE = ("_modules", "_parameters", "_buffers")
+
+
+class UnreadableTaskError(TypeError):
+    """A worker cannot rebuild its task. The message names the part by the names that the user knows."""
+
+    @classmethod
+    def of(cls, pickled: Pickled, error: Exception) -> "UnreadableTaskError":
+        """Returns the error for a task whose unpickling has raised ``error``."""
+        name = "An object that the workers need"
+        with suppress(Exception):
+            name = _find_unreadable(pickled) or name
+        return cls(
+            f"{name} cannot be rebuilt in the worker processes: {type(error).__name__}: {error}. Make sure that pickle"
+            " can rebuild it in another process, and that importing its module defines or registers all that it needs"
+            " (`setup` runs in the workers too), or use `strategy='ddp_fork_ext'`, whose workers inherit the main"
+            " process's objects."
+        )
+
+
+def _find_unreadable(pickled: Pickled) -> str | None:
+    # pickle's unpickler in Python (CPython 3.10 to 3.14) keeps its stack when it fails: the objects and dictionaries
+    # that are not complete yet, each dictionary with the items before the one that failed.
+    unpickler: Any = pickle._Unpickler(io.BytesIO(pickled.data), buffers=pickled.buffers)
+    with suppress(Exception):
+        unpickler.load()
+        return None
+    root, path = None, []
+    levels = [*unpickler.metastack, unpickler.stack]
+    for before, level in zip([[], *levels], levels, strict=False):
+        for kind, part in _incomplete(before[-1] if before else None, level):
+            if kind == "name":
+                path.append(part)
+            elif (name := _root_name(part)) is not None:
+                root, path = name, []
+    names = ".".join(name for name in path if name not in _OF_A_MODULE)
+    if root is None:
+        return None
+    return f"`{names}` of {root}" if names else root[0].upper() + root[1:]
+
+
+def _incomplete(container: Any, level: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the incomplete names and objects on one level of the stack, outermost first."""
+    rest = level
+    if isinstance(container, dict):
+        # Names and values alternate; the parts of the incomplete value follow the last name.
+        position = 0
+        while position + 2 < len(level) and isinstance(level[position + 2], str):
+            position += 2
+        if position < len(level):
+            yield "name", str(level[position])
+        rest = level[position + 1 :]
+    for before, part in zip([None, *rest], rest, strict=False):
+        if isinstance(before, dict) and isinstance(part, str):
+            yield "name", part
+        else:
+            yield "object", part
+
+
+def _root_name(obj: Any) -> str | None:
+    for kind in type(obj).__mro__:
+        if kind.__name__ in _ROOTS:
+            return f"{_ROOTS[kind.__name__]} {type(obj).__name__}".replace("the Trainer Trainer", "the Trainer")
+    return None

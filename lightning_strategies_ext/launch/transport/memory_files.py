@@ -32,6 +32,7 @@ _MIN_CACHED_BYTES = 1 << 20
 _MIN_CHECKED_BYTES = 1 << 26
 #: Maximum number of descriptors that are sent with a message; that of Linux is 253.
 MAX_DESCRIPTORS = 128
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _has_logged_fallback = False
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -44,16 +45,16 @@ class MemoryFile:
     Args:
         fd: File descriptor, owned by this object.
         spans: (offset, size) of each buffer in the file, in bytes.
+
+    Attributes:
+        num_bytes: Size of the file.
     """
 
     def __init__(self, fd: int, spans: Sequence[tuple[int, int]]) -> None:
         self.fd = fd
-        self.spans = list(spans)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes."""
-        return sum(self.spans[-1]) if self.spans else 0
+        self.spans = spans
+        self.num_bytes = os.fstat(fd).st_size
+        self._mapped = self._original = _NOTHING
 
     @classmethod
     def write(cls, buffers: Sequence[Any]) -> "MemoryFile":
@@ -107,39 +108,34 @@ class MemoryFile:
                 return False
         return True
 
-    def map(self, *, private: bool) -> "MappedFile":
-        """Maps the file; the mapping stays valid when the descriptor is closed.
+    def map(self, *, private: bool) -> list[memoryview]:
+        """Maps the file and returns its buffers, which are valid as long as they are referenced.
 
         Args:
             private: Whether writes stay in this process (copy-on-write), for a file that other processes map too.
         """
-        return MappedFile(mmap.mmap(self.fd, self.num_bytes, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE))
+        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        memory = mmap.mmap(self.fd, self.num_bytes, access=access)
+        self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
+        view = memoryview(memory)
+        return [view[start : start + size] for start, size in self.spans]
+
+    def contents_at(self, address: int, num_bytes: int) -> tuple[Tensor, Tensor] | None:
+        """Returns the current bytes of mapped memory, and the original ones; None if this file is not mapped there."""
+        start = address - self._mapped.data_ptr()
+        if not 0 <= start <= len(self._mapped) - num_bytes:
+            return None
+        if not len(self._original):
+            original = mmap.mmap(self.fd, self.num_bytes, access=mmap.ACCESS_WRITE)
+            self._original = torch.frombuffer(original, dtype=torch.uint8)
+        return self._mapped[start : start + num_bytes], self._original[start : start + num_bytes]
 
     def close(self) -> None:
-        """Closes the descriptor; mappings stay valid. A second call is a no-op."""
+        """Closes the descriptor; mapped buffers stay valid. A second call is a no-op."""
+        self._mapped = self._original = _NOTHING
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-class MappedFile:
-    """A mapped memory file. The memory lives as long as any view of it.
-
-    Args:
-        memory: The mapping.
-    """
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-
-    def buffers(self, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Returns views of the given spans, each an offset and a size in bytes."""
-        view = memoryview(self._memory)
-        return [view[start : start + size] for start, size in spans]
-
-    def as_tensor(self) -> Tensor:
-        """Returns the whole memory as a tensor of bytes."""
-        return torch.frombuffer(self._memory, dtype=torch.uint8)
 
 
 class MemoryFileCache:
@@ -186,57 +182,36 @@ class ReceivedBuffers:
     """Buffers that a process received in memory files that other processes map too, to detect what it changes.
 
     Args:
-        parts: Memory files, each with this process's private mapping. The buffers of a closed file count as changed.
+        files: Memory files, privately mapped; none after a fork. The buffers of a closed file count as changed.
     """
 
-    def __init__(self, parts: Sequence[tuple[MemoryFile, "MappedFile"]]) -> None:
-        self._buffers = [_ReceivedBuffer(file, mapping.as_tensor()) for file, mapping in parts]
+    def __init__(self, files: Sequence[MemoryFile] = ()) -> None:
+        self._files = files
+
+    def __bool__(self) -> bool:
+        """Whether buffers were received."""
+        return bool(self._files)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether a tensor was received and has its original values; False if in doubt."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return False
         storage = tensor.untyped_storage()
-        found = self._find_buffer(storage.data_ptr(), storage.nbytes())
-        if found is None:
+        contents = self._contents_at(storage.data_ptr(), storage.nbytes())
+        if contents is None:
             return False
-        num_bytes = storage.nbytes() // tensor.itemsize * tensor.itemsize
-        original = found.original(storage.data_ptr(), num_bytes).view(tensor.dtype)
-        return torch.equal(tensor, original.as_strided(tensor.shape, tensor.stride(), _offset(original, tensor)))
+        original = contents[1][: storage.nbytes() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+        offset = int(original.storage_offset() + tensor.storage_offset())
+        return torch.equal(tensor, original.as_strided(tensor.shape, tensor.stride(), offset))
 
     def is_unchanged_memory(self, address: int, num_bytes: int) -> bool:
         """Whether memory of this process was received and has its original contents."""
-        found = self._find_buffer(address, num_bytes)
-        return found is not None and torch.equal(found.current(address, num_bytes), found.original(address, num_bytes))
+        contents = self._contents_at(address, num_bytes)
+        return contents is not None and torch.equal(*contents)
 
-    def _find_buffer(self, address: int, num_bytes: int) -> "_ReceivedBuffer | None":
-        return next((buffer for buffer in self._buffers if buffer.contains(address, num_bytes)), None)
-
-
-class _ReceivedBuffer:
-    def __init__(self, file: MemoryFile, memory: Tensor) -> None:
-        self._file = file
-        self._memory = memory
-        self._address = memory.data_ptr()
-        self._original: Tensor | None = None
-
-    def contains(self, address: int, num_bytes: int) -> bool:
-        return self._file.fd >= 0 and 0 <= address - self._address <= self._file.num_bytes - num_bytes
-
-    def current(self, address: int, num_bytes: int) -> Tensor:
-        start = address - self._address
-        return self._memory[start : start + num_bytes]
-
-    def original(self, address: int, num_bytes: int) -> Tensor:
-        if self._original is None:
-            shared = mmap.mmap(self._file.fd, self._file.num_bytes, access=mmap.ACCESS_WRITE)
-            self._original = torch.frombuffer(shared, dtype=torch.uint8)
-        start = address - self._address
-        return self._original[start : start + num_bytes]
-
-
-def _offset(original: Tensor, tensor: Tensor) -> int:
-    return int(original.storage_offset() + tensor.storage_offset())
+    def _contents_at(self, address: int, num_bytes: int) -> tuple[Tensor, Tensor] | None:
+        found = (file.contents_at(address, num_bytes) for file in self._files)
+        return next((contents for contents in found if contents is not None), None)
 
 
 def _create_memory(num_bytes: int) -> int:

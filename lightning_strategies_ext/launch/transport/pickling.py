@@ -7,7 +7,7 @@ Three additions to pickle, for objects that are sent to another process and retu
 * Objects that both processes have (:class:`SharedObjects`) are sent as a number, so that results refer to the very
   objects that the user holds. pickle numbers the objects that it writes, and its reader assigns the same numbers (its
   memo). A reply can therefore refer to any object of the message.
-* Classes and functions that the other process cannot import are sent by value (:mod:`.by_value`).
+* Objects that pickle refuses or copies are reduced by :mod:`.reducers`.
 
 Limitations: a tensor on another device keeps its device only if the receiver has that device, too. Tensors of results
 (``is_return``) are copied to the CPU.
@@ -19,41 +19,38 @@ import io
 import pickle
 import sys
 import types
-from collections import ChainMap
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from cloudpickle import CloudPickler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_strategies_ext.launch.transport import by_value, shared_objects
-from lightning_strategies_ext.launch.transport.shared_objects import Handle, Memory
+from lightning_strategies_ext.launch.transport import reducers
+from lightning_strategies_ext.launch.transport.reducers import Handle, Memory
 
 #: Number of items in the reduction of a class by value, the last of which sets its state; NoneType's has no state.
 _NUM_CLASS_REDUCTION_ITEMS = 6
 
 
+@dataclass(eq=False)
 class SharedObjects:
     """Objects that two processes both have, in the same order.
 
-    Args:
+    Attributes:
         objects: The objects. If an object occurs twice, its first number counts.
         never: Types whose objects must not be sent, except those in ``objects``.
-
-    Attributes:
-        in_message: Objects of a message, see :meth:`with_message`.
+        in_message: Objects of a message, by the numbers that pickle gives them in both processes.
     """
 
-    def __init__(self, objects: Sequence[Any], never: tuple[type, ...] = ()) -> None:
-        self.objects = list(objects)
-        self.never = never
-        self.in_message: Mapping[int, Any] = {}
+    objects: Sequence[Any]
+    never: tuple[type, ...] = ()
+    in_message: Mapping[int, Any] = field(default_factory=dict)
 
     def number_of(self, obj: Any) -> int | None:
         """Returns the number of an object, negative for one of :attr:`in_message`, or None if it is not shared."""
@@ -68,12 +65,6 @@ class SharedObjects:
     def object_of(self, number: int) -> Any:
         """Returns the object with the given number."""
         return self.objects[number] if number >= 0 else self.in_message[-1 - number]
-
-    def with_message(self, in_message: Mapping[int, Any]) -> "SharedObjects":
-        """Returns these objects and those of a message, by the numbers that pickle gives them in both processes."""
-        extended = SharedObjects(self.objects, self.never)
-        extended.in_message = in_message
-        return extended
 
 
 @dataclass
@@ -95,7 +86,7 @@ class Pickled:
 
         Args:
             shared: Objects that both processes have.
-            received_objects: Filled with all objects of the message, see :meth:`SharedObjects.with_message`.
+            received_objects: Filled with all objects of the message, see :attr:`SharedObjects.in_message`.
 
         Raises:
             Exception: If the object's class raises, or is missing.
@@ -119,24 +110,13 @@ def use_remote_main() -> None:
     _has_remote_main = True
 
 
-class DumpFunction(Protocol):
-    """Signature of :func:`dump`."""
-
-    def __call__(
-        self,
-        obj: Any,
-        shared: SharedObjects | None = None,
-        is_return: bool = False,
-        received_objects: dict[int, Any] | None = None,
-    ) -> Pickled:
-        """Pickles an object."""
-
-
 def dump(
     obj: Any,
     shared: SharedObjects | None = None,
+    *,
     is_return: bool = False,
     received_objects: dict[int, Any] | None = None,
+    pickler: "type[MessagePickler] | None" = None,
 ) -> Pickled:
     """Pickles an object.
 
@@ -146,81 +126,59 @@ def dump(
         is_return: Whether the object returns to the main process. Tensors are then moved to the CPU, without the unused
             part of their storages. A function that no other process can import arrives as one that raises when called.
         received_objects: Filled with all objects of the message, as by :meth:`Pickled.load` in the receiver.
+        pickler: Class of the pickler, for a receiver without the user's ``__main__``.
 
     Raises:
         Exception: If pickle cannot pickle the object: PicklingError, TypeError, or AttributeError.
     """
-    with suppress(Exception):  # the fast way; it almost always succeeds, and some results are hundreds of messages
-        return dump_with(MessagePickler if shared is None else SharingPickler, obj, shared, is_return, received_objects)
-    return dump_with(ByValuePickler, obj, shared, is_return, received_objects)
-
-
-def dump_with(
-    kind: "type[MessagePickler]",
-    obj: Any,
-    shared: SharedObjects | None = None,
-    is_return: bool = False,
-    received_objects: dict[int, Any] | None = None,
-) -> Pickled:
-    """Pickles an object as :func:`dump` does, with a pickler of the given class."""
-    stream = io.BytesIO()
-    buffers: list[pickle.PickleBuffer] = []
-    pickler = kind(stream, buffers, shared, is_return)
-    pickler.dump(obj)
-    if received_objects is not None:
-        with _pause_gc():
-            received_objects.update(pickler.memo.copy().values())
-    handles = pickler.handles and {n: pickler.handles[id(b)] for n, b in enumerate(buffers) if id(b) in pickler.handles}
-    return Pickled(stream.getvalue(), buffers, handles)
+    if pickler is None:
+        kind = MessagePickler if shared is None else SharingPickler
+        with suppress(Exception):  # the fast way; it almost always succeeds, and some results are hundreds of messages
+            return kind(shared, is_return).pickled(obj, received_objects)
+    return (pickler or ByValuePickler)(shared, is_return).pickled(obj, received_objects)
 
 
 def walk(obj: Any) -> tuple[dict[int, Any], list[Any]]:
     """Returns the objects in an object that forked processes share, by number, and those that cannot be pickled."""
-    pickler = _Walker(io.BytesIO(), [], None, is_return=False)
+    pickler = _Walker(None, is_return=False)
     with suppress(Exception):  # the objects that were found before are returned
         pickler.dump(obj)
     return dict(pickler.memo.copy().values()), pickler.unpicklable
-
-
-@contextmanager
-def _pause_gc() -> Generator[None, None, None]:
-    """Pauses garbage collection, which would run ten times while a million objects are recorded."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class StaysError(pickle.PicklingError):
-    """Error for an object of a type that must not be sent, see :class:`SharedObjects`."""
 
 
 class MessagePickler(pickle.Pickler):
     """Pickler of :func:`dump` for messages without shared objects, and base class of its other picklers.
 
     Args:
-        stream: Stream to which the pickle is written.
-        buffers: Filled with the memory to which the pickle refers.
         shared: Objects that the receiver has.
         is_return: Whether the object returns to the main process, see :func:`dump`.
-
-    Attributes:
-        handles: Handles of :class:`Pickled`, by the id of the buffer; empty if the object returns.
     """
 
-    def __init__(
-        self, stream: io.BytesIO, buffers: list[pickle.PickleBuffer], shared: SharedObjects | None, is_return: bool
-    ) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=buffers.append)
+    def __init__(self, shared: SharedObjects | None, is_return: bool) -> None:
+        self._stream = io.BytesIO()
+        self._buffers: list[pickle.PickleBuffer] = []
+        super().__init__(self._stream, protocol=5, buffer_callback=self._buffers.append)
         self._shared = shared
         self._is_return = is_return
-        self.handles: dict[int, Handle] = {}
+        self._handles: dict[int, Handle] = {}  # by the id of the buffer
         self._memories: dict[int, Memory] = {}
         self._copies: list[Tensor] = []  # must live until the end: pickle's memo identifies objects by id
         self._class_functions: set[types.FunctionType] = set()  # of classes that are sent by value
+
+    def pickled(self, obj: Any, received_objects: dict[int, Any] | None) -> Pickled:
+        """Pickles an object, see :func:`dump`. Called once."""
+        self.dump(obj)
+        if received_objects is not None:
+            was_enabled = gc.isenabled()
+            gc.disable()  # it would collect ten times while a million objects are recorded
+            try:
+                received_objects.update(self.memo.copy().values())
+            finally:
+                if was_enabled:
+                    gc.enable()
+        numbers = {id(buffer): number for number, buffer in enumerate(self._buffers)} if self._handles else {}
+        handles = {numbers[buffer]: handle for buffer, handle in self._handles.items()}
+        return Pickled(self._stream.getvalue(), self._buffers, handles)
 
     @override
     def reducer_override(self, obj: Any) -> Any:
@@ -236,8 +194,8 @@ class MessagePickler(pickle.Pickler):
         if type(obj) is types.MethodType and _is_instance_attribute(obj):
             return _create_method, (obj.__func__, obj.__self__)
         if self._shared is not None and isinstance(obj, self._shared.never):
-            raise StaysError(f"{type(obj).__name__} stays in the process that created it")
-        return by_value.reduce_parametrized(obj)
+            raise pickle.PicklingError(f"{type(obj).__name__} stays in the process that created it")
+        return reducers.reduce_parametrized(obj)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if self._is_return and tensor.device.type not in ("cpu", "meta"):
@@ -250,7 +208,7 @@ class MessagePickler(pickle.Pickler):
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return _rebuild_empty_tensor, (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        handles = None if self._is_return else self.handles
+        handles = None if self._is_return else self._handles
         memory = self._memories.setdefault(storage.data_ptr(), Memory(storage, handles))
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         return _rebuild_tensor, (memory, tensor.dtype, *view, tensor.requires_grad)
@@ -266,14 +224,10 @@ class SharingPickler(MessagePickler):
     # In a class of its own, because pickle calls it for each object, and most messages have no shared objects.
     @override
     def persistent_id(self, obj: Any) -> int | None:
-        assert self._shared is not None
-        return self._shared.number_of(obj)
+        return None if self._shared is None else self._shared.number_of(obj)
 
 
-_REDUCERS = ChainMap(by_value.REDUCERS, CloudPickler.dispatch_table)
-
-
-class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
+class ByValuePickler(SharingPickler, CloudPickler):  # type: ignore[misc]  # cloudpickle has no types
     """Pickler of messages with classes and functions that the receiver cannot import.
 
     Attributes:
@@ -282,19 +236,15 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
         sends_descriptors: Whether the receiver runs on the same host and can receive file descriptors.
     """
 
-    dispatch_table = _REDUCERS
+    dispatch_table = reducers.by_value_table(CloudPickler)
     sends_main = False
     sends_descriptors = True
-
-    @override
-    def persistent_id(self, obj: Any) -> int | None:
-        return None if self._shared is None else self._shared.number_of(obj)
 
     @override
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented and self.sends_descriptors and not self._is_return:
-            reduced = shared_objects.reduced(obj, self.handles)
+            reduced = reducers.reduce_shared(obj, self._handles)
         is_code = isinstance(obj, (type, types.FunctionType))
         if reduced is not NotImplemented or not is_code or (not self.sends_main and _is_found_in_main(obj)):
             return reduced
@@ -302,9 +252,9 @@ class ByValuePickler(MessagePickler, CloudPickler):  # type: ignore[misc]  # clo
         if reduced is NotImplemented or not isinstance(obj, type) or len(reduced) < _NUM_CLASS_REDUCTION_ITEMS:
             return reduced
         if not self._is_return:
-            return by_value.reduce_class(obj, reduced)
-        self._class_functions.update(by_value.functions_of(obj))
-        return by_value.reduce_returned_class(obj) or reduced
+            return reducers.reduce_class(obj, reduced)
+        self._class_functions.update(reducers.functions_of(obj))
+        return reducers.reduce_returned_class(obj) or reduced
 
 
 class MainByValuePickler(ByValuePickler):
@@ -314,8 +264,8 @@ class MainByValuePickler(ByValuePickler):
 
 
 class _Walker(MessagePickler):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, shared: SharedObjects | None, is_return: bool) -> None:
+        super().__init__(shared, is_return)
         self.unpicklable: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
