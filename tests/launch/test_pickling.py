@@ -134,6 +134,16 @@ def test_a_message_of_any_size_arrives(size):
         receiver.receive()
 
 
+@pytest.mark.parametrize("shape", [0, (0, 4)])
+def test_an_array_without_elements_arrives(shape):
+    sender, receiver = channels()
+    for message in ([np.ones(3), np.empty(shape)], [np.empty(shape), torch.ones(3)]):
+        sender.send(message)
+        for arrived, sent in zip(receiver.receive(), message, strict=True):
+            assert np.array_equal(arrived, sent)
+            assert arrived.shape == sent.shape
+
+
 def test_receivers_of_one_message_do_not_see_writes_of_each_other():
     prepared = PreparedMessage(dump(torch.zeros(3)))
     arrived = []

@@ -79,14 +79,14 @@ class MemoryFile:
         end = 0
         try:
             for buffer in buffers:
-                with memoryview(buffer) as view, view.cast("B") as data:
-                    start = -(-end // _ALIGNMENT) * _ALIGNMENT
-                    os.lseek(fd, start, os.SEEK_SET)
-                    written = 0
-                    while written < data.nbytes:
-                        written += os.write(fd, data[written : written + _MAX_WRITE_BYTES])
-                    end = start + data.nbytes
-                    spans.append((start, data.nbytes))
+                data: Any = np.frombuffer(buffer, dtype=np.uint8)
+                start = -(-end // _ALIGNMENT) * _ALIGNMENT
+                os.lseek(fd, start, os.SEEK_SET)
+                written = 0
+                while written < data.nbytes:
+                    written += os.write(fd, data[written : written + _MAX_WRITE_BYTES])
+                end = start + data.nbytes
+                spans.append((start, data.nbytes))
         except BaseException:
             os.close(fd)
             raise
