@@ -56,18 +56,7 @@ from lightning_strategies_ext.launch.transport.reducers import RaisedException
 
 @dataclass(frozen=True)
 class WorkerRankInfo:
-    """Rank info of a worker; workers of one host need only their rank.
-
-    Attributes:
-        rank: Global rank.
-        world_size: Number of ranks.
-        local_rank: Rank among the workers of its host.
-        local_world_size: Number of workers on its host.
-        node_rank: Rank of its host among the hosts.
-        num_nodes: Number of hosts.
-        main_address: Address of rank 0's host, at which the ranks connect.
-        main_port: Port at that address.
-    """
+    """Rank info of a worker, as in torchrun's environment variables; workers of one host need only their rank."""
 
     rank: int
     world_size: int

@@ -50,11 +50,8 @@ _replaced: dict[str, str | None] = {}
 def running_script_processes(launcher: Any, are_connected: Callable[[], bool]) -> Generator[None, None, None]:
     """Starts the processes of a launcher of Lightning, unless they run already.
 
-    The processes are terminated if the context fails before the ranks have connected.
-
-    Args:
-        launcher: The launcher.
-        are_connected: Callable that returns whether the ranks have connected, so that failure monitors run.
+    The processes are terminated if the context fails before ``are_connected`` returns that the ranks have connected, so
+    that failure monitors run.
     """
     environment = launcher.cluster_environment
     environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
@@ -85,11 +82,7 @@ def running_script_processes(launcher: Any, are_connected: Callable[[], bool]) -
 
 
 def environment_of_child(environment: ClusterEnvironment | None) -> ClusterEnvironment | None:
-    """Returns the cluster environment of a strategy; in a process that a rank has started, one that starts ranks.
-
-    Args:
-        environment: The user's choice, which is returned unchanged; None without one.
-    """
+    """Returns the user's choice; without it, in a process that a rank has started, an environment that starts ranks."""
     if environment is None and rank_variables.drop_inherited():
         return LightningEnvironment()
     return environment
@@ -101,11 +94,6 @@ def devices_of_ranks(
     """Returns the devices of the ranks of this host; if each process sees only one GPU, each rank has that GPU.
 
     For example with ``--gpus-per-task=1`` of SLURM: a process cannot name the GPUs of other ranks.
-
-    Args:
-        devices: Devices that were passed to the Trainer or Fabric.
-        environment: Cluster environment of the ranks.
-        num_nodes: Number of hosts.
     """
     if not environment.creates_processes_externally or not sees_one_gpu(devices):
         return devices
@@ -165,10 +153,7 @@ def _terminate(processes: "Sequence[subprocess.Popen[Any]]") -> None:
 
 def get_exit_code(pid: int) -> int | None:
     """Returns the exit code of a script process, negative for a signal; None if it runs or is another process."""
-    for process in _started:
-        if process.pid == pid:
-            return process.poll()
-    return None
+    return next((process.poll() for process in _started if process.pid == pid), None)
 
 
 def _wait_for_all() -> None:

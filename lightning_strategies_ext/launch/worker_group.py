@@ -18,7 +18,7 @@ from lightning_strategies_ext._lightning import trainer_stages
 from lightning_strategies_ext.failure import failure_report
 from lightning_strategies_ext.launch.processes.elastic_pool import run_elastic
 from lightning_strategies_ext.launch.processes.pool import TaskOutcome, WorkerPool, wait_until_closed
-from lightning_strategies_ext.launch.processes.process_settings import RngState, is_interactive
+from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState, is_interactive
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter
 from lightning_strategies_ext.launch.processes.worker_main import is_importing_main
 from lightning_strategies_ext.launch.strategy_protocols import StrategyWithWorkers
@@ -34,12 +34,7 @@ _all: "weakref.WeakSet[WorkerGroup]" = weakref.WeakSet()
 
 
 class WorkerGroup:
-    """The workers of a strategy, for launchers of both front ends. The workers exit with this object at the latest.
-
-    Args:
-        strategy: The strategy, for the Trainer or for Fabric.
-        starter: Starter of the workers.
-    """
+    """The workers of a strategy, for launchers of both front ends. The workers exit with this object at the latest."""
 
     def __init__(self, strategy: StrategyWithWorkers, starter: WorkerStarter) -> None:
         self._strategy = strategy
@@ -123,33 +118,30 @@ class WorkerGroup:
             pool = self._usable_pool(task if pickled is None else None)
         sent_task = None if pickled is None else self._starter.pack(pickled, self._cache)
         try:
-            now = RngState.now()
-            is_rng_unchanged = bool(self._rng) and self._rng[0].is_same(now)
-            num_threads = self._num_threads()
-            # For libraries that read OMP_NUM_THREADS when they are loaded, and for processes that a worker starts.
-            variables = {
-                "OMP_NUM_THREADS": str(num_threads),
-                **self._starter.environment(),
-                **self._rendezvous_variables,
-            }
-            settings = [
-                self._starter.settings_class(
-                    os.getcwd(),
-                    _with_store({**variables, **worker.environment}),
-                    self._rng[worker.rank] if is_rng_unchanged else now,
-                    num_threads,
-                )
-                for worker in pool.workers
-            ]
+            settings = self._settings_of(pool)
             if task.restart_policy is None:
-                outcome = pool.run(sent_task, settings, is_continuation=self._has_run)
-            else:
-                assert sent_task is not None
-                outcome = run_elastic(pool, sent_task, settings, self._has_run, task.restart_policy)
+                return pool.run(sent_task, settings, is_continuation=self._has_run)
+            assert sent_task is not None
+            return run_elastic(pool, sent_task, settings, self._has_run, task.restart_policy)
         finally:
             if sent_task is not None:
                 sent_task.close()
-        return outcome
+
+    def _settings_of(self, pool: WorkerPool) -> list[ProcessSettings]:
+        now = RngState.now()
+        is_rng_unchanged = bool(self._rng) and self._rng[0].is_same(now)
+        num_threads = self._num_threads()
+        # For libraries that read OMP_NUM_THREADS when they are loaded, and for processes that a worker starts.
+        variables = {"OMP_NUM_THREADS": str(num_threads), **self._starter.environment(), **self._rendezvous_variables}
+        return [
+            self._starter.settings_class(
+                os.getcwd(),
+                _with_store({**variables, **worker.environment}),
+                self._rng[worker.rank] if is_rng_unchanged else now,
+                num_threads,
+            )
+            for worker in pool.workers
+        ]
 
     def close_unless_kept(self) -> None:
         """Shuts the workers down after a task, unless the strategy keeps them."""
@@ -164,14 +156,7 @@ class WorkerGroup:
         return_result: bool = True,
         joins_process_group: bool = True,
     ) -> Any:
-        """Runs a function in each worker and returns the value of the first worker.
-
-        Args:
-            function: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            return_result: Whether to return the value.
-            joins_process_group: Whether workers join the process group first.
+        """Runs a :class:`.FunctionTask` in each worker and returns the value of the first worker.
 
         Raises:
             WorkerRaisedError: If a worker raised; the same exception of all workers is raised unchanged.
@@ -303,11 +288,10 @@ def _with_store(variables: dict[str, str]) -> dict[str, str]:
 
 
 def raise_with_report(error: BaseException, directory: str) -> NoReturn:
-    """Raises the error of a task. If no caller catches it, the first failure is printed in place of its long traceback.
+    """Raises the error of a task.
 
-    Args:
-        error: The error.
-        directory: Directory in which the failure report with the traceback is written.
+    If no caller catches it, the first failure is printed in place of the long traceback, which is written to a failure
+    report in the directory.
     """
     first = getattr(error, "first_failure", None) or getattr(error.__cause__, "first_failure", None)
     if first is not None:

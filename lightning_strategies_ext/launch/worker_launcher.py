@@ -104,14 +104,12 @@ class WorkerLauncher(launching.Launcher):
     def _collect_results(self, task: StageTask, outcome: TaskOutcome) -> Any:
         trainer = task.trainer
         try:
-            value = None
             if 0 in outcome.has_results:
-                if outcome.error is None:
-                    value = task.pull_results(self.workers.pool, outcome.has_results)
-                else:
-                    task.pull_results(self.workers.pool, {0}, timeout_s=GRACE_S)
-            elif isinstance(outcome.error, KeyboardInterrupt):
+                ranks, timeout_s = (outcome.has_results, None) if outcome.error is None else ({0}, GRACE_S)
+                return task.pull_results(self.workers.pool, ranks, timeout_s)
+            if isinstance(outcome.error, KeyboardInterrupt):
                 log.warning("Rank 0 did not stop in time and is killed: the state of this stage is lost.")
+            return None
         except BaseException as error:
             can_be_saved = trainer.state.fn == TrainerFn.FITTING and isinstance(error, Exception)
             can_be_saved = can_be_saved and not isinstance(error, WorkerDiedError)
@@ -126,7 +124,6 @@ class WorkerLauncher(launching.Launcher):
             raise ResultsError(
                 f"`fit` has finished, but its results could not be transferred to the main process: {error}\n{saved}"
             ) from error
-        return value
 
     def _save_checkpoint_in_worker(self, trainer: Any) -> str:
         name = f"rank-0-state-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.ckpt"

@@ -157,18 +157,12 @@ def _warn_once(trainer: Any, holder: Any, name: str, text: str, *args: Any) -> N
 
 
 def _attribute_text(trainer: Any, holder: Any, name: str) -> str:
-    kind, prefix = "object", ""
-    module = trainer.lightning_module
+    kinds = {pl.LightningDataModule: "datamodule", Logger: "logger", pl.Callback: "callback"}
+    kind = next((text for cls, text in kinds.items() if isinstance(holder, cls)), "object")
+    path, module = name, trainer.lightning_module
     if isinstance(holder, Module) and module is not None:
-        prefix = next((path + "." for path, part in module.named_modules() if part is holder and path), "")
+        prefix = next((prefix for prefix, part in module.named_modules() if part is holder), "")
+        path = ".".join(filter(None, (prefix, name)))
         kind, holder = "LightningModule", module
-    elif isinstance(holder, pl.LightningDataModule):
-        kind = "datamodule"
-    elif isinstance(holder, Logger):
-        kind = "logger"
-    elif isinstance(holder, pl.Callback):
-        kind = "callback"
     whole = f"the {kind} {type(holder).__name__}"
-    if name:
-        return f"`{prefix}{name}` of {whole}"
-    return f"`{prefix[:-1]}` of {whole}" if prefix else whole[0].upper() + whole[1:]
+    return f"`{path}` of {whole}" if path else whole[0].upper() + whole[1:]

@@ -50,7 +50,6 @@ class StageBaseline:
 
     Attributes:
         tree: The module's tree.
-        shared: Objects that the main process has, including those in its message.
     """
 
     def __init__(self, trainer: Any, shared: SharedObjects, received: ReceivedBuffers) -> None:

@@ -108,7 +108,9 @@ class OutputReader:
         layouts = np.empty(len(batches), dtype=np.int64)  # a change of layout splits the batch
         stays = np.ones(len(batches), dtype=bool)
         for batch in present.tolist():
-            self._read_through(batch)
+            rank = self._rank_of[batch]
+            while self._next[rank] <= batch:
+                self._read(rank)
             of_batch, layout = batches == batch, self._layouts[batch]
             if layout is None:
                 layouts[of_batch] = -1 - batch
@@ -152,11 +154,6 @@ class OutputReader:
         return gather(
             layout, [self._held[batch] for batch in present], [rows[position] for position in positions], positions
         )
-
-    def _read_through(self, batch: int) -> None:
-        rank = self._rank_of[batch]
-        while self._next[rank] <= batch:
-            self._read(rank)
 
     def _read(self, rank: int) -> None:
         batch = self._next[rank]
@@ -272,18 +269,18 @@ def gather(layout: SampleLayout, values: list[Any], rows: list[IntArray], positi
     """Returns one batch that has row ``rows[i][j]`` of ``values[i]`` at ``positions[i][j]``."""
     if layout.kind in CONSTANTS:
         return layout.details
-    if layout.kind is torch.Tensor:
-        # One allocation, without a temporary tensor of the same size, which would fragment memory.
-        tensor = values[0].new_empty((sum(map(len, rows)), *values[0].shape[1:]))
-        dtype = CARRIERS.get(tensor.dtype, tensor.dtype)
+    if isinstance(layout.kind, type) and issubclass(layout.kind, (torch.Tensor, np.ndarray)):
+        # One allocation, without a temporary copy of the same size, which would fragment memory.
+        shape = (sum(map(len, rows)), *values[0].shape[1:])
+        if layout.kind is torch.Tensor:
+            result = values[0].new_empty(shape)
+            dtype = CARRIERS.get(result.dtype, result.dtype)
+            target, values = result.view(dtype), [value.detach().view(dtype) for value in values]
+        else:
+            result = target = np.empty_like(values[0], shape=shape)
         for value, row, position in zip(values, rows, positions, strict=True):
-            tensor.view(dtype)[as_slice(position)] = value.detach().view(dtype)[as_slice(row)]
-        return tensor
-    if isinstance(layout.kind, type) and issubclass(layout.kind, np.ndarray):
-        array = np.empty_like(values[0], shape=(sum(map(len, rows)), *values[0].shape[1:]))
-        for value, row, position in zip(values, rows, positions, strict=True):
-            array[as_slice(position)] = value[as_slice(row)]
-        return array
+            target[as_slice(position)] = value[as_slice(row)]
+        return result
     if layout.details == ENTRY_PER_SAMPLE:
         entries: list[Any] = [None] * sum(map(len, rows))
         for value, row, position in zip(values, rows, positions, strict=True):

@@ -46,11 +46,7 @@ def make_private(module: Module) -> None:
 
 
 class ModuleTree:
-    """Records a module's tree, to find the changes in the module that is passed to a method after the stage.
-
-    Args:
-        module: The module as it was sent.
-    """
+    """Records the tree of a module that was sent, to find the changes in the module that a method gets afterwards."""
 
     def __init__(self, module: Module) -> None:
         self._names = {id(tensor): name for name, tensor in tensors_of(module).items()}
@@ -59,39 +55,37 @@ class ModuleTree:
 
     def values(self, module: Module) -> Iterator[tuple[str, Tensor]]:
         """Yields sent tensors and buffers that have replaced sent ones, by the names under which they were sent."""
-        now, yielded = self._ids_in(module), set()
-        for holder in module.modules():
-            for kind, leaf, part in _leaves(holder):
-                name = self._names.get(id(self._sent_for(holder, kind, leaf, part, now)))
-                if name is not None and id(part) not in yielded:
-                    yielded.add(id(part))
-                    yield name, part
+        yielded = set()
+        for holder, parts in self._parts_as_sent(module):
+            for kind in ("_parameters", "_buffers"):
+                for leaf, sent in parts[kind].items():
+                    name, part = self._names.get(id(sent)), vars(holder)[kind][leaf]
+                    if name is not None and id(part) not in yielded:
+                        yielded.add(id(part))
+                        yield name, part
 
     def changes(self, module: Module) -> Iterator[tuple[Module, Parts]]:
         """Yields the modules that were sent and whose parts have changed, with their new parts."""
-        now = self._ids_in(module)
-        for holder in module.modules():
-            if id(holder) in self._parts:
-                parts = {
-                    kind: {leaf: self._sent_for(holder, kind, leaf, part, now) for leaf, part in of_kind.items()}
-                    for kind, of_kind in _parts_of(holder).items()
-                }
-                if _identities(parts) != _identities(self._parts[id(holder)][1]):
-                    yield holder, parts
+        for holder, parts in self._parts_as_sent(module):
+            if id(holder) in self._parts and _identities(parts) != _identities(self._parts[id(holder)][1]):
+                yield holder, parts
 
-    @staticmethod
-    def _ids_in(module: Module) -> set[int]:
-        return {id(tensor) for tensor in tensors_of(module).values()}
+    def _parts_as_sent(self, module: Module) -> Iterator[tuple[Module, Parts]]:
+        """Yields each module with its parts, and in place of a buffer the sent one that it has replaced.
 
-    def _sent_for(self, holder: Module, kind: str, leaf: str, part: Any, now: set[int]) -> Any:
-        """Returns the part itself, or the sent buffer that it has replaced, which then receives its values.
-
-        A new parameter replaces the sent one, because the optimizers refer to the new one.
+        The sent buffer then receives its values. A new parameter replaces the sent one, because the optimizers refer to
+        the new one.
         """
-        if kind != "_buffers" or part is None or id(part) in self._names or id(holder) not in self._parts:
-            return part
-        before = self._parts[id(holder)][1][kind].get(leaf)
-        return part if before is None or id(before) in now else before
+        now = {id(tensor) for tensor in tensors_of(module).values()}
+        for holder in module.modules():
+            parts = _parts_of(holder)
+            if id(holder) in self._parts:
+                before = self._parts[id(holder)][1]["_buffers"]
+                for leaf, part in parts["_buffers"].items():
+                    sent = before.get(leaf)
+                    if part is not None and id(part) not in self._names and sent is not None and id(sent) not in now:
+                        parts["_buffers"][leaf] = sent
+            yield holder, parts
 
 
 def put_parts(holder: Module, parts: Parts) -> None:
@@ -104,13 +98,6 @@ def put_parts(holder: Module, parts: Parts) -> None:
 
 def _parts_of(holder: Module) -> Parts:
     return {kind: dict(vars(holder)[kind]) for kind in KINDS}
-
-
-def _leaves(holder: Module) -> Iterator[tuple[str, str, Tensor]]:
-    for kind in ("_parameters", "_buffers"):
-        for leaf, part in vars(holder)[kind].items():
-            if part is not None:
-                yield kind, leaf, part
 
 
 def _identities(parts: Parts) -> list[tuple[str, list[tuple[str, int]]]]:

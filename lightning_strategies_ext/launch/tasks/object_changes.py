@@ -137,12 +137,10 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
     if has_custom_pickling(obj):
         state = get_state(obj)
         return contents, OwnState(state, left_out_of(obj, state))
-    attributes = all_attributes(obj)
     if hasattr(type(obj), "__setstate__"):
-        slots = in_slots(obj)
-        own = {name: value for name, value in attributes.items() if name not in slots}
-        return contents, OwnState((own or None, slots) if slots else own or None, [])
-    return contents, attributes
+        attributes, slots = dict(getattr(obj, "__dict__", {})) or None, in_slots(obj)
+        return contents, OwnState((attributes, slots) if slots else attributes, [])
+    return contents, all_attributes(obj)
 
 
 def _update(obj: Any, contents: Any, attributes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -88,10 +89,8 @@ def merge_predictions(plans: list[PredictionPlan], sources: list[Iterator[Any]])
     outputs = [_flattened(source) for source in sources]
     merged = []
     for loader, batch_size in enumerate(plans[0].batch_sizes):
-        ranks = [
-            KeyedOutputs(plan.keys[loader], _first(of_rank, len(plan.keys[loader])))
-            for plan, of_rank in zip(plans, outputs, strict=True)
-        ]
+        keys = [plan.keys[loader] for plan in plans]
+        ranks = [KeyedOutputs(own, islice(of_rank, len(own))) for own, of_rank in zip(keys, outputs, strict=True)]
         merged.append(in_dataset_order(ranks, batch_size))
     for of_rank in outputs:
         next(of_rank, None)
@@ -102,8 +101,3 @@ def _flattened(chunks: Iterator[PredictionChunk]) -> Iterator[Any]:
     for chunk in chunks:
         while chunk.outputs:
             yield chunk.outputs.pop(0).load()
-
-
-def _first(outputs: Iterator[Any], number: int) -> Iterator[Any]:
-    for _ in range(number):
-        yield next(outputs)

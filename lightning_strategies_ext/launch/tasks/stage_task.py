@@ -8,9 +8,9 @@ The main process applies the changes to the user's objects (:mod:`.apply`). Pred
 import logging
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
@@ -205,10 +205,11 @@ def _try(function: Callable[..., Any], *args: Any) -> None:
         log.debug("The cleanup after a failed stage failed.", exc_info=True)
 
 
+@dataclass(eq=False)
 class FunctionTask(WorkerTask):
     """A function of the user as a task, see ``DDPSpawnStrategy.spawn``.
 
-    Args:
+    Attributes:
         strategy: Strategy that joins the process group in each worker.
         function: The function.
         args: Positional arguments of the function.
@@ -217,21 +218,14 @@ class FunctionTask(WorkerTask):
         joins_process_group: Whether workers join the process group first; Fabric's functions join it themselves.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        return_result: bool,
-        joins_process_group: bool,
-    ) -> None:
-        self.strategy = strategy
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.return_result = return_result
-        self.joins_process_group = joins_process_group
+    restart_policy: ClassVar[None] = None
+
+    strategy: Any
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    return_result: bool
+    joins_process_group: bool
 
     def pickled(self, pickler: Pickler = None) -> Pickled:
         """Pickles the task; raises as :meth:`StageTask.pickled`."""
@@ -239,8 +233,6 @@ class FunctionTask(WorkerTask):
             return dump(self, pickler=pickler)
         except Exception as error:
             raise unpicklable_error("The function, an argument, or the strategy", error) from error
-
-    restart_policy = None
 
     def record_inherited(self) -> None:
         """Does nothing: only the function's value is sent back."""

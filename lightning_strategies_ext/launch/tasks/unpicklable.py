@@ -1,6 +1,6 @@
 """Errors for tasks that cannot be pickled, with the name of the part in the user's code."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -34,11 +34,22 @@ def unpicklable_error(part: str, error: Exception) -> TypeError:
 
 def find_unpicklable(task: Any, error: Exception, pickler: Pickler) -> tuple[str, Exception]:
     """Returns name and error of the part of a :class:`.StageTask` that cannot be pickled; ``error`` is the task's."""
+    shared: SharedObjects = task.shared
+
+    def pickling_error(obj: Any) -> Exception | None:
+        # Without the Trainer's other parts, which are checked separately. Data are checked within their object.
+        others = [other for other in shared.objects if other is not obj and not isinstance(other, shared.never)]
+        try:
+            dump(obj, SharedObjects(others), pickler=pickler)
+        except Exception as error:
+            return error
+        return None
+
     for name, root in _roots(task):
         for inner, part in root.named_modules() if isinstance(root, Module) else [("", root)]:
-            reason = _pickling_error(part, task.shared, pickler)
+            reason = pickling_error(part)
             if reason is not None:
-                path, reason = _innermost(part, inner, reason, task.shared, pickler)
+                path, reason = _innermost(part, inner, reason, pickling_error)
                 return (f"`{path}` of {name}" if path else name[0].upper() + name[1:]), reason
     return "The Trainer, or an object that it refers to,", error
 
@@ -57,26 +68,14 @@ def _roots(task: Any) -> Iterator[tuple[str, Any]]:
     yield "the Trainer", trainer
 
 
-def _pickling_error(obj: Any, shared: SharedObjects, pickler: Pickler) -> Exception | None:
-    # Without the Trainer's other parts, which are checked separately. Data are checked within the object that has them.
-    others = SharedObjects(
-        [other for other in shared.objects if other is not obj and not isinstance(other, shared.never)]
-    )
-    try:
-        dump(obj, others, pickler=pickler)
-    except Exception as error:
-        return error
-    return None
-
-
 def _innermost(
-    obj: Any, path: str, reason: Exception, shared: SharedObjects, pickler: Pickler
+    obj: Any, path: str, reason: Exception, pickling_error: Callable[[Any], Exception | None]
 ) -> tuple[str, Exception]:
     seen = set()
     while id(obj) not in seen and not is_of_multiprocessing(obj):  # whose attributes are not the user's
         seen.add(id(obj))
         for step, child in _children(obj):
-            inner = None if id(child) in seen else _pickling_error(child, shared, pickler)
+            inner = None if id(child) in seen else pickling_error(child)
             if inner is not None:
                 obj, path, reason = child, f"{path}{step}".removeprefix("."), inner
                 break

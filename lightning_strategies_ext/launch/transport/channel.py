@@ -8,8 +8,9 @@ Limitations: only one thread at a time may use each endpoint.
 import io
 import pickle
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, Protocol
 
 from lightning_strategies_ext._system.frames import HEADER_NUM_BYTES, decode_header, encode_frame
@@ -268,11 +269,19 @@ def _find_unreadable(pickled: Pickled) -> str | None:
     with suppress(Exception):
         unpickler.load()
         return None
-    root, path = None, []
+    root: str | None = None
+    path: list[str] = []
     levels = [*unpickler.metastack, unpickler.stack]
-    for before, level in zip([[], *levels], levels, strict=False):
-        for kind, part in _incomplete(before[-1] if before else None, level):
-            if kind == "name":
+    for before, level in pairwise([[], *levels]):
+        start = 0
+        if before and isinstance(before[-1], dict):
+            # Names and values alternate; the parts of the incomplete value follow the last name.
+            while start + 2 < len(level) and isinstance(level[start + 2], str):
+                start += 2
+            path += map(str, level[start : start + 1])
+            start += 1
+        for previous, part in pairwise([None, *level[start:]]):
+            if isinstance(previous, dict) and isinstance(part, str):
                 path.append(part)
             elif (name := _root_name(part)) is not None:
                 root, path = name, []
@@ -280,24 +289,6 @@ def _find_unreadable(pickled: Pickled) -> str | None:
     if root is None:
         return None
     return f"`{names}` of {root}" if names else root[0].upper() + root[1:]
-
-
-def _incomplete(container: Any, level: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the incomplete names and objects on one level of the stack, outermost first."""
-    rest = level
-    if isinstance(container, dict):
-        # Names and values alternate; the parts of the incomplete value follow the last name.
-        position = 0
-        while position + 2 < len(level) and isinstance(level[position + 2], str):
-            position += 2
-        if position < len(level):
-            yield "name", str(level[position])
-        rest = level[position + 1 :]
-    for before, part in zip([None, *rest], rest, strict=False):
-        if isinstance(before, dict) and isinstance(part, str):
-            yield "name", part
-        else:
-            yield "object", part
 
 
 def _root_name(obj: Any) -> str | None:

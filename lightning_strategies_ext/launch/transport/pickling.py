@@ -211,7 +211,7 @@ class MessagePickler(pickle.Pickler):
         handles = None if self._is_return else self._handles
         memory = self._memories.setdefault(storage.data_ptr(), Memory(storage, handles))
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        return _rebuild_tensor, (memory, tensor.dtype, *view, tensor.requires_grad)
+        return _rebuild_tensor, (memory, tensor.dtype, view, tensor.requires_grad)
 
     def _retain(self, tensor: Tensor) -> Tensor:
         self._copies.append(tensor)
@@ -320,16 +320,8 @@ def _create_method(function: Callable[..., Any], obj: Any) -> types.MethodType:
     return types.MethodType(function, obj)  # pickle cannot find the type by its name
 
 
-def _rebuild_tensor(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-) -> Tensor:
-    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
-    return tensor.requires_grad_(requires_grad)
+def _rebuild_tensor(storage: Any, dtype: torch.dtype, view: tuple[Any, Any, Any], requires_grad: bool) -> Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, *view).requires_grad_(requires_grad)
 
 
 def _rebuild_empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:

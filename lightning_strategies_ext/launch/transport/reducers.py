@@ -170,11 +170,7 @@ def _rebuild_descriptor(descriptor: Descriptor) -> Descriptor:
 
 
 class RaisedException:
-    """Pickles an exception, also one whose ``__init__`` takes other arguments than it passes to ``Exception``.
-
-    Args:
-        exception: The exception, which the receiver gets in place of this object.
-    """
+    """Pickles as an exception, also as one whose ``__init__`` takes other arguments than it passes to ``Exception``."""
 
     def __init__(self, exception: BaseException) -> None:
         self._exception = exception
