@@ -273,11 +273,7 @@ def _package(module: str) -> str:
 
 
 class ScriptLauncher(launching.SubprocessScriptLauncher):
-    """Runs the user's script again for each further device of this host (``start_method="popen"``).
-
-    Args:
-        strategy: The strategy; its ``check_before_launch(trainer)`` raises to reject a stage.
-    """
+    """Runs the user's script again for each further device of this host (``start_method="popen"``)."""
 
     def __init__(self, strategy: LaunchableStrategy) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
@@ -292,11 +288,7 @@ class ScriptLauncher(launching.SubprocessScriptLauncher):
 
 
 class FabricScriptLauncher(launching.FabricSubprocessScriptLauncher):
-    """Runs the user's script again for each further device of this host, for Fabric.
-
-    Args:
-        strategy: The strategy; its ``has_joined`` is whether the ranks have connected.
-    """
+    """Runs the user's script again for each further device of this host, for Fabric."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

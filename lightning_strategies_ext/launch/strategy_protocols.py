@@ -32,11 +32,7 @@ _POLL_S = 0.1
 
 @contextmanager
 def announcing_failures(strategy: Any) -> Generator[None, None, None]:
-    """Announces an exception of the context to the other ranks, and raises the exception that the user should see.
-
-    Args:
-        strategy: The strategy, of which ``explain_exception`` and ``announce_failure`` are called.
-    """
+    """Announces an exception of the context to the other ranks, and raises the exception that the user should see."""
     try:
         yield
     except BaseException as exception:

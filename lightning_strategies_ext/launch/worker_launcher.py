@@ -34,10 +34,6 @@ class WorkerLauncher(launching.Launcher):
 
     The workers stay for the next stage. They exit with this object, with the interpreter, and after a failure.
 
-    Args:
-        strategy: The strategy; its ``check_before_launch(trainer)`` raises to reject a stage.
-        starter: Starter of the workers.
-
     Attributes:
         workers: Group of the workers.
     """
@@ -146,10 +142,7 @@ class WorkerLauncher(launching.Launcher):
 class FabricWorkerLauncher(launching.FabricMultiProcessingLauncher):
     """Runs a function of Fabric in worker processes, and returns the value of the first worker.
 
-    Args:
-        strategy: The strategy.
-        start_method: Start method of the workers, see :class:`.ProcessStarter`.
-        preloaded: Module that the fork server imports, see :class:`.ProcessStarter`.
+    The arguments ``start_method`` and ``preloaded`` are those of :class:`.ProcessStarter`.
 
     Attributes:
         workers: Group of the workers, which stay for the next launch.

@@ -209,13 +209,7 @@ class ListInterpretations:
 
 
 def can_be_split(value: Any, num_samples: int, constants: tuple[type, ...] = CONSTANTS) -> bool:
-    """Whether an output, or a value in it, can be split into the parts of each sample.
-
-    Args:
-        value: The output, or a value in it.
-        num_samples: Number of samples of the output.
-        constants: Types of values that hold for each sample.
-    """
+    """Whether an output, or a value in it, can be split into samples; ``constants`` hold for each sample."""
     if isinstance(value, torch.Tensor):
         # Rows of other tensors cannot be indexed and joined.
         plain = value.layout == torch.strided and not value.is_nested and not value.is_quantized

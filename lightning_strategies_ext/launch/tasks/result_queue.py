@@ -10,11 +10,7 @@ import torch
 
 
 class ResultQueue:
-    """A first-in, first-out queue, which the first worker sends to the main process after the stage.
-
-    Args:
-        items: Initial items.
-    """
+    """A first-in, first-out queue, which the first worker sends to the main process after the stage."""
 
     def __init__(self, items: Iterable[Any] = ()) -> None:
         self._items = deque(items)

@@ -131,11 +131,7 @@ class ReceivedMessage:
 
 
 class Channel:
-    """One endpoint of a channel.
-
-    Args:
-        connected: One of the two sockets of ``socket.socketpair()``; owned by this object.
-    """
+    """One endpoint of a channel, which owns one of the two sockets of ``socket.socketpair()``."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected

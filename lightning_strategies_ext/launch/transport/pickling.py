@@ -147,12 +147,7 @@ def walk(obj: Any) -> tuple[dict[int, Any], list[Any]]:
 
 
 class MessagePickler(pickle.Pickler):
-    """Pickler of :func:`dump` for messages without shared objects, and base class of its other picklers.
-
-    Args:
-        shared: Objects that the receiver has.
-        is_return: Whether the object returns to the main process, see :func:`dump`.
-    """
+    """Pickler of :func:`dump` for messages without shared objects, and base class of its other picklers."""
 
     def __init__(self, shared: SharedObjects | None, is_return: bool) -> None:
         self._stream = io.BytesIO()

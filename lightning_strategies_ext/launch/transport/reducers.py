@@ -44,11 +44,7 @@ _reduce_ctype = sharedctypes.reduce_ctype  # type: ignore[attr-defined]
 
 
 class Descriptor:
-    """A received file descriptor, closed when this object is deleted.
-
-    Args:
-        fd: The descriptor, owned by this object.
-    """
+    """Owns a received file descriptor, which is closed when this object is deleted."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -112,9 +108,7 @@ def is_of_multiprocessing(obj: Any) -> bool:
 def reduce_shared(obj: Any, handles: dict[int, Handle]) -> Any:
     """Returns the pickle reduction of a shared object of multiprocessing; NotImplemented for other objects.
 
-    Args:
-        obj: The object.
-        handles: Filled with its descriptors, by the id of the buffer that represents each in the message.
+    Adds its descriptors to ``handles``, by the id of the buffer that represents each in the message.
 
     Raises:
         TypeError: If only a forked process can use the object.
