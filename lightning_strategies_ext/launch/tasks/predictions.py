@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch.distributed as dist
@@ -54,8 +54,7 @@ class RankPredictions:
         """Returns the predictions of all ranks on all hosts, in dataset order. Collective: all ranks call it."""
         ranks: list[Any] = [None] * world_size
         dist.all_gather_object(ranks, self)
-        outputs = [[dump(output) for of_loader in rank.outputs for output in of_loader] for rank in ranks]
-        return merge_predictions([rank.plan for rank in ranks], [iter([PredictionChunk(each)]) for each in outputs])
+        return merge_predictions([rank.plan for rank in ranks], [chain.from_iterable(rank.outputs) for rank in ranks])
 
 
 def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[list[list[int]], int]:
@@ -79,14 +78,13 @@ def _keys(loader: Any, num_batches: int, rank: int, world_size: int) -> tuple[li
     return [list(batch) for batch in batches], batch_size
 
 
-def merge_predictions(plans: list[PredictionPlan], sources: list[Iterator[Any]]) -> Any:
+def merge_predictions(plans: list[PredictionPlan], outputs: list[Iterator[Any]]) -> Any:
     """Returns the batches of all ranks in the order of the dataset; a list per dataloader if there are several.
 
     Args:
         plans: First item of each rank's :meth:`RankPredictions.results`.
-        sources: Remaining items of each rank.
+        outputs: Outputs of each rank, see :func:`outputs_in`.
     """
-    outputs = [_flattened(source) for source in sources]
     merged = []
     for loader, batch_size in enumerate(plans[0].batch_sizes):
         keys = [plan.keys[loader] for plan in plans]
@@ -97,7 +95,8 @@ def merge_predictions(plans: list[PredictionPlan], sources: list[Iterator[Any]])
     return merged[0] if len(merged) == 1 else merged
 
 
-def _flattened(chunks: Iterator[PredictionChunk]) -> Iterator[Any]:
+def outputs_in(chunks: Iterator[PredictionChunk]) -> Iterator[Any]:
+    """Yields the outputs in the remaining items of a rank's :meth:`RankPredictions.results`."""
     for chunk in chunks:
         while chunk.outputs:
             yield chunk.outputs.pop(0).load()

@@ -37,7 +37,7 @@ from lightning_strategies_ext.launch.tasks.baseline import StageBaseline
 from lightning_strategies_ext.launch.tasks.diff import diff
 from lightning_strategies_ext.launch.tasks.module_tree import make_private
 from lightning_strategies_ext.launch.tasks.object_changes import identity_preserved
-from lightning_strategies_ext.launch.tasks.predictions import RankPredictions, merge_predictions
+from lightning_strategies_ext.launch.tasks.predictions import RankPredictions, merge_predictions, outputs_in
 from lightning_strategies_ext.launch.tasks.unpicklable import Pickler, find_unpicklable, unpicklable_error
 from lightning_strategies_ext.launch.transport.channel import ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import ReceivedBuffers
@@ -155,7 +155,7 @@ class StageTask(WorkerTask):
         value = apply(results, self.trainer, self.shared)
         sources = [results if rank == 0 else pool.pull(rank) for rank in sorted(has_results)]
         plans = [plan for plan in (next(source, None) for source in sources) if plan is not None]
-        return merge_predictions(plans, sources) if plans else value
+        return merge_predictions(plans, [outputs_in(source) for source in sources]) if plans else value
 
 
 def _shared_objects(trainer: Any, arguments: Any) -> SharedObjects:

@@ -74,7 +74,7 @@ class Pickled:
     Attributes:
         data: The pickle.
         buffers: Memory to which the pickle refers, in order; its contents are read when the message is sent.
-        handles: What a receiver on this host gets in place of some buffers, by number: the same shared memory.
+        handles: Shared memory that a receiver on this host gets in place of some buffers, by their numbers, in order.
     """
 
     data: bytes
@@ -171,8 +171,8 @@ class MessagePickler(pickle.Pickler):
             finally:
                 if was_enabled:
                     gc.enable()
-        numbers = {id(buffer): number for number, buffer in enumerate(self._buffers)} if self._handles else {}
-        handles = {numbers[buffer]: handle for buffer, handle in self._handles.items()}
+        found = self._handles
+        handles = found and {number: found[id(b)] for number, b in enumerate(self._buffers) if id(b) in found}
         return Pickled(self._stream.getvalue(), self._buffers, handles)
 
     @override
