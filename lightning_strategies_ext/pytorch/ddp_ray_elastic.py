@@ -21,7 +21,7 @@ from lightning_strategies_ext.pytorch.ddp_spawn_elastic import DDPSpawnElasticSt
 from lightning_strategies_ext.torch_distributed.disconnect import disconnect
 
 if TYPE_CHECKING:
-    from lightning_strategies_ext.launch.ray.worker_link import LinkChannel  # whose modules Windows does not have
+    from lightning_strategies_ext.launch.ray.actor import MainLink  # whose modules Windows does not have
 
 
 class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
@@ -68,7 +68,7 @@ class DDPRayElasticStrategy(DDPSpawnElasticStrategy, DDPRayStrategy):
         """Called first in a worker, see :class:`.DDPRayStrategy`; it hears of the loss of others from here on."""
         super().enter_worker(context)
         if context.channel is not None:
-            cast("LinkChannel", context.channel).on_peer_loss = self._cut_off
+            cast("MainLink", context.channel).on_peer_loss = self._cut_off
 
     @override
     def _be_one_of_many(self) -> None:

@@ -160,7 +160,7 @@ def test_a_second_connection_does_not_replace_a_worker():
 def test_a_worker_proves_that_it_has_the_secret_and_does_not_send_it():
     script = """
 import sys
-from lightning_strategies_ext.launch.ray.worker_link import MainLink
+from lightning_strategies_ext.launch.ray.actor import MainLink
 MainLink(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 7)
 """
     secret, challenge = bytes(range(32)), b"c" * 32

@@ -31,10 +31,10 @@ class ScriptedWorker(Worker):
         self.replies = [*replies]
         self.submitted: list[RunTask] = []
 
-    def _submit(self, order: RunTask, task: Any) -> None:
-        self.submitted.append(order)
+    def _send(self, message: Any, task: Any) -> None:
+        self.submitted.append(message)
 
-    def _next_reply(self) -> Any:
+    def _next_message(self) -> Any:
         return self.replies.pop(0)
 
 

@@ -299,8 +299,7 @@ def test_a_worker_whose_daemon_is_gone_is_lost_also_where_that_is_all_it_can_say
     worker = RayWorker(1, 0, 0, link_server, {"num_cpus": 0.1}, ray.remote(Actor), is_elastic=False)
     try:
         worker.send(Ping())
-        assert worker.poll(300)
-        answer = worker.next_reply()
+        answer = worker.wait_for_message(300)
     finally:
         worker.close()
         link_server.close()

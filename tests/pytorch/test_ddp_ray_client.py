@@ -125,7 +125,7 @@ def test_what_stands_for_a_main_process_ends_when_that_says_nothing():
     import ray
     from ray.exceptions import RayActorError
 
-    from lightning_strategies_ext.launch.ray.link_relay import LinkRelayActor
+    from lightning_strategies_ext.launch.ray.actor import LinkRelayActor
 
     relay = ray.remote(LinkRelayActor).options(num_cpus=0).remote(1.0)
 

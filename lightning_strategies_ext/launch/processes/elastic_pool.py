@@ -14,34 +14,39 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
-from multiprocessing.connection import wait
 from typing import Any
 
 from lightning_strategies_ext import host_store
 from lightning_strategies_ext._system.connections import serve_store
+from lightning_strategies_ext.elastic.membership import Member
 from lightning_strategies_ext.exceptions import JoinError, WorkerDiedError, WorkerRaisedError
 from lightning_strategies_ext.host_store import HostStore
-from lightning_strategies_ext.launch.processes.pool import GRACE_S, INTERRUPT_GRACE_S, TaskOutcome, WorkerPool
+from lightning_strategies_ext.launch.processes.pool import (
+    GRACE_S,
+    INTERRUPT_GRACE_S,
+    TaskOutcome,
+    WorkerPool,
+    add_to_error,
+)
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings
-from lightning_strategies_ext.launch.processes.worker_interface import SentTask, Worker
+from lightning_strategies_ext.launch.processes.worker_interface import SentTask, TaskReply, Worker, WorkerState
 from lightning_strategies_ext.launch.protocol import (
     JoinedWorld,
     JoinPending,
-    MessageToWorker,
     RankAssignment,
     ReadyToJoin,
     RunTask,
     Shutdown,
-    TaskDone,
     TaskFailed,
     WorldMembers,
 )
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.5
+#: States of workers that have not replied to the task.
+_ACTIVE = (WorkerState.STARTING, WorkerState.RUNNING)
 #: Number of worlds in a row, left because of an error although no worker has exited, after which the task fails.
 _MAX_RESETS_WITHOUT_EXIT = 3
 _world_numbers = count()
@@ -74,167 +79,151 @@ def run_elastic(
     is_continuation: bool,
     restart_policy: RestartPolicy,
 ) -> TaskOutcome:
-    """Runs a task whose ranks may change. The workers cannot run another task afterwards.
+    """Runs a task like :meth:`.WorkerPool.run`, but its ranks may change, within the limits of the restart policy.
 
-    Args:
-        pool: The workers.
-        task: The task.
-        settings: Settings of each worker.
-        is_continuation: Whether the task continues where an earlier one ended.
-        restart_policy: Limits for exits of workers.
+    The workers cannot run another task afterwards.
     """
-    run = _ElasticRun(pool, task, settings, is_continuation, restart_policy)
-    error: BaseException | None
-    try:
-        with pool.forwarding_sigterm():
-            error = run.run()
-    except KeyboardInterrupt as interrupt:
-        error = interrupt
-        run.interrupt()
-    return run.outcome(error)
+    return _ElasticRun(pool, task, settings, is_continuation, restart_policy).run()
 
 
+class _TaskError(Exception):
+    """The task fails with an exception, unless an earlier failure of another worker is the cause."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+
+@dataclass(eq=False)
 class _ElasticRun:
-    """One elastic task, with the workers of its worlds."""
+    """One elastic task.
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        task: SentTask,
-        settings: Sequence[ProcessSettings],
-        is_continuation: bool,
-        restart_policy: RestartPolicy,
-    ) -> None:
-        self._pool = pool
-        self._task = task
-        self._settings = settings
-        self._is_continuation = is_continuation
-        self._restart_policy = restart_policy
+    A worker joins, and sends :class:`.ReadyToJoin`. It receives its rank in the next world, replies
+    :class:`.JoinedWorld`, and is in that world as soon as all its workers have replied. It stays in it until it exits
+    or leaves by an exception; to change to the next world, it sends :class:`.ReadyToJoin` again.
+    """
+
+    pool: WorkerPool
+    task: SentTask
+    settings: Sequence[ProcessSettings]
+    is_continuation: bool
+    policy: RestartPolicy
+    number: int = -1  # of the newest world
+    world: list[Worker] = field(default_factory=list)  # its workers
+    forming: list[Worker] = field(default_factory=list)  # those of the next world, after its ranks are assigned
+    members: dict[Worker, Member] = field(default_factory=dict)  # of `forming`, those that have joined
+    ready: set[Worker] = field(default_factory=set)
+    leaving: list[Worker] = field(default_factory=list)  # until the other workers are ready to continue without them
+    exiting: dict[Worker, float] = field(default_factory=dict)  # have left, to restart once they exit, with deadlines
+    exit_errors: list[WorkerDiedError] = field(default_factory=list)  # since the newest world began
+    leave_reason: str | None = None  # why ranks have left the newest world without an agreement
+    num_resets_without_exit: int = 0
+    restarted_at: deque[float] = field(default_factory=deque)
+    too_few_since: float | None = None
+    has_notified_of_joining: bool = False
+
+    def __post_init__(self) -> None:
         # This process serves the store, so that the store survives the exit of any worker.
-        self._store = host_store.serve() if pool.address is None else serve_store(pool.address)
-        self._number = -1  # of the newest world
-        self._world: list[Worker] = []
-        self._forming: list[Worker] | None = None
-        self._joining = list(pool.workers)  # in no world yet
-        self._ready: list[Worker] = []
-        self._joined: dict[Worker, Any] = {}
-        self._replies: dict[Worker, TaskDone | TaskFailed] = {}
-        self._leaving: dict[Worker, TaskFailed] = {}  # until the other workers are ready to continue without them
-        self._left: set[Worker] = set()  # were in `_leaving` before
-        self._exiting: dict[Worker, float] = {}  # those of `_left` to restart once they have exited, with deadlines
-        self._exit_errors: list[WorkerDiedError] = []  # since the last world began
-        self._leave_reason: str | None = None  # why ranks have left the last world without an agreement
-        self._num_resets_without_exit = 0
-        self._restarted_at: deque[float] = deque()
-        self._too_few_since: float | None = None
-        self._has_notified_of_joining = False
-        for worker in pool.workers:
-            pool.submit(worker, RunTask(settings[worker.rank], is_continuation), task)
+        address = self.pool.starter.address
+        self.store = host_store.serve() if address is None else serve_store(address)
+        for worker in self.pool.workers:
+            worker.submit(RunTask(self.settings[worker.rank], self.is_continuation), self.task)
 
-    def run(self) -> BaseException | None:
-        """Waits until all ranks of a world have run the task, or it has failed; returns the error or None."""
-        while True:
-            error = self._next_events() or self._form_world()
-            if error is not None:
-                return self._collect_errors(error)
-            if self._remaining and all(worker in self._replies for worker in self._remaining):
-                return None
+    def run(self) -> TaskOutcome:
+        """Waits until all ranks of a world have run the task, or it has failed; kills the workers outside that world.
 
-    @property
-    def _remaining(self) -> list[Worker]:
-        """Workers of the newest world, without those that are leaving it."""
-        return [worker for worker in self._world if worker not in self._leaving]
+        Returns:
+            The outcome, by ranks of the newest world.
+        """
+        error: BaseException | None = None
+        try:
+            with self.pool.forwarding_sigterm():
+                error = self._wait()
+        except KeyboardInterrupt as interrupt:
+            error = interrupt
+            with suppress(KeyboardInterrupt):  # a second one: without waiting
+                self.pool.signal(signal.SIGINT)
+                self._collect_replies(INTERRUPT_GRACE_S)
+        have_replied = WorkerState.IDLE, WorkerState.FAILED
+        self.pool.retain([worker for worker in self.remaining if worker.state in have_replied or worker.is_alive()])
+        return self.pool.outcome(error)
 
-    def outcome(self, error: BaseException | None) -> TaskOutcome:
-        """Returns the outcome, by ranks of the newest world; kills the workers that are not in it."""
-        alive = [worker for worker in self._remaining if worker.is_alive()]
-        world = [worker for worker in self._world if worker in alive or worker in self._replies]
-        replies = [self._replies.get(worker) for worker in world]
-        self._pool.retain(world)
-        has_results = {
-            rank
-            for rank, reply in enumerate(replies)
-            if isinstance(reply, TaskDone) or (isinstance(reply, TaskFailed) and reply.has_results)
-        }
-        rng = [reply.rng for reply in replies if isinstance(reply, TaskDone)] if error is None else []
-        return TaskOutcome(error, has_results, rng)
-
-    def interrupt(self) -> None:
-        """Stops all ranks together after Ctrl-C. A second Ctrl-C takes effect at once."""
-        with suppress(KeyboardInterrupt):
-            self._pool.signal(signal.SIGINT)
-            self._collect_replies(INTERRUPT_GRACE_S)
-
-    # --- events ---
-
-    def _next_events(self) -> BaseException | None:
-        self._restart_exited()
-        done = {*self._replies, *self._leaving, *self._left}
-        active = [worker for worker in self._pool.workers if worker not in done]
-        wait([waitable for worker in active for waitable in worker.waitables], _POLL_S)
-        for worker in active:
-            reply = worker.next_reply()
-            if isinstance(reply, ReadyToJoin):
-                self._on_ready(worker, reply)
-            elif isinstance(reply, JoinedWorld):
-                self._on_joined(worker, reply)
-            elif isinstance(reply, WorkerDiedError):
-                error = self._on_worker_exit(worker, reply)
-                if error is not None:
-                    return error
-            elif (
-                self._world
-                and isinstance(reply, TaskFailed)
-                and isinstance(reply.exception, self._restart_policy.leaves_by)
-            ):
-                self._leaving[worker] = reply
-                self._remove_from_next_world(worker)
-            elif reply is not None:
-                self._replies[worker] = reply
-                if isinstance(reply, TaskFailed):
-                    return self._pool.error_of({worker.rank: reply})
+    def _wait(self) -> BaseException | None:
+        try:
+            while not self.remaining or any(worker.state is not WorkerState.IDLE for worker in self.remaining):
+                self._handle_messages()
+                self._form_world()
+        except _TaskError as failed:
+            return self._first_error(failed.error)
         return None
 
-    def _on_ready(self, worker: Worker, reply: ReadyToJoin) -> None:
-        self._ready.append(worker)
-        if reply.reason is not None:
-            log.info("Worker %d has left its world: %s", worker.rank, reply.reason)
-            self._leave_reason = self._leave_reason or f"worker {worker.rank}: {reply.reason}"
+    @property
+    def remaining(self) -> list[Worker]:
+        """Workers of the newest world, without those that are leaving it."""
+        return [worker for worker in self.world if worker not in self.leaving]
 
-    def _on_joined(self, worker: Worker, reply: JoinedWorld) -> None:
-        if self._forming is None:  # a worker of that world has exited since
-            self._send(worker, WorldMembers(None))
+    @property
+    def joining(self) -> list[Worker]:
+        """Workers that have been in no world so far."""
+        return [worker for worker in self.pool.workers if worker.state in _ACTIVE and worker not in self.world]
+
+    # --- messages ---
+
+    def _handle_messages(self) -> None:
+        self._restart_exited()
+        for worker, message in self.pool.next_replies(_ACTIVE):
+            if isinstance(message, ReadyToJoin):
+                self._on_ready(worker, message)
+            elif isinstance(message, JoinedWorld):
+                self._on_joined(worker, message)
+            elif isinstance(message, WorkerDiedError):
+                self._on_exit(worker, message)
+            elif isinstance(message, TaskFailed):
+                if not self.world or not isinstance(message.exception, self.policy.leaves_by):
+                    raise _TaskError(self.pool.error_of({worker.rank: message}))
+                self.leaving.append(worker)
+                self._remove_from_next_world(worker)
+
+    def _on_ready(self, worker: Worker, message: ReadyToJoin) -> None:
+        self.ready.add(worker)
+        if message.reason is not None:
+            log.info("Worker %d has left its world: %s", worker.rank, message.reason)
+            self.leave_reason = self.leave_reason or f"worker {worker.rank}: {message.reason}"
+
+    def _on_joined(self, worker: Worker, message: JoinedWorld) -> None:
+        if worker not in self.forming:  # a worker of that world has exited since
+            worker.send(WorldMembers(None))
             return
-        self._joined[worker] = reply.member
-        if len(self._joined) == len(self._forming):
-            self._world, self._forming = self._forming, None
-            self._joining = [worker for worker in self._joining if worker not in self._world]
-            members = [self._joined[worker] for worker in self._world]
-            self._joined.clear()
-            self._exit_errors.clear()
-            self._leave_reason = None
-            self._has_notified_of_joining = False
-            for member in self._world:
-                self._send(member, WorldMembers(members))
+        self.members[worker] = message.member
+        if len(self.members) == len(self.forming):
+            self.world, self.forming = self.forming, []
+            members = [self.members[worker] for worker in self.world]
+            self.members.clear()
+            self.exit_errors.clear()
+            self.leave_reason = None
+            self.has_notified_of_joining = False
+            for member in self.world:
+                member.send(WorldMembers(members))
 
-    def _on_worker_exit(self, worker: Worker, exit_error: WorkerDiedError) -> BaseException | None:
-        self._exit_errors.append(exit_error)
-        was_in_world = worker in self._world
+    def _on_exit(self, worker: Worker, exit_error: WorkerDiedError) -> None:
+        self.exit_errors.append(exit_error)
+        was_in_world = worker in self.world
         if was_in_world:
-            self._world.remove(worker)
+            self.world.remove(worker)
         self._remove_from_next_world(worker)
-        if any(other in self._replies for other in self._world):  # they have finished, and this worker has not
-            return exit_error
-        if not self._remaining:
-            return _with_reason(exit_error, "No other worker has a state to continue from. Resume from a checkpoint.")
+        if any(other.state is WorkerState.IDLE for other in self.world):  # they have finished, and this one has not
+            raise _TaskError(exit_error)
+        if not self.remaining:
+            reason = "No other worker has a state to continue from. Resume from a checkpoint."
+            raise _TaskError(add_to_error(exit_error, f"\n{reason}"))
         if was_in_world:
-            for other in self._remaining:
-                other.notify_peer_loss(self._number)
+            for other in self.remaining:
+                other.notify_peer_loss(self.number)
         if self._num_restarts_left() <= 0:
-            max_restarts, window_s = self._restart_policy.max_restarts, self._restart_policy.window_s
+            max_restarts, window_s = self.policy.max_restarts, self.policy.window_s
             limit = f"`max_restarts={max_restarts}` within {window_s:.0f} s (`restart_window`)"
             reason = f"The worker is not restarted, because {limit} is reached. Fix the cause, or raise the limit."
-            return _with_reason(exit_error, reason)
+            raise _TaskError(add_to_error(exit_error, f"\n{reason}"))
         log.warning(
             "%s The other workers continue; restarting worker %d (%s).%s",
             exit_error,
@@ -242,169 +231,137 @@ class _ElasticRun:
             self._restart(worker).description,
             "" if was_in_world else " It had not joined them yet.",
         )
-        return None
 
     def _remove_from_next_world(self, worker: Worker) -> None:
-        for group in (self._joining, self._ready):
-            if worker in group:
-                group.remove(worker)
-        if self._forming is not None and worker in self._forming:
-            self._forming = None
-            for other in self._joined:
+        self.ready.discard(worker)
+        if worker in self.forming:
+            for other in self.members:
                 if other is not worker:
-                    self._send(other, WorldMembers(None))
-            self._joined.clear()
+                    other.send(WorldMembers(None))
+            self.forming = []
+            self.members.clear()
+
+    # --- restarts ---
 
     def _num_restarts_left(self) -> int:
         now = time.monotonic()
-        while self._restarted_at and now - self._restarted_at[0] > self._restart_policy.window_s:
-            self._restarted_at.popleft()
-        return self._restart_policy.max_restarts - len(self._restarted_at) - len(self._exiting)
+        while self.restarted_at and now - self.restarted_at[0] > self.policy.window_s:
+            self.restarted_at.popleft()
+        return self.policy.max_restarts - len(self.restarted_at) - len(self.exiting)
 
     def _restart(self, worker: Worker) -> Worker:
         """Starts a worker that replaces one that has exited."""
-        self._restarted_at.append(time.monotonic())
-        replacement: Worker = self._pool.replace(worker.rank)
-        self._joining.append(replacement)
-        order = RunTask(self._settings[worker.rank], self._is_continuation, is_joining=True)
-        self._pool.submit(replacement, order, self._task)
+        self.restarted_at.append(time.monotonic())
+        replacement = self.pool.replace(worker.rank)
+        order = RunTask(self.settings[worker.rank], self.is_continuation, is_joining=True)
+        replacement.submit(order, self.task)
         return replacement
 
     def _restart_exited(self) -> None:
-        for worker, deadline in list(self._exiting.items()):
+        for worker, deadline in list(self.exiting.items()):
             if worker.is_alive() and time.monotonic() < deadline:
                 continue
             worker.kill()
-            del self._exiting[worker]
+            del self.exiting[worker]
             log.warning("Worker %d is restarted (%s).", worker.rank, self._restart(worker).description)
 
-    def _release_leaving(self) -> BaseException | None:
-        """Lets the other workers continue without those that are leaving.
-
-        Returns:
-            The exception of a leaving worker if too few others remain, else None.
-        """
-        leaving, remaining = self._leaving, self._remaining
-        can_join = [worker for worker, failure in leaving.items() if not isinstance(failure.exception, JoinError)]
+    def _release_leaving(self) -> None:
+        """Lets the other workers continue without those that are leaving, unless too few others remain."""
+        remaining = self.remaining
+        failures = {worker: worker.reply for worker in self.leaving if isinstance(worker.reply, TaskFailed)}
+        can_join = [worker for worker, failure in failures.items() if not isinstance(failure.exception, JoinError)]
         restarted = can_join[: max(0, self._num_restarts_left())]
-        num_expected = sum(map(len, (remaining, self._joining, self._exiting, restarted)))
-        if not remaining or num_expected < self._restart_policy.min_workers:
-            self._replies.update(leaving)
-            return self._pool.error_of({worker.rank: failure for worker, failure in leaving.items()})
-        self._world, self._leaving = remaining, {}
-        for worker, failure in leaving.items():
-            self._left.add(worker)
-            self._send(worker, Shutdown())
+        num_expected = sum(map(len, (remaining, self.joining, self.exiting, restarted)))
+        self.leaving = []
+        if not remaining or num_expected < self.policy.min_workers:
+            raise _TaskError(self.pool.error_of({worker.rank: failure for worker, failure in failures.items()}))
+        self.world = remaining
+        for worker, failure in failures.items():
+            worker.reply = None  # the task does not fail because of it
+            worker.send(Shutdown())
             if worker in restarted:
-                self._exiting[worker] = time.monotonic() + INTERRUPT_GRACE_S
+                self.exiting[worker] = time.monotonic() + INTERRUPT_GRACE_S
             consequence = "is restarted once it has exited" if worker in restarted else "is not restarted"
             message = "The other workers continue without worker %d, which %s. Reason: %s"
             log.warning(message, worker.rank, consequence, failure.summary)
-        return None
 
-    def _form_world(self) -> BaseException | None:
-        if self._forming is not None:
-            return None
-        if self._number < 0:
-            if len(self._ready) == len(self._joining):
-                self._form(self._joining)
-            return None
-        joining = [worker for worker in self._joining if worker in self._ready]
-        are_ready = all(worker in self._ready for worker in self._remaining)
-        have_left = bool(self._leaving)
-        if have_left and (are_ready or self._remaining == self._world):
-            error = self._release_leaving()
-            if error is not None:
-                return error
+    # --- the next world ---
+
+    def _form_world(self) -> None:
+        """Assigns the ranks of the next world if its workers are ready."""
+        if self.forming:
+            return
+        joining = [worker for worker in self.joining if worker in self.ready]
+        if self.number < 0:
+            if len(joining) == len(self.pool.workers):
+                self._assign_ranks(joining)
+            return
+        are_ready = self.ready.issuperset(self.remaining)
+        have_left = bool(self.leaving)
+        if have_left and (are_ready or self.remaining == self.world):
+            self._release_leaving()
         if not are_ready:
-            if joining and not self._has_notified_of_joining:
-                self._send(self._remaining[0], JoinPending())
-                self._has_notified_of_joining = True
-            return None
-        candidates = [*self._world, *joining]
-        if len(candidates) >= self._restart_policy.min_workers:
-            is_without_exit = self._leave_reason and not self._exit_errors and not have_left
-            self._num_resets_without_exit = self._num_resets_without_exit + 1 if is_without_exit else 0
-            if self._num_resets_without_exit == _MAX_RESETS_WITHOUT_EXIT:
-                return RuntimeError(
-                    f"The workers failed to form a new world {_MAX_RESETS_WITHOUT_EXIT} times in a row, although none"
-                    f" of them exited. Last reason: {self._leave_reason}"
-                )
-            self._form(candidates)
-            return None
-        return self._check_wait_timeout(len(candidates))
+            if joining and not self.has_notified_of_joining:
+                self.remaining[0].send(JoinPending())
+                self.has_notified_of_joining = True
+            return
+        candidates = [*self.world, *joining]
+        if len(candidates) < self.policy.min_workers:
+            self._check_wait_timeout(len(candidates))
+            return
+        is_without_exit = self.leave_reason and not self.exit_errors and not have_left
+        self.num_resets_without_exit = self.num_resets_without_exit + 1 if is_without_exit else 0
+        if self.num_resets_without_exit == _MAX_RESETS_WITHOUT_EXIT:
+            message = (
+                f"The workers failed to form a new world {_MAX_RESETS_WITHOUT_EXIT} times in a row, although none of"
+                f" them exited. Last reason: {self.leave_reason}"
+            )
+            raise _TaskError(RuntimeError(message))
+        self._assign_ranks(candidates)
 
-    def _check_wait_timeout(self, num_workers: int) -> BaseException | None:
-        """Returns an error if fewer than ``min_workers`` workers have waited for too long, else None."""
-        wait_timeout_s, now = self._restart_policy.wait_timeout_s, time.monotonic()
-        self._too_few_since = self._too_few_since or now
-        if wait_timeout_s is None or now - self._too_few_since < wait_timeout_s:
-            return None
-        missing = [worker for worker in self._joining if worker not in self._ready]
-        awaited = " and ".join(f"worker {worker.rank} ({worker.description})" for worker in missing)
-        causes = "".join(f"\n{error}" for error in self._exit_errors)
-        return RuntimeError(
-            f"Only {num_workers} of `min_workers={self._restart_policy.min_workers}` workers are running, and {awaited}"
-            f" did not start within {wait_timeout_s:.0f} s (`timeout`).{causes}"
-        )
+    def _check_wait_timeout(self, num_workers: int) -> None:
+        """Fails if fewer than ``min_workers`` workers have waited for too long."""
+        timeout_s, now = self.policy.wait_timeout_s, time.monotonic()
+        self.too_few_since = self.too_few_since or now
+        if timeout_s is not None and now - self.too_few_since >= timeout_s:
+            missing = [worker for worker in self.joining if worker not in self.ready]
+            awaited = " and ".join(f"worker {worker.rank} ({worker.description})" for worker in missing)
+            message = (
+                f"Only {num_workers} of `min_workers={self.policy.min_workers}` workers are running, and {awaited} did"
+                f" not start within {timeout_s:.0f} s (`timeout`)."
+            )
+            raise _TaskError(RuntimeError("\n".join([message, *map(str, self.exit_errors)])))
 
-    def _form(self, world: Sequence[Worker]) -> None:
-        self._number = next(_world_numbers)
-        self._too_few_since = None
-        self._forming = list(world)
-        self._ready = [worker for worker in self._ready if worker not in world]
-        store = self._store.name if isinstance(self._store, HostStore) else (self._store.host, self._store.port)
+    def _assign_ranks(self, world: list[Worker]) -> None:
+        self.number = next(_world_numbers)
+        self.too_few_since = None
+        self.forming = world
+        self.ready.difference_update(world)
+        store = self.store.name if isinstance(self.store, HostStore) else (self.store.host, self.store.port)
         for rank, worker in enumerate(world):
-            self._send(worker, RankAssignment(rank, len(world), self._number, store))
+            worker.send(RankAssignment(rank, len(world), self.number, store))
 
-    def _collect_errors(self, error: BaseException) -> BaseException:
+    # --- the end ---
+
+    def _first_error(self, error: BaseException) -> BaseException:
         """Waits for the other workers to fail as well, and returns the exception of the first failure."""
-        replies = self._collect_replies(GRACE_S)
-        for exit_error in self._exit_errors:  # none from before the newest world, which would not be the cause
-            replies.setdefault(exit_error.error_index, exit_error)
-        return self._pool.error_of(replies) if isinstance(error, WorkerRaisedError) else error
+        self._collect_replies(GRACE_S)
+        # No exits from before the newest world, which would not be the cause.
+        replies: dict[int, TaskReply] = {exit_error.error_index: exit_error for exit_error in self.exit_errors}
+        for rank, reply in self.pool.replies.items():
+            if self.pool.workers[rank] not in self.leaving:
+                replies[rank] = reply
+        return self.pool.error_of(replies) if isinstance(error, WorkerRaisedError) else error
 
-    def _collect_replies(self, timeout_s: float) -> dict[int, TaskDone | TaskFailed | WorkerDiedError]:
-        """Waits for missing replies, and kills workers that do not reply. Workers that wait for a rank receive none.
+    def _collect_replies(self, timeout_s: float) -> None:
+        """Waits for missing replies, and kills workers that do not reply. Workers that wait for a rank receive none."""
+        for worker in self.ready:
+            worker.send(RankAssignment(None))
+        self.pool.collect_replies(timeout_s, on_message=self._refuse_rank)
+        self.pool.kill_running()
 
-        Returns:
-            Replies of the workers, by their index in the pool.
-        """
-        deadline = time.monotonic() + timeout_s
-        replies: dict[int, TaskDone | TaskFailed | WorkerDiedError] = {
-            worker.rank: reply for worker, reply in self._replies.items()
-        }
-        missing = [
-            worker
-            for worker in self._pool.workers
-            if worker not in {*self._replies, *self._leaving, *self._left} and worker.is_connected and worker.is_alive()
-        ]
-        while missing and time.monotonic() < deadline:
-            for worker in set(missing).intersection(self._ready):
-                self._ready.remove(worker)
-                self._send(worker, RankAssignment(None))
-            wait([waitable for worker in missing for waitable in worker.waitables], _POLL_S)
-            for worker in list(missing):
-                reply = worker.next_reply()
-                if isinstance(reply, ReadyToJoin):
-                    self._ready.append(worker)
-                elif isinstance(reply, JoinedWorld):
-                    self._send(worker, WorldMembers(None))
-                elif reply is not None:
-                    missing.remove(worker)
-                    replies[worker.rank] = reply
-                    if not isinstance(reply, WorkerDiedError):
-                        self._replies[worker] = reply
-        for worker in missing:
-            worker.kill()
-        return replies
-
-    def _send(self, worker: Worker, message: MessageToWorker) -> None:
-        with suppress(OSError):  # it has exited: `next_reply` returns the reason
-            worker.send(message)
-
-
-def _with_reason(error: WorkerDiedError, reason: str) -> WorkerDiedError:
-    """Returns the error with the reason why the other workers do not continue."""
-    exit_code, signal_name = error.exit_code, error.signal_name
-    return WorkerDiedError(f"{error}\n{reason}", error.error_index, error.error_pid, exit_code, signal_name)
+    def _refuse_rank(self, worker: Worker, message: Any) -> None:
+        if isinstance(message, ReadyToJoin):
+            worker.send(RankAssignment(None))
+        elif isinstance(message, JoinedWorld):
+            worker.send(WorldMembers(None))

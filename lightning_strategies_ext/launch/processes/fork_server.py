@@ -9,21 +9,22 @@ import gc
 import importlib
 import multiprocessing
 import os
-import pickle
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 from lightning_strategies_ext._system import peers
 from lightning_strategies_ext.interpreters import current_options, python_module
 
-_REPLY = struct.Struct("!i")
+#: A request is a process ID, for its exit code, or 0, for a new process. The reply is the exit code or a process ID.
+_NUMBER = struct.Struct("!i")
+#: Reply if a process runs or is unknown.
+_NO_EXIT_CODE = 1 << 16
 _lock = threading.Lock()
 _server: "ForkServer | None" = None
 
@@ -51,38 +52,32 @@ class ForkServer:
         Raises:
             RuntimeError: If the server has exited.
         """
-        reply = b""
-        with self._exchange():
-            # With the current output streams; those of the server may be older.
-            socket.send_fds(self._socket, [b"f"], [worker.fileno(), 1, 2])
-            reply = self._socket.recv(_REPLY.size, socket.MSG_WAITALL)
-        if len(reply) < _REPLY.size:
+        # With the current output streams; those of the server may be older.
+        pid = self._request(0, [worker.fileno(), 1, 2])
+        if pid is None:
             raise RuntimeError(
                 f"The fork server, which starts the workers, exited with exit code {self.process.wait()}. Check its"
                 " output above, or use `start_method='spawn'`, which needs no fork server."
             )
-        (pid,) = _REPLY.unpack(reply)
-        return int(pid)
+        return pid
 
     def exit_code(self, pid: int) -> int | None:
         """Returns the exit code of a worker, negative for a signal; None if it runs or is unknown."""
-        with self._exchange():
-            self._socket.sendall(b"x" + _REPLY.pack(pid))
-            size = self._socket.recv(1)
-            if size:
-                return pickle.loads(self._socket.recv(size[0], socket.MSG_WAITALL))  # type: ignore[no-any-return]
-        return None
+        code = self._request(pid, [])
+        return None if code == _NO_EXIT_CODE else code
 
-    @contextmanager
-    def _exchange(self) -> Generator[None, None, None]:
-        """Context for a request. If interrupted, it kills the server, whose reply the next request would receive."""
+    def _request(self, number: int, fds: list[int]) -> int | None:
+        """Sends a request and returns the reply, or None if the server has exited."""
         try:
             with suppress(OSError):
-                yield
-        except BaseException:
+                socket.send_fds(self._socket, [_NUMBER.pack(number)], fds)
+                reply = self._socket.recv(_NUMBER.size, socket.MSG_WAITALL)
+                return int(_NUMBER.unpack(reply)[0]) if len(reply) == _NUMBER.size else None
+        except BaseException:  # interrupted: the next request would receive the reply
             self.process.kill()
             self.process.wait()
             raise
+        return None
 
     @property
     def is_usable(self) -> bool:
@@ -129,26 +124,24 @@ def _run(requests: socket.socket, main_pid: int, preloaded: str) -> None:
         running = [child.sentinel for child in children.values() if child.exitcode is None]
         wait([requests, *running], worker_main.PARENT_POLL_S)
         with suppress(BlockingIOError):
-            kind, fds, _, _ = socket.recv_fds(requests, 1, 3, socket.MSG_DONTWAIT)
-            if not kind:
+            request, fds, _, _ = socket.recv_fds(requests, _NUMBER.size, 3, socket.MSG_DONTWAIT)
+            if not request:
                 break
-            if kind == b"f":
+            (pid,) = _NUMBER.unpack(request)
+            if pid == 0:
                 child = context.Process(target=_run_worker, args=(requests, fds, main_pid))
                 child.start()
                 for fd in fds:
                     os.close(fd)
                 assert child.pid is not None
                 children[child.pid] = child
-                requests.sendall(_REPLY.pack(child.pid))
+                reply = child.pid
             else:
-                (pid,) = _REPLY.unpack(requests.recv(_REPLY.size, socket.MSG_WAITALL))
                 exited = children.get(pid)
-                code = None
                 if exited is not None:
                     exited.join(timeout=1)
-                    code = exited.exitcode
-                reply = pickle.dumps(code)
-                requests.sendall(bytes([len(reply)]) + reply)
+                reply = _NO_EXIT_CODE if exited is None or exited.exitcode is None else exited.exitcode
+            requests.sendall(_NUMBER.pack(reply))
     os._exit(0)  # at once: no part needs the interpreter's shutdown, and the main process waits
 
 
@@ -160,8 +153,7 @@ def _run_worker(requests: socket.socket, fds: list[int], main_pid: int) -> None:
     for fd, number in zip(outputs, (1, 2), strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    with worker_main.isolated_exit_handlers():
-        worker_main.serve(socket.socket(fileno=connected), main_pid)
+    worker_main.serve_in_fork(socket.socket(fileno=connected), main_pid)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_strategies_ext.launch.processes.process_settings import ProcessSe
 from lightning_strategies_ext.launch.processes.worker_interface import (
     EXIT_TIMEOUT_S,
     SentTask,
+    TaskReply,
     Worker,
     WorkerStarter,
     WorkerState,
@@ -32,6 +34,8 @@ from lightning_strategies_ext.launch.processes.worker_interface import (
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
 from lightning_strategies_ext.launch.protocol import (
     EndOfResults,
+    Ping,
+    Pong,
     PullResult,
     RunTask,
     SaveState,
@@ -49,9 +53,6 @@ SHORT_GRACE_S = 1.0
 #: Seconds that ranks have to stop together after Ctrl-C.
 INTERRUPT_GRACE_S = 10.0
 _POLL_S = 0.5
-
-#: Replies of the workers to a task, by local rank.
-TaskReplies = dict[int, TaskDone | TaskFailed | WorkerDiedError]
 
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 #: Threads that close pools.
@@ -81,6 +82,10 @@ class WorkerPool:
         starter: Starter of the workers.
         reraised_types: Types of worker exceptions that this process raises unchanged.
         inherited_task: Task that workers inherit in a fork, because it cannot be pickled.
+
+    Attributes:
+        starter: Starter of the workers.
+        workers: The workers, in order of ranks.
     """
 
     def __init__(
@@ -97,40 +102,32 @@ class WorkerPool:
         self._at_exit = Finalize(None, self.close, exitpriority=0)
         self._owner = os.getpid()
         self._reraised_types = reraised_types
-        self._workers: list[Worker] = []
+        self.starter = starter
+        self.workers: list[Worker] = []
         _pools.add(self)
-        self._starter = starter
-        self._inherited_task = inherited_task
         try:
-            for rank in range(num_workers):
-                self._workers.append(starter.start(rank, num_workers, inherited_task))
-            self._workers = starter.prepare(self._workers)
+            for worker in starter.start(num_workers, inherited_task):
+                self.workers.append(worker)  # one after the other: `close` ends those that have started before an error
+            self.workers.sort(key=lambda worker: worker.rank)
         except BaseException:
             self.close()
             raise
 
-    def is_usable(self) -> bool:
-        """Whether all workers reply to a ping and wait for a task."""
-        if not self._workers or self._owner != os.getpid():
-            return False
-        for worker in self._workers:
-            worker.ping()
-        return all(worker.state is WorkerState.IDLE and worker.is_responsive() for worker in self._workers)
-
-    @property
-    def workers(self) -> list[Any]:
-        """The workers, each a :class:`.Worker`, in order of ranks."""
-        return self._workers
-
-    @property
-    def address(self) -> str | None:
-        """Address at which the workers reach this host, see :attr:`.WorkerStarter.address`."""
-        return self._starter.address
-
     @property
     def pids(self) -> list[int]:
         """Process IDs of the workers, in order of ranks."""
-        return [worker.pid for worker in self._workers]
+        return [worker.pid for worker in self.workers]
+
+    def is_usable(self) -> bool:
+        """Whether all workers reply to a ping and wait for a task."""
+        if not self.workers or self._owner != os.getpid():
+            return False
+        for worker in self.workers:
+            worker.send(Ping())
+        are_idle = all(worker.state is WorkerState.IDLE for worker in self.workers)
+        return are_idle and all(isinstance(worker.wait_for_message(), Pong) for worker in self.workers)
+
+    # --- a task ---
 
     def run(self, task: SentTask | None, settings: Sequence[ProcessSettings], is_continuation: bool) -> TaskOutcome:
         """Runs a task in all workers and waits until each has run it, or one has failed.
@@ -140,25 +137,80 @@ class WorkerPool:
             settings: Settings of each worker.
             is_continuation: Whether the task continues where an earlier one ended.
         """
-        replies: TaskReplies = {}
-
-        def has_failed() -> bool:
-            return any(not isinstance(reply, TaskDone) for reply in replies.values())
-
+        for worker in self.workers:
+            worker.reply = None  # also of those that receive no task because of an interrupt
         try:
             with self.forwarding_sigterm():
-                for worker, own in zip(self._workers, settings, strict=True):
-                    self.submit(worker, RunTask(own, is_continuation, is_inherited=task is None), task)
-                self._collect(replies, until=has_failed)
-                if has_failed():
-                    self._collect_failures(replies)
+                for worker, own in zip(self.workers, settings, strict=True):
+                    worker.submit(RunTask(own, is_continuation, is_inherited=task is None), task)
+                self.collect_replies(until=self._has_failed)
+                if self._has_failed():
+                    # The other ranks fail as well, which shows the first failure.
+                    self.collect_replies(GRACE_S, until=lambda: self.workers[0].reply is not None)
+                    self.collect_replies(SHORT_GRACE_S)
+                    self.kill_running()
         except KeyboardInterrupt as interrupt:
-            return self._interrupt(replies, interrupt)
-        has_results = {rank for rank, reply in replies.items() if _has_results(reply)}
-        rng = [reply.rng for _, reply in sorted(replies.items()) if isinstance(reply, TaskDone)]
-        if len(rng) == len(self._workers):
-            return TaskOutcome(None, has_results, rng)
-        return TaskOutcome(self.error_of(replies), has_results)
+            with suppress(KeyboardInterrupt):  # a second one: without waiting
+                self.signal(signal.SIGINT)
+                self.collect_replies(INTERRUPT_GRACE_S)
+            return self.outcome(interrupt)
+        return self.outcome(self.error_of(self.replies) if self._has_failed() else None)
+
+    def _has_failed(self) -> bool:
+        return any(worker.state in (WorkerState.FAILED, WorkerState.EXITED) for worker in self.workers)
+
+    def next_replies(
+        self, states: Sequence[WorkerState] = (WorkerState.RUNNING,), timeout_s: float = inf
+    ) -> Iterator[tuple[Worker, Any]]:
+        """Waits until workers in one of the given states have replied, at most half a second; yields their replies."""
+        workers = [worker for worker in self.workers if worker.state in states]
+        wait([waitable for worker in workers for waitable in worker.waitables], max(0.0, min(timeout_s, _POLL_S)))
+        for worker in workers:
+            reply = worker.next_reply()
+            if reply is not None:
+                yield worker, reply
+
+    def collect_replies(
+        self,
+        timeout_s: float = inf,
+        until: Callable[[], bool] = lambda: False,
+        on_message: Callable[[Worker, Any], None] = lambda worker, message: None,
+    ) -> None:
+        """Waits until all workers have replied to their task, until a condition holds, or until the timeout has passed.
+
+        Args:
+            timeout_s: Timeout in seconds.
+            until: The condition.
+            on_message: Called with each reply, and with each other message of a worker.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._running and not until() and time.monotonic() < deadline:
+            for worker, message in self.next_replies(timeout_s=deadline - time.monotonic()):
+                on_message(worker, message)
+
+    def kill_running(self) -> None:
+        """Kills the workers that have not replied to their task."""
+        for worker in self._running:
+            log.info("Rank %d has not replied in time; killing it.", worker.rank)
+            worker.kill()
+
+    @property
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.state is WorkerState.RUNNING]
+
+    @property
+    def replies(self) -> dict[int, TaskReply]:
+        """Replies to the last task by rank, in the order in which they arrived."""
+        workers = sorted(self.workers, key=lambda worker: worker.replied_at)
+        return {worker.rank: worker.reply for worker in workers if worker.reply is not None}
+
+    def outcome(self, error: BaseException | None) -> TaskOutcome:
+        """Returns the outcome of the last task with the given error."""
+        has_results = {worker.rank for worker in self.workers if worker.has_results}
+        done = [worker.reply for worker in self.workers if isinstance(worker.reply, TaskDone)]
+        return TaskOutcome(error, has_results, [reply.rng for reply in done] if error is None else [])
+
+    # --- its results ---
 
     def pull(self, rank: int, timeout_s: float | None = None) -> Iterator[Any]:
         """Yields the results of a worker's task, in order. The worker produces each result when it is requested.
@@ -171,68 +223,62 @@ class WorkerPool:
             WorkerDiedError: If the worker exits.
             WorkerRaisedError: If a result cannot be sent.
         """
-        worker = self._workers[rank]
+        worker = self.workers[rank]
         while True:
-            try:
-                worker.send(PullResult())
-                if not worker.poll(timeout_s):
-                    worker.kill()
-                result = worker.receive()
-            except (OSError, EOFError):
-                raise worker.exit_error() from None
+            worker.send(PullResult())
+            result = worker.wait_for_message(timeout_s)
+            if result is None:
+                worker.kill()
+                result = worker.wait_for_message()
             if isinstance(result, EndOfResults):
                 return
+            if isinstance(result, WorkerDiedError):
+                raise result
             if isinstance(result, TaskFailed):
                 raise self._error_from(rank, result)
             yield result
             del result
 
-    def save_state(self, rank: int, path: str, timeout_s: float | None = None) -> str | None:
-        """Saves the state of a worker's stage to a file, because it could not be pulled.
-
-        Args:
-            rank: Local rank of the worker, which writes the file.
-            path: Path of the file.
-            timeout_s: Seconds that the worker has; None for no limit.
+    def save_state(self, rank: int, path: str) -> str | None:
+        """Lets a worker save the state of its stage to a file, because the state could not be pulled.
 
         Returns:
             None, or the reason why the file was not written.
         """
-        worker = self._workers[rank]
-        try:
-            worker.send(SaveState(path))
-            if not worker.poll(timeout_s):
-                return f"rank {rank} did not write the file within {timeout_s} s"
-            reply = worker.receive()
-        except (OSError, EOFError):
-            return str(worker.exit_error())
+        worker = self.workers[rank]
+        worker.send(SaveState(path))
+        reply = worker.wait_for_message()
+        if isinstance(reply, WorkerDiedError):
+            return str(reply)
         return reply.summary if isinstance(reply, TaskFailed) else None
 
-    def replace(self, rank: int) -> Any:
+    # --- the workers ---
+
+    def replace(self, rank: int) -> Worker:
         """Starts a worker that replaces one that has exited, and prepares it while the other workers run."""
-        dead = self._workers[rank]
+        dead = self.workers[rank]
         dead.close()
-        worker = self._workers[rank] = self._starter.replace(dead, len(self._workers), self._inherited_task)
+        worker = self.workers[rank] = self.starter.replace(dead, self.workers)
         return worker
 
     def retain(self, workers: Sequence[Worker]) -> None:
         """Kills all other workers, and assigns new ranks to the given ones, in their order."""
-        for worker in self._workers:
+        for worker in self.workers:
             if worker not in workers:
                 worker.kill()
                 worker.close()
         for rank, worker in enumerate(workers):
             worker.rank = rank
-        self._workers = list(workers)
+        self.workers = list(workers)
 
     def signal(self, signum: int) -> None:
         """Sends a signal to all workers."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.signal(signum)
 
     def close(self) -> None:
         """Shuts the workers down and waits until they have exited. A second call is a no-op."""
-        workers, self._workers = self._workers, []
+        workers, self.workers = self.workers, []
         if self._owner != os.getpid():
             return
         _pools.discard(self)
@@ -240,14 +286,13 @@ class WorkerPool:
         for worker in workers:
             if worker.state is WorkerState.RUNNING:
                 worker.kill()
-            with suppress(OSError):
-                worker.send(Shutdown())
+            worker.send(Shutdown())
         deadline = time.monotonic() + EXIT_TIMEOUT_S
         for worker in workers:
             worker.wait(max(0.0, deadline - time.monotonic()))
             worker.kill()
             worker.close()
-        self._starter.close()
+        self.starter.close()
 
     def close_in_background(self) -> None:
         """Closes the pool when its owner is garbage-collected: at once, or in a thread.
@@ -255,7 +300,7 @@ class WorkerPool:
         A collection may run within any call of this process. Within a call of Ray Client, which holds a lock, the calls
         that shut down workers on Ray would wait for the lock indefinitely.
         """
-        if not self._starter.closes_through_library:
+        if not self.starter.closes_through_library:
             self.close()
             return
         thread = threading.Thread(target=self.close, daemon=True, name="lightning-strategies-ext worker shutdown")
@@ -265,11 +310,6 @@ class WorkerPool:
             self.close()
         else:
             _closing.append(thread)
-
-    def submit(self, worker: Worker, order: RunTask, task: SentTask | None) -> None:
-        """Sends a task for a worker to run; None for the task that it has inherited."""
-        with suppress(OSError):  # it has exited: `next_reply` returns the reason
-            worker.submit(order, task)
 
     @contextmanager
     def forwarding_sigterm(self) -> Generator[None, None, None]:
@@ -286,47 +326,9 @@ class WorkerPool:
             if is_forwarding:
                 signal.signal(signal.SIGTERM, previous)
 
-    def _collect(
-        self,
-        replies: TaskReplies,
-        until: Callable[[], bool],
-        timeout_s: float | None = None,
-    ) -> None:
-        """Waits for the missing replies, until a condition holds or the timeout has passed."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not until() and len(replies) < len(self._workers):
-            missing = [worker for worker in self._workers if worker.rank not in replies]
-            remaining_s = _POLL_S if deadline is None else min(_POLL_S, deadline - time.monotonic())
-            if remaining_s < 0:
-                return
-            wait([waitable for worker in missing for waitable in worker.waitables], remaining_s)
-            for worker in missing:
-                reply = worker.next_reply()
-                if reply is not None:
-                    replies[worker.rank] = reply
+    # --- errors ---
 
-    def _collect_failures(self, replies: TaskReplies) -> None:
-        """Waits for the other ranks to fail as well, which shows the first failure; kills those that do not."""
-
-        def has_rank_0_replied() -> bool:
-            return 0 in replies
-
-        self._collect(replies, until=has_rank_0_replied, timeout_s=GRACE_S)
-        self._collect(replies, until=lambda: False, timeout_s=SHORT_GRACE_S)
-        for worker in self._workers:
-            if worker.rank not in replies:
-                log.info("Rank %d does not exit although another rank has failed; killing it.", worker.rank)
-                worker.kill()
-
-    def _interrupt(self, replies: TaskReplies, interrupt: KeyboardInterrupt) -> TaskOutcome:
-        try:
-            self.signal(signal.SIGINT)
-            self._collect(replies, until=lambda: False, timeout_s=INTERRUPT_GRACE_S)
-        except KeyboardInterrupt:  # a second one: without waiting
-            pass
-        return TaskOutcome(interrupt, {rank for rank, reply in replies.items() if _has_results(reply)})
-
-    def error_of(self, replies: TaskReplies) -> BaseException:
+    def error_of(self, replies: dict[int, TaskReply]) -> BaseException:
         """Returns the exception that the main process raises after the given replies, by local rank."""
         exits = [reply for reply in replies.values() if isinstance(reply, WorkerDiedError)]
         failures = {rank: reply for rank, reply in replies.items() if isinstance(reply, TaskFailed)}
@@ -337,9 +339,7 @@ class WorkerPool:
         if exits:  # the other ranks have usually failed because they lost this one
             cause = exits[0]
             secondary = "".join(f"\nThen rank {rank} failed: {failure.summary}" for rank, failure in failures.items())
-            error = WorkerDiedError(
-                f"{cause}{secondary}", cause.error_index, cause.error_pid, cause.exit_code, cause.signal_name
-            )
+            error = add_to_error(cause, secondary)
             first = next((failure.first_failure for failure in failures.values() if failure.first_failure), None)
             if first is not None and first.ranks == (cause.error_index,):  # other ranks cannot see its exit code
                 first = replace(first, headline=str(cause))
@@ -359,7 +359,7 @@ class WorkerPool:
         Its cause is the :class:`.WorkerRaisedError` with the traceback.
         """
         exceptions = [failure.exception for _, failure in sorted(failures.items()) if not failure.is_secondary]
-        first = exceptions[0] if len(exceptions) == len(self._workers) else None
+        first = exceptions[0] if len(exceptions) == len(self.workers) else None
         if not isinstance(first, Exception):
             return None
         if any(type(other) is not type(first) or str(other) != str(first) for other in exceptions):
@@ -370,7 +370,7 @@ class WorkerPool:
         return first
 
     def _error_from(self, rank: int, failure: TaskFailed) -> WorkerRaisedError:
-        worker = self._workers[rank]
+        worker = self.workers[rank]
         headline = f"rank {rank} ({worker.description}) failed: {failure.summary}"
         message = f"{headline}\n\nTraceback of rank {rank}:\n{failure.traceback}"
         error = WorkerRaisedError(message, rank, worker.pid)
@@ -379,8 +379,9 @@ class WorkerPool:
         return error
 
 
-def _has_results(reply: TaskDone | TaskFailed | WorkerDiedError) -> bool:
-    return isinstance(reply, TaskDone) or (isinstance(reply, TaskFailed) and reply.has_results)
+def add_to_error(error: WorkerDiedError, text: str) -> WorkerDiedError:
+    """Returns the error with another text at the end of its message."""
+    return WorkerDiedError(f"{error}{text}", error.error_index, error.error_pid, error.exit_code, error.signal_name)
 
 
 def wait_until_closed() -> None:

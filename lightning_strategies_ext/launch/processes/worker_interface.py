@@ -3,8 +3,12 @@
 :mod:`.worker_process` implements both for processes of this host, :mod:`.launch.ray` for workers on a Ray cluster.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from enum import Enum
+from math import inf
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 from lightning_strategies_ext.exceptions import WorkerDiedError
@@ -14,29 +18,22 @@ from lightning_strategies_ext.launch.protocol import MessageToWorker, RunTask, T
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFileCache
 from lightning_strategies_ext.launch.transport.pickling import MessagePickler, Pickled
 
+#: Reply to a task, or the error that describes how the worker has exited without one.
+TaskReply = TaskDone | TaskFailed | WorkerDiedError
+
 #: Seconds that a worker has to exit.
 EXIT_TIMEOUT_S = 3.0
+_POLL_S = 1.0
 
 
 class WorkerState(Enum):
-    """State of a worker, local, forked, elastic, or on Ray. Only starting and connecting differ between them.
+    """State of a worker, local, forked, elastic, or on Ray. Only starting and connecting differ between them."""
 
-    ========  ====================================================  =======================
-    state     entered when                                          next states
-    ========  ====================================================  =======================
-    STARTING  its process is started                                IDLE, EXITED
-    IDLE      its setup is sent, or it has replied ``TaskDone``     RUNNING, FAILED, EXITED
-    RUNNING   a task is submitted                                   IDLE, FAILED, EXITED
-    FAILED    its setup or a task has failed; it may have results   EXITED
-    EXITED    its exit is detected, or it is closed
-    ========  ====================================================  =======================
-    """
-
-    STARTING = "starting"
-    IDLE = "idle"
-    RUNNING = "running"
-    FAILED = "failed"
-    EXITED = "exited"
+    STARTING = "starting"  # its process is started
+    IDLE = "idle"  # its setup is sent, or it has replied `TaskDone`
+    RUNNING = "running"  # a task is submitted
+    FAILED = "failed"  # its setup or a task has failed; it may have results
+    EXITED = "exited"  # its exit is detected, or it is closed
 
 
 _NEXT_STATES = {
@@ -53,23 +50,37 @@ _STATES_AFTER_REPLIES = {
 }
 
 
-class SentTask(Protocol):
-    """A task that was serialized once, for all workers."""
-
-    def close(self) -> None:
-        """Releases the serialized task. Workers that have received it keep it."""
-
-
 class Worker(Protocol):
     """A worker, as the main process controls it.
 
     Attributes:
         rank: Index of the worker in its pool.
+        pid: Process ID on the worker's host; 0 if it is not known yet.
         state: State of the worker.
+        reply: Reply to the last task, or the error that describes the exit of the worker; None if it has not replied.
+        replied_at: Time at which the reply was received, on the monotonic clock, in seconds.
     """
 
     rank: int
+    pid: int = 0
     state: WorkerState = WorkerState.STARTING
+    reply: TaskReply | None = None
+    replied_at: float = inf
+
+    @property
+    def description(self) -> str:
+        """Text that identifies the process in messages, such as "pid 4711"."""
+        return f"pid {self.pid}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of this worker alone."""
+        return {}
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the worker has results to pull."""
+        return isinstance(self.reply, TaskDone) or (isinstance(self.reply, TaskFailed) and self.reply.has_results)
 
     def enter(self, state: WorkerState) -> None:
         """Changes the state. The same state again is a no-op.
@@ -81,88 +92,61 @@ class Worker(Protocol):
             raise RuntimeError(f"worker {self.rank} is {self.state.value} and cannot become {state.value}")
         self.state = state
 
-    @property
-    def pid(self) -> int:
-        """Process ID on the worker's host; 0 if it is not known yet."""
+    # --- messages ---
 
-    @property
-    def description(self) -> str:
-        """Text that identifies the process in messages, such as "pid 4711"."""
+    def send(self, message: MessageToWorker) -> None:
+        """Sends a message, unless the worker has exited, which the next reply shows."""
+        with suppress(OSError):
+            self._send(message, None)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables of this worker alone."""
+    def submit(self, order: RunTask, task: Any) -> None:
+        """Sends the request to run a task, and the task, a :class:`SentTask`; None if the worker has inherited it."""
+        self.reply = None
+        if self.state is not WorkerState.STARTING:
+            self.enter(WorkerState.RUNNING)
+        with suppress(OSError):
+            self._send(order, task)
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the worker is ready to receive; messages that were sent before wait until it is."""
+    def next_reply(self) -> Any:
+        """Returns the reply to a task, a WorkerDiedError if the worker has exited without one, or None for now.
+
+        The replies of an elastic task include :class:`.ReadyToJoin` and :class:`.JoinedWorld`.
+        """
+        reply = self._next_message()
+        if type(reply) in _STATES_AFTER_REPLIES:
+            self.enter(_STATES_AFTER_REPLIES[type(reply)])
+            self.reply, self.replied_at = reply, time.monotonic()
+        return reply
+
+    def wait_for_message(self, timeout_s: float | None = None) -> Any:
+        """Returns the next message, a WorkerDiedError if the worker exits without one, or None after the timeout."""
+        deadline = inf if timeout_s is None else time.monotonic() + timeout_s
+        while (message := self._next_message()) is None and time.monotonic() < deadline:
+            wait(self.waitables, max(0.0, min(_POLL_S, deadline - time.monotonic())))
+        return message
 
     @property
     def waitables(self) -> list[Any]:
         """Objects for ``multiprocessing.connection.wait``, ready when a reply has arrived or the worker has exited."""
 
-    def send(self, message: MessageToWorker) -> None:
-        """Sends a message.
-
-        Raises:
-            OSError: If the worker has exited.
-        """
-
-    def submit(self, order: RunTask, task: Any) -> None:
-        """Sends the request to run a task, and the task, a :class:`SentTask`; None if the worker has inherited it.
-
-        Raises:
-            OSError: If the worker has exited.
-        """
-        if self.state is not WorkerState.STARTING:
-            self.enter(WorkerState.RUNNING)
-        self._submit(order, task)
-
-    def _submit(self, order: RunTask, task: Any) -> None:
-        """Sends a task, or keeps it until the worker has started."""
-
-    def poll(self, timeout_s: float | None) -> bool:
-        """Waits until a message has arrived or the worker has exited; returns False if neither happens in time."""
-
-    def receive(self) -> Any:
-        """Waits for a message and returns it.
-
-        Raises:
-            EOFError: If the worker has exited.
-        """
-
-    def next_reply(self) -> Any:
-        """Returns the reply to a task, the :meth:`exit_error` if the worker has exited without one, or None for now.
-
-        The replies of an elastic task include :class:`.ReadyToJoin` and :class:`.JoinedWorld`.
-        """
-        reply = self._next_reply()
-        state = _STATES_AFTER_REPLIES.get(type(reply))
-        if state is not None:
-            self.enter(state)
-        return reply
-
-    def _next_reply(self) -> Any:
-        """Returns what :meth:`next_reply` returns."""
-
     def notify_peer_loss(self, world: int) -> None:
-        """Notifies the worker that another worker of its world has exited, if its kernel may not detect that.
+        """Notifies the worker that another worker of the given world has exited, if its kernel may not detect that."""
+        return
 
-        Args:
-            world: Number of the world.
+    def _send(self, message: MessageToWorker, task: Any) -> None:
+        """Sends a message, with a task if it requests to run one, or keeps the task until the worker has started.
+
+        Raises:
+            OSError: If the worker has exited.
         """
 
-    def ping(self) -> None:
-        """Requests a reply for :meth:`is_responsive` from the worker, which waits for a task."""
+    def _next_message(self) -> Any:
+        """Returns the next message, a WorkerDiedError if the worker has exited without one, or None for now."""
 
-    def is_responsive(self) -> bool:
-        """Whether the worker replies to :meth:`ping`. Waits until it replies or exits."""
+    # --- exit ---
 
     def is_alive(self) -> bool:
         """Whether the worker runs."""
-
-    def exit_error(self) -> WorkerDiedError:
-        """Returns an error that describes how the worker exited. Waits briefly until that is known."""
 
     def signal(self, signum: int) -> None:
         """Sends a signal to the worker if it runs."""
@@ -175,6 +159,13 @@ class Worker(Protocol):
 
     def close(self) -> None:
         """Releases what the main process holds for the worker."""
+
+
+class SentTask(Protocol):
+    """A task that was serialized once, for all workers."""
+
+    def close(self) -> None:
+        """Releases the serialized task. Workers that have received it keep it."""
 
 
 class WorkerStarter(Protocol):
@@ -219,26 +210,11 @@ class WorkerStarter(Protocol):
             RuntimeError: If they cannot.
         """
 
-    def start(self, rank: int, num_workers: int, inherited_task: WorkerTask | None) -> Worker:
-        """Starts a worker.
+    def start(self, num_workers: int, inherited_task: WorkerTask | None) -> Iterator[Worker]:
+        """Yields workers as they start; forks inherit the task. At the end, all have ranks and are ready for tasks."""
 
-        Args:
-            rank: Index of the worker in its pool.
-            num_workers: Number of workers in the pool.
-            inherited_task: Task that the worker inherits in a fork.
-        """
-
-    def prepare(self, workers: Sequence[Any]) -> list[Any]:
-        """Prepares new workers for tasks, and returns them in the order of their ranks."""
-
-    def replace(self, dead: Any, num_workers: int, inherited_task: WorkerTask | None) -> Worker:
-        """Starts a worker that replaces an exited one, and prepares it for tasks while the other workers run.
-
-        Args:
-            dead: The worker that has exited, closed.
-            num_workers: Number of workers in the pool.
-            inherited_task: Task that the worker inherits in a fork.
-        """
+    def replace(self, dead: Any, workers: Sequence[Any]) -> Worker:
+        """Starts a worker that replaces an exited one, and prepares it for tasks while the other workers run."""
 
     def pack(self, pickled: Pickled, cache: MemoryFileCache) -> SentTask:
         """Writes a pickled task to memory that all workers can read.

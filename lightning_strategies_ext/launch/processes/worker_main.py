@@ -12,8 +12,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ import torch
 
 from lightning_strategies_ext._system.peers import is_running, start_time
 from lightning_strategies_ext.interpreters import current_options, python
-from lightning_strategies_ext.launch.processes.process_settings import RngState
+from lightning_strategies_ext.launch.processes.process_settings import RngState, is_interactive
 from lightning_strategies_ext.launch.protocol import (
     EndOfResults,
     JoinPending,
@@ -42,7 +42,7 @@ from lightning_strategies_ext.launch.transport.pickling import Pickled, use_remo
 #: Seconds between two checks whether the main process runs.
 PARENT_POLL_S = 0.5
 #: Keys of preparation data: what ``multiprocessing.spawn`` imports in place of the user's ``__main__``.
-MAIN_NAME, MAIN_PATH = "init_main_from_name", "init_main_from_path"
+_MAIN_NAME, _MAIN_PATH = "init_main_from_name", "init_main_from_path"
 
 _is_importing_main = False
 
@@ -101,6 +101,18 @@ class WorkerSession:
         """Index of the worker on its host."""
         return self.rank if self.rank_info is None else self.rank_info.local_rank
 
+    def handle_interrupt(self, signum: int, frame: object) -> None:
+        """Handles Ctrl-C, which has no effect while no task runs.
+
+        Raises:
+            KeyboardInterrupt: If the task has set no :attr:`on_interrupt`.
+        """
+        if not self.is_running:
+            return
+        if self.on_interrupt is None:
+            raise KeyboardInterrupt
+        self.on_interrupt()
+
 
 def is_importing_main() -> bool:
     """Whether this process is a worker that is importing the user's script."""
@@ -115,24 +127,37 @@ def serve(connected: socket.socket, main_pid: int, inherited_task: WorkerTask | 
         main_pid: Process ID of the main process.
         inherited_task: Task that the worker has inherited in a fork.
     """
-    exit_with_parent(main_pid)
-    channel = Channel(connected)
+    _exit_with_parent(main_pid)
     with suppress(EOFError, OSError):  # the main process has closed its end
-        _serve(channel, inherited_task)
+        _serve(Channel(connected), inherited_task)
     gc.collect()  # shuts down DataLoader workers in good order
 
 
-@contextmanager
-def isolated_exit_handlers() -> Generator[None, None, None]:
-    """Runs the ``atexit`` handlers that are registered in the context, and none of the process that was forked.
+def serve_in_fork(connected: socket.socket, main_pid: int, inherited_task: WorkerTask | None = None) -> None:
+    """Runs a worker like :func:`serve` in a forked process, with its own ``atexit`` handlers, and none of its parent.
 
     A forked process exits without its handlers otherwise, unless multiprocessing of Python 3.14 has started it.
     """
     atexit._clear()
     try:
-        yield
+        serve(connected, main_pid, inherited_task)
     finally:
         atexit._run_exitfuncs()
+
+
+def _exit_with_parent(pid: int) -> None:
+    """Kills this process soon after process ``pid`` has exited, whatever this process is doing.
+
+    Its DataLoader workers detect that within five seconds, and clean up.
+    """
+    started = start_time(pid)
+
+    def monitor() -> None:
+        while is_running(pid, started):
+            time.sleep(PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=monitor, daemon=True, name="lightning-strategies-ext parent monitor").start()
 
 
 def _serve(channel: Channel, inherited_task: WorkerTask | None) -> None:
@@ -170,7 +195,7 @@ class WorkerService:
 
     def set_up(self, start: WorkerSetup) -> TaskFailed | None:
         """Prepares this process for tasks; returns the failure, or None."""
-        signal.signal(signal.SIGINT, lambda signum, frame: _handle_interrupt(self._session))
+        signal.signal(signal.SIGINT, self._session.handle_interrupt)
         try:
             _prepare(start)
         except BaseException as exception:
@@ -193,7 +218,7 @@ class WorkerService:
         elif isinstance(message, JoinPending):
             pass  # it arrived after the task
         elif isinstance(message, SaveState):
-            yield _save(message.path, self._session)
+            yield self._save_state(message.path)
         elif isinstance(message, PullResult):
             yield self._next_result()
         else:
@@ -216,13 +241,22 @@ class WorkerService:
             gc.collect()
         return result
 
+    def _save_state(self, path: str) -> StateSaved | TaskFailed:
+        try:
+            if self._session.save is None:
+                raise RuntimeError("this worker has no state to save, because its last task was no stage of a Trainer")
+            self._session.save(path)
+            return StateSaved()
+        except Exception as exception:
+            return TaskFailed.of(exception)
+
     def _run(self, order: RunTask, receive_task: Callable[[], ReceivedMessage]) -> Iterator[Any]:
         self._session.save = None
         self._results = iter(())
         self._task_message.close()
         self._task_message = ReceivedMessage(Pickled(b"")) if order.is_inherited else receive_task()
         try:
-            self._results = _run(order, self._task_message, self._inherited_task, self._session)
+            self._results = self._start_task(order)
             yield TaskDone(RngState.now())
         except TaskFailedError as failed:
             yield TaskFailed.of(failed.__cause__ or failed, has_results=failed.results is not None)
@@ -236,32 +270,21 @@ class WorkerService:
             self.is_finished = True
         self._inherited_task = None
 
-
-def _save(path: str, session: WorkerSession) -> StateSaved | TaskFailed:
-    try:
-        if session.save is None:
-            raise RuntimeError("this worker has no state to save, because its last task was no stage of a Trainer")
-        session.save(path)
-        return StateSaved()
-    except Exception as exception:
-        return TaskFailed.of(exception)
-
-
-def _run(
-    order: RunTask, message: ReceivedMessage, inherited_task: WorkerTask | None, session: WorkerSession
-) -> Iterator[Any]:
-    order.settings.apply()
-    session.is_continuation = order.is_continuation
-    session.is_joining = order.is_joining
-    session.is_running = True
-    try:
-        task: WorkerTask | None = inherited_task if order.is_inherited else message.open()
-        assert task is not None
-        return task.run(session, message)
-    finally:
-        message.received_objects = {}  # otherwise it would keep the task's objects alive
-        session.is_running = False
-        session.on_interrupt = None
+    def _start_task(self, order: RunTask) -> Iterator[Any]:
+        """Runs a task; returns its results, which are produced later."""
+        order.settings.apply()
+        session, message = self._session, self._task_message
+        session.is_continuation = order.is_continuation
+        session.is_joining = order.is_joining
+        session.is_running = True
+        try:
+            task: WorkerTask | None = self._inherited_task if order.is_inherited else message.open()
+            assert task is not None
+            return task.run(session, message)
+        finally:
+            message.received_objects = {}  # otherwise it would keep the task's objects alive
+            session.is_running = False
+            session.on_interrupt = None
 
 
 def _prepare(start: WorkerSetup) -> None:
@@ -281,36 +304,20 @@ def _prepare(start: WorkerSetup) -> None:
         _is_importing_main = False
 
 
+def preparation_data() -> dict[str, Any]:
+    """Returns the data with which a worker imports the user's script, see :attr:`.WorkerSetup.preparation`."""
+    data = multiprocessing.spawn.get_preparation_data("lightning-strategies-ext worker")
+    data["authkey"] = bytes(data["authkey"])
+    # After `python -i`, more is defined in `__main__` than by the script. A script that was piped in has no file.
+    if is_interactive() or not os.path.exists(data.get(_MAIN_PATH, "/")):
+        data.pop(_MAIN_NAME, None)
+        data.pop(_MAIN_PATH, None)
+    return data
+
+
 def imports_main(preparation: Mapping[str, Any]) -> bool:
-    """Whether a worker imports the user's script; a notebook and ``python -c`` have none.
-
-    Args:
-        preparation: Preparation data, see :class:`.WorkerSetup`.
-    """
-    return MAIN_NAME in preparation or MAIN_PATH in preparation
-
-
-def _handle_interrupt(session: WorkerSession) -> None:
-    if not session.is_running:
-        return
-    if session.on_interrupt is None:
-        raise KeyboardInterrupt
-    session.on_interrupt()
-
-
-def exit_with_parent(pid: int) -> None:
-    """Kills this process soon after process ``pid`` has exited, whatever this process is doing.
-
-    Its DataLoader workers detect that within five seconds, and clean up.
-    """
-    started = start_time(pid)
-
-    def monitor() -> None:
-        while is_running(pid, started):
-            time.sleep(PARENT_POLL_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=monitor, daemon=True, name="lightning-strategies-ext parent monitor").start()
+    """Whether a worker with this preparation data imports the user's script; a notebook and ``python -c`` have none."""
+    return _MAIN_NAME in preparation or _MAIN_PATH in preparation
 
 
 def command(connected: socket.socket, main_pid: int) -> list[str]:

@@ -25,10 +25,25 @@ import torch
 from lightning_strategies_ext.interpreters import module_path
 from lightning_strategies_ext.registry import UnavailableHereError
 
+log = logging.getLogger(__name__)
+
 PlacementStrategy = Literal["PACK", "SPREAD"]
 
+#: Extra of this package that installs Ray.
+EXTRA = "lightning-strategies-ext[ray]"
 #: Granularity of Ray's amounts of resources.
 _STEP = 1e-4
+#: Maximum length of the path of Ray's directory: the paths of sockets in it must not exceed 107 characters.
+_MAX_PATH_CHARACTERS = 36
+#: Attempts to connect through Ray Client's proxy while it fails to start a server; each takes up to 40 s.
+_CLIENT_ATTEMPTS = 3
+_ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+_lock = threading.RLock()
+_users = 0
+_directory: str | None = None
+_session: str | None = None
+_address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +83,8 @@ class ResourceDemand:
             needed, available = amount * num_workers, sum(host.get(name, 0.0) for host in hosts)
             if needed > available + _STEP:
                 raise ValueError(
-                    f"`num_workers={num_workers}` workers with `{self._argument(name)}` need {needed:g}"
-                    f" {_resource_text(name, needed)}, but {cluster} has {available:g}. Request fewer workers, or less"
+                    f"`num_workers={num_workers}` workers with `{self._argument(name)}` need"
+                    f" {_amount_text(name, needed)}, but {cluster} has {available:g}. Request fewer workers, or less"
                     " per worker (with a fraction, several workers share one), or add hosts to the cluster."
                 )
         capacities = [
@@ -77,21 +92,17 @@ class ResourceDemand:
             for host in hosts
         ]
         if sum(capacities) < num_workers:
+            needs = " and ".join(_amount_text(name, amount) for name, amount in self.bundle.items())
             raise ValueError(
-                f"`num_workers={num_workers}` workers that each need {self._text()} do not fit into {cluster}: its"
+                f"`num_workers={num_workers}` workers that each need {needs} do not fit into {cluster}: its"
                 f" {len(hosts)} hosts can run {' + '.join(map(str, capacities))} of them, because a worker cannot"
                 " span hosts. Request fewer workers, or less per worker."
             )
 
     def _argument(self, name: str) -> str:
-        if name == "CPU":
-            return f"num_cpus_per_worker={self.num_cpus:g}"
-        if name == "GPU":
-            return f"num_gpus_per_worker={self.num_gpus:g}"
+        if name in ("CPU", "GPU"):
+            return f"num_{name.lower()}s_per_worker={self.bundle[name]:g}"
         return f"resources_per_worker={{{name!r}: {self.resources[name]:g}}}"
-
-    def _text(self) -> str:
-        return " and ".join(f"{amount:g} {_resource_text(name, amount)}" for name, amount in self.bundle.items())
 
 
 def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, resources: Any, placement: Any) -> None:
@@ -105,18 +116,14 @@ def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, res
         raise TypeError(f"`num_workers` must be an int or None, got {num_workers!r}.")
     if num_workers is not None and num_workers < 1:
         raise ValueError(f"`num_workers={num_workers!r}` must be at least 1.")
-    amounts = {"num_cpus_per_worker": num_cpus}
-    if num_gpus is not None:
-        amounts["num_gpus_per_worker"] = num_gpus
-    if resources is not None:
-        if not isinstance(resources, Mapping):
-            raise TypeError(f"`resources_per_worker` must be a dict such as {{'fast': 1}}, got {resources!r}.")
-        for name in ("CPU", "GPU"):
-            if name in resources:
-                raise ValueError(
-                    f"`resources_per_worker` contains {name!r}. Use `num_{name.lower()}s_per_worker` instead."
-                )
-        amounts.update({f"resources_per_worker[{name!r}]": amount for name, amount in resources.items()})
+    resources = {} if resources is None else resources
+    if not isinstance(resources, Mapping):
+        raise TypeError(f"`resources_per_worker` must be a dict such as {{'fast': 1}}, got {resources!r}.")
+    for name in ("CPU", "GPU"):
+        if name in resources:
+            raise ValueError(f"`resources_per_worker` contains {name!r}. Use `num_{name.lower()}s_per_worker` instead.")
+    amounts = {"num_cpus_per_worker": num_cpus, "num_gpus_per_worker": 0 if num_gpus is None else num_gpus}
+    amounts.update({f"resources_per_worker[{name!r}]": amount for name, amount in resources.items()})
     for name, amount in amounts.items():
         if not isinstance(amount, (int, float)) or isinstance(amount, bool):
             raise TypeError(f"`{name}` must be a number, got {amount!r}.")
@@ -130,27 +137,10 @@ def check_resource_arguments(num_workers: Any, num_cpus: Any, num_gpus: Any, res
         raise ValueError(f"`placement={placement!r}` must be 'PACK' (few hosts) or 'SPREAD' (many hosts).")
 
 
-def _resource_text(name: str, amount: float) -> str:
+def _amount_text(name: str, amount: float) -> str:
     if name in ("CPU", "GPU"):
-        return name if amount == 1 else f"{name}s"
-    return f"of {name!r}"
-
-
-log = logging.getLogger(__name__)
-
-#: Extra of this package that installs Ray.
-EXTRA = "lightning-strategies-ext[ray]"
-#: Maximum length of the path of Ray's directory: the paths of sockets in it must not exceed 107 characters.
-_MAX_PATH_CHARACTERS = 36
-#: Attempts to connect through Ray Client's proxy while it fails to start a server; each takes up to 40 s.
-_ATTEMPTS = 3
-_ONLY_THIS_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-
-_lock = threading.RLock()
-_users = 0
-_directory: str | None = None
-_session: str | None = None
-_address: str | None = None
+        return f"{amount:g} {name}{'s' * (amount != 1)}"
+    return f"{amount:g} of {name!r}"
 
 
 def check_ray_installed() -> None:
@@ -228,13 +218,17 @@ def connect(address: str | None, demand: ResourceDemand, num_workers: int, runti
     """
     import ray
 
-    global _users, _directory, _session, _address
+    global _users, _session, _address
     with _lock:
         if ray.is_initialized():
             if _session != _this_session():
                 _forget()  # the user has closed that connection and opened another
-            if not _users or address != _address:
-                _check_same_cluster(address)
+            current = ray.get_runtime_context().gcs_address
+            if address not in (None, "auto", current) and not (_users and address == _address):
+                raise ValueError(
+                    f"`address={address!r}`: this process is connected to the Ray cluster at {current} already, and Ray"
+                    " allows one connection per process. Leave out the argument, or call `ray.shutdown()` first."
+                )
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
             if _users:
                 _users += 1
@@ -243,14 +237,9 @@ def connect(address: str | None, demand: ResourceDemand, num_workers: int, runti
         requested, address = address, address or os.environ.get("RAY_ADDRESS") or "local"
         check_address(address)
         if address == "local":
-            resources = _this_machine()
-            demand.check_fits(num_workers, [resources], "this machine")
-            _directory = _start(resources, runtime_env)
+            _start(demand, num_workers, runtime_env)
         else:
-            try:
-                _connect(address, runtime_env)
-            except (ConnectionError, TimeoutError) as error:
-                raise RuntimeError(unreachable_message(address, error)) from error
+            _connect(address, runtime_env)
         _users, _session, _address = 1, _this_session(), requested
         try:
             demand.check_fits(num_workers, host_resources(), "the Ray cluster")
@@ -293,45 +282,12 @@ def host_resources() -> list[dict[str, float]]:
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
 
-def free_resources_text() -> str:
-    """Returns the free resources of the cluster as text."""
-    import ray
-
-    free = ray.available_resources()
-    hidden = ("node:", "memory", "object_store", "bundle_group")
-    shown = {name: amount for name, amount in free.items() if not name.startswith(hidden) and "_group_" not in name}
-    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
-
-
-def is_ray_client() -> bool:
-    """Whether this process is connected through Ray Client, from outside the cluster."""
-    from ray.util.client import ray as client
-
-    return bool(client.is_connected())
-
-
 def _this_session() -> str:
     """Returns an identifier of this process's current connection to a cluster."""
     import ray
 
     context = ray.get_runtime_context()
     return f"{context.gcs_address} {context.get_job_id()}"
-
-
-def _check_same_cluster(address: str | None) -> None:
-    import ray
-
-    current = ray.get_runtime_context().gcs_address
-    if address not in (None, "auto", current):
-        raise ValueError(
-            f"`address={address!r}`: this process is connected to the Ray cluster at {current} already, and Ray allows"
-            " one connection per process. Leave out the argument, or call `ray.shutdown()` first."
-        )
-
-
-def _this_machine() -> dict[str, float]:
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"CPU": float(num_cpus), "GPU": float(torch.cuda.device_count())}
 
 
 def _connect(address: str, runtime_env: dict[str, Any] | None) -> None:
@@ -341,55 +297,52 @@ def _connect(address: str, runtime_env: dict[str, Any] | None) -> None:
     other threads in gRPC (Ray 2.60; 1 of 20 connections). ``ray.init`` then raises ConnectionAbortedError, and the next
     attempt gets a new server.
     """
-    import ray
-
-    for attempt in range(_ATTEMPTS):
+    is_client = is_client_address(address)
+    num_attempts = _CLIENT_ATTEMPTS if is_client else 1
+    for attempt in range(num_attempts):
         try:
-            with _preserved_sigterm_handler():
-                ray.init(
-                    address=address,
-                    runtime_env=runtime_env,
-                    log_to_driver=False,
-                    logging_level=logging.WARNING,
-                    job_config=None if is_client_address(address) else _job_config(),
-                )
-        except ConnectionAbortedError as error:
-            if not is_client_address(address) or attempt == _ATTEMPTS - 1:
-                raise
-            log.info("Ray Client's proxy at %s did not start a server (%s). Connecting again.", address, error)
-        else:
+            _initialize(address=address, runtime_env=runtime_env, job_config=None if is_client else _job_config())
             return
+        except (ConnectionError, TimeoutError) as error:
+            if not isinstance(error, ConnectionAbortedError) or attempt == num_attempts - 1:
+                raise RuntimeError(unreachable_message(address, error)) from error
+            log.info("Ray Client's proxy at %s did not start a server (%s). Connecting again.", address, error)
 
 
-def _start(resources: dict[str, float], runtime_env: dict[str, Any] | None) -> str | None:
-    import ray
-
-    directory = None
+def _start(demand: ResourceDemand, num_workers: int, runtime_env: dict[str, Any] | None) -> None:
+    global _directory
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_gpus = torch.cuda.device_count()
+    demand.check_fits(num_workers, [{"CPU": num_cpus, "GPU": num_gpus}], "this machine")
     if "RAY_TMPDIR" not in os.environ:
         parent = tempfile.gettempdir()
-        directory = tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) + 14 <= _MAX_PATH_CHARACTERS else "/tmp")
+        parent = parent if len(parent) + 14 <= _MAX_PATH_CHARACTERS else "/tmp"
+        _directory = tempfile.mkdtemp(prefix="ray-", dir=parent)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # With Ray's default, 15, workers train at a small fraction of their speed next to any other busy process.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    log.info("Starting Ray on this machine with %d CPUs and %d GPUs.", resources["CPU"], resources["GPU"])
+    log.info("Starting Ray on this machine with %d CPUs and %d GPUs.", num_cpus, num_gpus)
     try:
-        with _preserved_sigterm_handler(), _only_this_machine():
-            ray.init(
+        with _only_this_machine():
+            _initialize(
                 address="local",
-                num_cpus=int(resources["CPU"]),
-                num_gpus=int(resources["GPU"]),
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
                 include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
                 runtime_env=runtime_env,
                 job_config=_job_config(),
-                _temp_dir=directory,
+                _temp_dir=_directory,
             )
     except BaseException:
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+        _forget()
         raise
-    return directory
+
+
+def _initialize(**arguments: Any) -> None:
+    import ray
+
+    with _preserved_sigterm_handler():
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, **arguments)
 
 
 def _job_config() -> Any:
@@ -418,16 +371,15 @@ def _only_this_machine() -> Generator[None, None, None]:
     hosts reach. It has a switch, meant for firewalls on other systems, which it reads at its import, in this process
     and in those that it starts; ``ray._private.ray_constants`` holds the value.
     """
-    before = os.environ.get(_ONLY_THIS_MACHINE)
-    os.environ[_ONLY_THIS_MACHINE] = "0"
     constants: Any = sys.modules.get("ray._private.ray_constants")
-    was_enabled = getattr(constants, "ENABLE_RAY_CLUSTER", None)
-    if constants is not None and was_enabled is not None:
+    before, was_enabled = os.environ.get(_ONLY_THIS_MACHINE), getattr(constants, "ENABLE_RAY_CLUSTER", None)
+    os.environ[_ONLY_THIS_MACHINE] = "0"
+    if was_enabled is not None:
         constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        if constants is not None and was_enabled is not None:
+        if was_enabled is not None:
             constants.ENABLE_RAY_CLUSTER = was_enabled
         if before is None:
             del os.environ[_ONLY_THIS_MACHINE]

@@ -1,17 +1,17 @@
 """Main process's side of a worker on Ray. Calls of its actor and its link carry messages and detect its exit."""
 
 import logging
-import math
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import wait
+from math import inf
 from typing import Any
 
 import ray
@@ -24,19 +24,14 @@ from lightning_strategies_ext.launch.protocol import (
     LinkMessageToWorker,
     MessageToWorker,
     PeerLost,
-    Ping,
-    Pong,
     RunTask,
     SendSignal,
     Shutdown,
     TaskFailed,
     WorkerRankInfo,
 )
-from lightning_strategies_ext.launch.ray import cluster
-from lightning_strategies_ext.launch.ray.actor import WorkerHostInfo
-from lightning_strategies_ext.launch.ray.link_relay import RelayedLinkServer
-from lightning_strategies_ext.launch.ray.payloads import RayPayload
-from lightning_strategies_ext.launch.ray.worker_link import LinkServer, WorkerLink
+from lightning_strategies_ext.launch.ray.actor import ActorReply, RayPayload, WorkerHostInfo
+from lightning_strategies_ext.launch.ray.worker_link import LinkServer, RelayedLinkServer, WorkerLink
 
 log = logging.getLogger(__name__)
 
@@ -94,32 +89,22 @@ class RayWorker(Worker):
         self._is_elastic = is_elastic
         self.info: WorkerHostInfo | None = None
         self.rank_info: WorkerRankInfo | None = None
-        self._wakeup_fd, self._wakeup_writer = os.pipe()
-        os.set_blocking(self._wakeup_writer, False)
-        self._owner = os.getpid()
-        self._lock = threading.Lock()
+        self._wakeup, self._wakeup_sender = socket.socketpair()
+        self._wakeup_sender.setblocking(False)
+        self._lock = threading.Lock()  # after `close`, the descriptors of the sockets may belong to other files
         self._is_open = True
         self._waiting: Future[Any] | None = None
         self._error: BaseException | None = None
         self._steps: Generator[Future[Any], Any, None] | None = None
-        self._step: Future[Any] | None = None
         self._unsent_task: tuple[RunTask, SentPayload] | None = None
-        self._warn_at = math.inf
+        self._warn_at = inf
         self.link: WorkerLink = link_server.expect(number, self._wake_up)
         self._actor: Any = actor_class.options(**options).remote(link_server.address, link_server.secret, number)
-
-    # --- description ---
-
-    @property
-    @override
-    def pid(self) -> int:
-        """Process id of the worker on its host; 0 until the worker has started."""
-        return 0 if self.info is None else self.info.pid
 
     @property
     @override
     def description(self) -> str:
-        return "not started by Ray so far" if self.info is None else f"pid {self.pid} on {self.info.address}"
+        return "not started by Ray so far" if self.info is None else f"{super().description} on {self.info.address}"
 
     @property
     @override
@@ -133,6 +118,33 @@ class RayWorker(Worker):
             variables["GLOO_SOCKET_IFNAME"] = interface
         return variables
 
+    # --- startup ---
+
+    def start_up(self, steps: Generator["Future[Any]", Any, None]) -> None:
+        """Sets the worker up while others run: :meth:`next_reply` continues the setup, and submits the task at its end.
+
+        Args:
+            steps: Generator that yields futures, and receives their results. If it raises, the worker has failed.
+        """
+        self._steps, self._waiting = steps, next(steps)
+        self._warn_at = time.monotonic() + _WARN_AFTER_S
+
+    def _continue_startup(self, steps: Generator["Future[Any]", Any, None], step: "Future[Any]") -> Any:
+        try:
+            self._waiting = steps.send(step.result())
+        except StopIteration:
+            self._steps = None
+            self.enter(WorkerState.IDLE)
+            if self._unsent_task is not None:
+                (order, task), self._unsent_task = self._unsent_task, None
+                settings = order.settings  # of the replaced worker, with its environment variables
+                environment = {**settings.environment, **self.environment}
+                self.submit(replace(order, settings=replace(settings, environment=environment)), task)
+        except Exception as error:
+            self._error = error
+            return self._exit_error()
+        return None
+
     # --- messages ---
 
     def call(self, method: str, *args: Any) -> Any:
@@ -141,139 +153,71 @@ class RayWorker(Worker):
         future.add_done_callback(lambda future: self._wake_up())
         return future
 
-    def start_up(self, steps: Generator["Future[Any]", Any, None]) -> None:
-        """Sets the worker up while others run: :meth:`next_reply` continues the setup, and submits the task at its end.
-
-        Args:
-            steps: Generator that yields futures, and receives their results. If it raises, the worker has failed.
-        """
-        self._steps, self._step = steps, next(steps)
-        self._warn_at = time.monotonic() + _WARN_AFTER_S
-
-    @property
     @override
-    def is_connected(self) -> bool:
-        return self._steps is None
-
-    def _advance_startup(self) -> None:
-        while self._steps is not None and self._error is None and self._step is not None and self._step.done():
-            try:
-                self._step = self._steps.send(self._step.result())
-            except StopIteration:
-                self._steps = None
-                self.enter(WorkerState.IDLE)
-                if self._unsent_task is not None:
-                    (order, task), self._unsent_task = self._unsent_task, None
-                    with suppress(OSError):  # `next_reply` returns the error
-                        self.submit(_task_for(self, order), task)
-            except Exception as error:
-                self._error = error
-        if self.info is None and time.monotonic() > self._warn_at:
-            log.warning(
-                "Worker %d has not started. Free resources in Ray: %s.", self.rank, cluster.free_resources_text()
-            )
-            self._warn_at = math.inf
-
-    @override
-    def send(self, message: MessageToWorker) -> None:
+    def _send(self, message: MessageToWorker, task: "SentPayload | None") -> None:
         if isinstance(message, LinkMessageToWorker):
             self.link.send(message)
-        else:
-            self._send(message, None)
+        elif isinstance(message, RunTask) and self.state is WorkerState.STARTING:
+            assert task is not None
+            self._unsent_task = message, task
+        elif self.is_alive():
+            try:
+                if isinstance(message, Shutdown):
+                    self._actor.end.remote()
+                    return
+                self._waiting = self.call("handle", message, None if task is None else task.reference)
+                if isinstance(message, RunTask):
+                    self._actor.finish_reply.remote()
+            except Exception as error:  # Ray may have exited too
+                self._error = error
 
     @override
     def notify_peer_loss(self, world: int) -> None:
         self.link.send(PeerLost(world))
 
+    @property
     @override
-    def _submit(self, order: RunTask, task: SentPayload | None) -> None:
-        assert task is not None
-        if self.state is WorkerState.STARTING:
-            self._unsent_task = order, task
-        else:
-            self._send(order, task.reference)
+    def waitables(self) -> list[Any]:
+        return [self._wakeup]
 
-    def _send(self, message: Any, task: Any) -> None:
-        if not self.is_alive():
-            raise OSError("the worker has exited")
+    def _wake_up(self) -> None:
+        with self._lock:
+            if self._is_open:
+                with suppress(BlockingIOError):
+                    self._wakeup_sender.send(b"!")
+
+    @override
+    def _next_message(self) -> Any:
+        with suppress(BlockingIOError):
+            self._wakeup.recv(1 << 16, socket.MSG_DONTWAIT)
+        if self.info is None and time.monotonic() > self._warn_at:
+            log.warning("Worker %d has not started. Free resources in Ray: %s.", self.rank, free_resources_text())
+            self._warn_at = inf
+        has_exited = not self.is_alive()  # checked first: the worker may reply and then exit
+        if self.link.messages:
+            self._wake_up()  # there may be more messages
+            return self.link.messages.popleft()
+        if has_exited and self._error is None and self._waiting is not None:
+            wait_until(self._waiting, _SHORT_REASON_S if self._is_elastic else _REASON_S)
+        if self._waiting is not None and self._waiting.done():
+            done, self._waiting = self._waiting, None
+            return self._message_of(done) if self._steps is None else self._continue_startup(self._steps, done)
+        return self._exit_error() if has_exited else None
+
+    def _message_of(self, reply: "Future[ActorReply]") -> Any:
         try:
-            if isinstance(message, Shutdown):
-                self._actor.end.remote()
-                return
-            self._waiting = self._actor.handle.remote(message, task).future()
-            self._waiting.add_done_callback(lambda future: self._wake_up())
-            if isinstance(message, RunTask):
-                self._actor.finish_reply.remote()
-        except Exception as error:  # Ray may have exited too
-            self._error = error
-            raise OSError("the worker has exited") from error
-
-    @override
-    def poll(self, timeout_s: float | None) -> bool:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._has_reply() and self.is_alive():
-            remaining_s = None if deadline is None else deadline - time.monotonic()
-            if remaining_s is not None and remaining_s <= 0:
-                return False
-            self._wait_for_wakeup(remaining_s)
-        return True
-
-    @override
-    def receive(self) -> Any:
-        self.poll(None)
-        if not self._has_reply() and self._waiting is not None:
-            wait_until(self._waiting, _REASON_S)
-        if not self._has_reply():
-            raise EOFError("the worker has exited")
-        waiting, self._waiting = self._waiting, None
-        assert waiting is not None
-        try:
-            actor_reply = waiting.result()
+            actor_reply = reply.result()
         except RayError as error:
             # If the error is not Ray's own, the actor runs, and its method has failed, for example for lack of a class.
             if isinstance(error, RayTaskError) and not _is_of_ray_itself(error):
                 return _failure_of(error)
             self._error = error
-            raise EOFError("the worker has exited") from error
+            return self._exit_error()
         self.link.wait_for_output(actor_reply.num_output_bytes)
-        reply = actor_reply.load()
-        if isinstance(reply, TaskFailed):  # hosts have different clocks: the failure received first is the first
-            reply = replace(reply, time=time.monotonic())
-        return reply
-
-    def _has_reply(self) -> bool:
-        return self._waiting is not None and self._waiting.done()
-
-    @property
-    @override
-    def waitables(self) -> list[Any]:
-        return [self._wakeup_fd]
-
-    @override
-    def _next_reply(self) -> Any:
-        self._drain_wakeups()
-        self._advance_startup()
-        is_dead = not self.is_alive()
-        if self.link.messages:
-            self._wake_up()  # there may be more messages
-            return self.link.messages.popleft()
-        if self._has_reply():
-            with suppress(EOFError):
-                return self.receive()
-        return self.exit_error() if is_dead or self._error is not None else None
-
-    @override
-    def ping(self) -> None:
-        with suppress(OSError):
-            self.send(Ping())
-
-    @override
-    def is_responsive(self) -> bool:
-        if self._waiting is None:
-            return False
-        with suppress(EOFError):
-            return isinstance(self.receive(), Pong)
-        return False
+        message = actor_reply.payload.load(is_only_read=actor_reply.is_only_read)
+        if isinstance(message, TaskFailed):  # hosts have different clocks: the failure received first is the first
+            message = replace(message, time=time.monotonic())
+        return message
 
     # --- exit ---
 
@@ -281,12 +225,7 @@ class RayWorker(Worker):
     def is_alive(self) -> bool:
         return self._is_open and self._error is None and not self.link.closed.is_set()
 
-    @override
-    def exit_error(self) -> WorkerDiedError:
-        if self._error is None and self._waiting is not None:
-            wait_until(self._waiting, _SHORT_REASON_S if self._is_elastic else _REASON_S)
-            if self._waiting.done() and isinstance(self._waiting.exception(), RayError):
-                self._error = self._waiting.exception()
+    def _exit_error(self) -> WorkerDiedError:
         message = f"rank {self.rank} ({self.description}) exited in the middle of its work."
         if isinstance(self._error, RayError):
             message += f" Ray reports: {reason_from_ray(self._error)}"
@@ -316,45 +255,30 @@ class RayWorker(Worker):
     def close(self) -> None:
         self.enter(WorkerState.EXITED)
         self._kill_actor()  # it may never have connected
-        self._actor = self._waiting = self._steps = self._step = self._unsent_task = None
+        self._actor = self._waiting = self._steps = self._unsent_task = None
         with self._lock:
-            if self._is_open:
-                self._is_open = False
-                os.close(self._wakeup_fd)
-                os.close(self._wakeup_writer)
+            self._is_open = False
+            self._wakeup.close()
+            self._wakeup_sender.close()
 
     def _kill_actor(self) -> None:
         if ray.is_initialized():  # otherwise Ray would start a cluster for the call
             with suppress(Exception):  # Ray may have exited
                 ray.kill(self._actor)
 
-    # --- wakeups ---
-
-    def _wake_up(self) -> None:
-        with self._lock:
-            if self._is_open:
-                with suppress(BlockingIOError):
-                    os.write(self._wakeup_writer, b"!")
-
-    def _wait_for_wakeup(self, timeout_s: float | None) -> None:
-        if wait([self._wakeup_fd], 0.5 if timeout_s is None else min(timeout_s, 0.5)):
-            self._drain_wakeups()
-
-    def _drain_wakeups(self) -> None:
-        while self._is_open and wait([self._wakeup_fd], 0):
-            os.read(self._wakeup_fd, 64)
-
-
-def _task_for(worker: RayWorker, order: RunTask) -> RunTask:
-    """Returns a message that was written for the replaced worker, with this worker's environment variables."""
-    settings = order.settings
-    return replace(order, settings=replace(settings, environment={**settings.environment, **worker.environment}))
-
 
 def wait_until(future: "Future[Any]", timeout_s: float) -> None:
     """Waits for a future without raising its exception."""
     with suppress(Exception):
         future.exception(timeout_s)
+
+
+def free_resources_text() -> str:
+    """Returns the free resources of the cluster as text."""
+    free = ray.available_resources()
+    hidden = ("node:", "memory", "object_store", "bundle_group")
+    shown = {name: amount for name, amount in free.items() if not name.startswith(hidden) and "_group_" not in name}
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(shown.items())) or "nothing"
 
 
 def reason_from_ray(error: BaseException) -> str:

@@ -3,23 +3,21 @@
 It carries signals to the worker, output from the worker, and the messages of an elastic task (``LinkMessage`` of the
 protocol). Each process detects at once that the other has exited, and a worker whose link closes kills itself. The
 worker connects. The main process sends a challenge, and the worker proves that it has the secret that it received
-through Ray.
+through Ray. :class:`.MainLink` is the worker's side.
 
-The contents of a link are not encrypted, as those of Ray's own connections are not.
+No worker can connect to a main process outside the cluster (Ray Client), which can only call methods of actors. Its
+workers connect to a :class:`.LinkRelayActor` in the cluster, whose methods the main process calls.
+
+Limitations: links are not encrypted, as Ray's own connections are not.
 """
 
 import codecs
-import fcntl
 import hmac
-import io
 import math
-import os
 import secrets
-import signal
 import socket
 import struct
 import sys
-import termios
 import threading
 import time
 from collections import deque
@@ -36,44 +34,65 @@ from lightning_strategies_ext.launch.protocol import (
     LinkMessage,
     LinkMessageToMain,
     LinkMessageToWorker,
-    PeerLost,
     ReadyToJoin,
-    SendSignal,
     WorkerOutput,
     decode,
     encode,
 )
 
+#: Seconds to wait until the main process has printed a worker's output.
+FLUSH_TIMEOUT_S = 2.0
+MAX_RECEIVED_BYTES = 1 << 16
 _NUMBER = struct.Struct("!I")
 _SECRET_BYTES = 32
 #: Length of a challenge, and of its response, in bytes.
 _PROOF_BYTES = 32
-_CONNECT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 #: Time in which a connection has to prove that it belongs to a worker, in seconds.
 _PROOF_S = 10.0
 #: Number of open connections without a proof; further ones wait in the listener's queue.
 _MAX_UNPROVED = 64
-_MAX_RECEIVED_BYTES = 1 << 16
-_FLUSH_S = 2.0
 
 
-def enable_worker_keepalive(connected: socket.socket) -> None:
-    """Enables TCP keepalive, so that the connection is closed within half a minute if the other host is lost."""
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the same for unacknowledged data
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _frame(message: LinkMessage) -> bytes:
+def frame_of(message: LinkMessage) -> bytes:
+    """Returns the frame of a message over a link."""
     kind, data = encode(message)
     return encode_frame(data, kind)
 
 
-# --- in the main process ---
+def connect_worker(address: tuple[str, int], secret: bytes, number: int) -> socket.socket:
+    """Connects a worker, with its number, to a :class:`LinkServer`, and proves that it has the secret of the server.
+
+    Raises:
+        OSError: If the main process cannot be reached.
+    """
+    host, port = address
+    try:
+        connected = socket.create_connection(address, _CONNECT_TIMEOUT_S)
+    except OSError as error:
+        raise OSError(f"the main process cannot be reached at {host}:{port} ({error})") from error
+    connected.settimeout(None)
+    _enable_keepalive(connected)
+    challenge = connected.recv(_PROOF_BYTES, socket.MSG_WAITALL)
+    if len(challenge) < _PROOF_BYTES:
+        raise OSError(f"the main process at {host}:{port} has closed the connection")
+    own_number = _NUMBER.pack(number)
+    connected.sendall(_proof(secret, challenge, own_number) + own_number)
+    return connected
+
+
+def _proof(secret: bytes, challenge: bytes, number: bytes) -> bytes:
+    """Returns the response to a challenge, which proves that the sender has the secret."""
+    return hmac.digest(secret, challenge + number, "sha256")
+
+
+def _enable_keepalive(connected: socket.socket) -> None:
+    """Enables TCP keepalive, so that the connection is closed within half a minute if the other host is lost."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000)):
+        if hasattr(socket, name):  # the last one is for unacknowledged data
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class WorkerLink:
@@ -91,7 +110,7 @@ class WorkerLink:
         self.closed = threading.Event()
         self.messages: deque[ReadyToJoin | JoinedWorld] = deque()
         self._on_update = on_update
-        self._connected: socket.socket | None = None
+        self._connected: socket.socket | _RelayedSocket | None = None
         self._num_bytes = 0
         self._received = threading.Condition()
         self._frames = FrameDecoder()
@@ -102,22 +121,21 @@ class WorkerLink:
         """Whether the worker has connected, and the link is not closed."""
         return self._connected is not None
 
+    def connect(self, connected: "socket.socket | _RelayedSocket") -> None:
+        """Sets the connection of the worker."""
+        self._connected = connected
+
     def send(self, message: LinkMessageToWorker) -> None:
         """Sends the worker a message, if the link is connected."""
+        self.send_bytes(frame_of(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Sends the worker bytes, if the link is connected."""
         # In one call and without a lock, because signal handlers send too: they run before or after the call.
         connected = self._connected
         if connected is not None:
             with suppress(OSError):
-                connected.sendall(_frame(message))
-
-    def wait_for_output(self, num_bytes: int) -> None:
-        """Waits at most two seconds until this many bytes of output are printed, or the link is closed."""
-        with self._received:
-            self._received.wait_for(lambda: self._num_bytes >= num_bytes or self.closed.is_set(), _FLUSH_S)
-
-    def connect(self, connected: socket.socket) -> None:
-        """Sets the connection of the worker."""
-        self._connected = connected
+                connected.sendall(data)
 
     def receive(self, data: bytes) -> None:
         """Handles received data: prints output, and stores messages.
@@ -147,6 +165,11 @@ class WorkerLink:
             target.write(self._decoders[output.is_error].decode(output.data))
             target.flush()
 
+    def wait_for_output(self, num_bytes: int) -> None:
+        """Waits at most two seconds until this many bytes of output are printed, or the link is closed."""
+        with self._received:
+            self._received.wait_for(lambda: self._num_bytes >= num_bytes or self.closed.is_set(), FLUSH_TIMEOUT_S)
+
     def close(self) -> None:
         """Closes the link. A second call is a no-op."""
         if self._connected is not None:
@@ -161,13 +184,7 @@ class WorkerLink:
 
 @dataclass
 class _Unproved:
-    """State of a connection that has not proved that it belongs to a worker.
-
-    Attributes:
-        challenge: Bytes that the connection received.
-        deadline: Time until which it may send the proof, on the monotonic clock, in seconds.
-        received: Bytes that it has sent.
-    """
+    """State of a connection that has not proved that it belongs to a worker: its challenge, deadline, and response."""
 
     challenge: bytes
     deadline: float
@@ -178,22 +195,27 @@ class LinkServer:
     """Server to which the workers of a pool connect.
 
     Args:
-        address: Address at which workers reach this host.
+        host: Address at which workers reach this host.
+
+    Attributes:
+        address: Address and port that workers connect to.
+        secret: Secret that workers prove to have.
+        links: Links by the number of the worker, which no earlier worker has had.
     """
 
-    def __init__(self, address: str) -> None:
-        self._listening = socket.create_server((address, 0))
-        self.address = address, self._listening.getsockname()[1]
+    def __init__(self, host: str) -> None:
+        self._listening = socket.create_server((host, 0))
+        self.address = host, self._listening.getsockname()[1]
         self.secret = secrets.token_bytes(_SECRET_BYTES)
-        self._links: dict[int, WorkerLink] = {}
+        self.links: dict[int, WorkerLink] = {}
         self._unproved: dict[Any, _Unproved] = {}
         self._loop = SelectorLoop()
         self._is_open = True
         threading.Thread(target=self._serve, daemon=True, name="lightning-strategies-ext links").start()
 
     def expect(self, number: int, on_update: Callable[[], None]) -> WorkerLink:
-        """Creates the link of a worker that is about to be started, with a number that no earlier worker has had."""
-        link = self._links[number] = WorkerLink(on_update)
+        """Creates the link of a worker that is about to be started."""
+        link = self.links[number] = WorkerLink(on_update)
         return link
 
     def close(self) -> None:
@@ -210,7 +232,7 @@ class LinkServer:
             for connected in [end for end, state in self._unproved.items() if now > state.deadline]:
                 self._end_proof(connected)
                 connected.close()
-        for link in self._links.values():
+        for link in self.links.values():
             link.close()
         for end in (self._listening, *self._unproved):
             end.close()
@@ -243,7 +265,7 @@ class LinkServer:
             connected.close()
             return False
         connected.setblocking(True)
-        enable_worker_keepalive(connected)
+        _enable_keepalive(connected)
         link.connect(connected)
         self._loop.add(connected, partial(self._receive, connected, link))
         return False
@@ -261,13 +283,13 @@ class LinkServer:
         expected = (_proof(self.secret, state.challenge, number), self.secret)
         if len(number) < _NUMBER.size or not any(hmac.compare_digest(proof, valid) for valid in expected):
             return None
-        link = self._links.get(*_NUMBER.unpack(number))
+        link = self.links.get(*_NUMBER.unpack(number))
         return None if link is None or link.is_connected or link.closed.is_set() else link
 
     def _receive(self, connected: socket.socket, link: WorkerLink) -> bool:
         data = b""
         with suppress(OSError):
-            data = connected.recv(_MAX_RECEIVED_BYTES)
+            data = connected.recv(MAX_RECEIVED_BYTES)
         with suppress(ValueError):  # no worker sends such data: the link is closed
             if data:
                 link.receive(data)
@@ -277,151 +299,73 @@ class LinkServer:
         return False
 
 
-# --- in a worker ---
+# --- of a main process outside the cluster ---
 
 
-class MainLink:
-    """Worker's side of the link to the main process. Redirects the output of this process to the link.
+class RelayedLinkServer:
+    """A :class:`LinkServer` in the cluster, as the main process outside uses it.
 
     Args:
-        address: Address and port of the link server.
-        secret: Secret that proves that the worker belongs to the main process.
-        number: Number of this worker.
-
-    Attributes:
-        channel: Channel for the messages of a running task.
-
-    Raises:
-        OSError: If the main process cannot be reached.
+        relay: Ray's handle of the :class:`.LinkRelayActor`, which this object kills.
     """
 
-    def __init__(self, address: tuple[str, int], secret: bytes, number: int) -> None:
+    def __init__(self, relay: Any) -> None:
+        import ray
+
+        self._relay = relay
+        self.address, self.secret = ray.get(relay.endpoint.remote())
+        self.links: dict[int, WorkerLink] = {}
+        self._is_open = True
+        threading.Thread(target=self._receive, daemon=True, name="lightning-strategies-ext links").start()
+
+    def expect(self, number: int, on_update: Callable[[], None]) -> WorkerLink:
+        """Creates the link of a worker, like :meth:`LinkServer.expect`."""
+        import ray
+
+        link = self.links[number] = WorkerLink(on_update)
+        ray.get(self._relay.expect.remote(number))
+        link.connect(_RelayedSocket(self._relay, number))
+        return link
+
+    def close(self) -> None:
+        """Closes all links, and kills the relay."""
+        import ray
+
+        self._is_open = False
+        with suppress(Exception):  # Ray may have exited
+            ray.kill(self._relay)
+        self._close_links()
+
+    def _close_links(self) -> None:
+        for link in list(self.links.values()):
+            link.close()
+
+    def _receive(self) -> None:
+        import ray
+
         try:
-            self._connected = socket.create_connection(address, _CONNECT_S)
-        except OSError as error:
-            host, port = address
-            raise OSError(f"the main process cannot be reached at {host}:{port} ({error})") from error
-        self._connected.settimeout(None)
-        enable_worker_keepalive(self._connected)
-        own_number = _NUMBER.pack(number)
-        self._connected.sendall(_proof(secret, _received(self._connected, _PROOF_BYTES), own_number) + own_number)
-        # DataLoader workers must not keep the connection open after this process has exited.
-        os.register_at_fork(after_in_child=self._connected.close)
-        self._num_bytes = 0
-        self._sending = threading.Lock()
-        self.channel = LinkChannel(self._send_message)
-        self._pipes: dict[int, int] = {}
-        for stream in (1, 2):
-            read, write = os.pipe()
-            os.dup2(write, stream)
-            os.close(write)
-            self._pipes[stream] = read
-        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), "utf-8", "replace", line_buffering=True)
-        sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), "utf-8", "replace", line_buffering=True)
-        for target in (self._run_commands, self._forward_output):
-            threading.Thread(target=target, daemon=True, name="lightning-strategies-ext link").start()
-
-    def flush(self) -> int:
-        """Waits at most two seconds until all output is sent; returns the number of bytes sent so far."""
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):  # the user may have replaced the stream
-                stream.flush()
-        deadline = time.monotonic() + _FLUSH_S
-        while time.monotonic() < deadline:
-            with self._sending:
-                if not any(map(_num_bytes_in, self._pipes.values())):
-                    break
-            time.sleep(0.001)
-        return self._num_bytes
-
-    def _run_commands(self) -> None:
-        frames = FrameDecoder()
-        while True:
-            messages: list[LinkMessage] | None = None
-            with suppress(OSError, ValueError):
-                data = self._connected.recv(_MAX_RECEIVED_BYTES)
-                messages = [decode(*frame) for frame in frames.decode(data)] if data else None
-            if messages is None:  # the main process has exited, or does not follow the protocol
-                os.kill(os.getpid(), signal.SIGKILL)
-            for message in messages or ():
-                if isinstance(message, SendSignal):
-                    os.kill(os.getpid(), message.signum)
-                elif isinstance(message, PeerLost):
-                    self.channel.on_peer_loss(message.world_number)
-                else:
-                    self.channel.put(message)
-
-    def _send_message(self, message: LinkMessageToMain) -> None:
-        with self._sending:
-            self._connected.sendall(_frame(message))
-
-    def _forward_output(self) -> None:
-        loop = SelectorLoop()
-        for stream, pipe in self._pipes.items():
-            loop.add(pipe, partial(self._forward, pipe, is_error=stream == 2))
-        loop.wait()
-
-    def _forward(self, pipe: int, *, is_error: bool) -> bool:
-        with self._sending:
-            data = os.read(pipe, _MAX_RECEIVED_BYTES)
-            with suppress(OSError):  # the other thread detects it
-                self._connected.sendall(_frame(WorkerOutput(is_error, data)))
-            self._num_bytes += len(data)
-        return False
+            while self._is_open:
+                for number, data in ray.get(self._relay.events.remote()):
+                    if data is None:
+                        self.links[number].close()
+                    else:
+                        self.links[number].receive(data)
+        except Exception:  # the relay or the cluster has exited, or the connection is lost
+            self._close_links()
 
 
-class LinkChannel:
-    """A :class:`.TaskChannel` over the link, for :class:`.WorkerMembership`.
+class _RelayedSocket:
+    """The part of a socket that a :class:`WorkerLink` uses; sends through the relay."""
 
-    Args:
-        send: Callable that sends a message to the main process.
+    def __init__(self, relay: Any, number: int) -> None:
+        self._relay = relay
+        self._number = number
 
-    Attributes:
-        socket: Socket that is readable when there is a message.
-        on_peer_loss: Callable that another thread calls when another worker has exited, with the number of their
-            world, before messages about the next world arrive.
-    """
+    def sendall(self, data: bytes) -> None:
+        try:
+            self._relay.send_bytes.remote(self._number, data)
+        except Exception as error:
+            raise OSError("the cluster is unavailable") from error
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        self._send_to_main = send
-        self._received: deque[LinkMessage] = deque()
-        self.socket, self._wakeup_fd = socket.socketpair()
-        self.on_peer_loss: Callable[[int], None] = lambda world: None
-
-    def put(self, message: LinkMessage) -> None:
-        """Adds a received message. Any thread may call it."""
-        self._received.append(message)
-        self._wakeup_fd.send(b"!")
-
-    def send(self, message: Any) -> None:
-        """Sends a message.
-
-        Raises:
-            OSError: If the main process has exited.
-        """
-        self._send_to_main(message)
-
-    def receive(self) -> Any:
-        """Waits for a message."""
-        self.socket.recv(1)
-        return self._received.popleft()
-
-
-def _proof(secret: bytes, challenge: bytes, number: bytes) -> bytes:
-    """Returns the response to a challenge, which proves that the sender has the secret."""
-    return hmac.digest(secret, challenge + number, "sha256")
-
-
-def _num_bytes_in(pipe: int) -> int:
-    size = struct.pack("i", 0)
-    return int(struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, size))[0])
-
-
-def _received(connected: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = connected.recv(size - len(data))
-        if not part:
-            raise OSError("closed")
-        data += part
-    return data
+    def close(self) -> None:
+        """A no-op: the relay closes the connection."""
