@@ -20,7 +20,7 @@ from lightning_strategies_ext.failure.failure_report import is_collective_error,
 from lightning_strategies_ext.failure.process_exit import skip_freeing_at_exit
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
-from lightning_strategies_ext.failure.stop_agreement import RequeueAgreement, StopAgreement, StoreAgreement
+from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
 
 if TYPE_CHECKING:
     from lightning_strategies_ext.uneven.control import Exchange, UnevenInputsControl
@@ -77,12 +77,13 @@ class StageContext:
         self.uneven_inputs: UnevenInputsControl | None = None
         self.evaluation: ExitStack | None = None
         self.was_stop_requested: bool = previous is not None and previous.was_stop_requested
-        self._store_agreement: StoreAgreement | None = None
         self._stage_exit_handler: StageExitHandler | None = None
         self._stop_agreement: StopAgreement | None = None
         self._confirm_sigterm: Callable[[], None] | None = None
         self._release_sigterm: Callable[[], None] | None = None if previous is None else previous._release_sigterm
-        self._requeue_agreement: RequeueAgreement | None = None if previous is None else previous._requeue_agreement
+        self._requeue: Callable[[], None] | None = None if previous is None else previous._requeue
+        self._is_requeue_requested: bool = previous is not None and previous._is_requeue_requested
+        self._must_requeue: bool = previous is not None and previous._must_requeue
         self._is_interrupted = self._must_stop = False
         if previous is not None:
             previous._close()
@@ -141,10 +142,9 @@ class StageContext:
             is_requested: Whether the ranks know already that they have to stop.
         """
         self._confirm_sigterm, self._release_sigterm = confirm, release
-        was_requested = self._requeue_agreement is not None and (
-            self._requeue_agreement.is_requested or self._requeue_agreement.is_agreed
-        )
-        self._requeue_agreement = None if requeue is None else RequeueAgreement(requeue, is_requested=was_requested)
+        was_requested = self._requeue is not None and (self._is_requeue_requested or self._must_requeue)
+        self._requeue, self._must_requeue = requeue, False
+        self._is_requeue_requested = requeue is not None and was_requested
         self._must_stop = is_requested
         self._begin_agreement(is_requested=is_requested)
 
@@ -155,9 +155,8 @@ class StageContext:
         elif self.failure_monitor is not None and self._name is None:
             self._stop_agreement = self.failure_monitor.start_stop_agreement(is_requested=is_requested)
         else:
-            self._stop_agreement = StopAgreement(is_requested=is_requested, notify=_do_nothing)
-            self._store_agreement = StoreAgreement(self._stop_agreement, self.store, self.rank, self.size)
-        if self._requeue_agreement is not None and (self._requeue_agreement.is_requested or self._must_stop):
+            self._stop_agreement = StoreAgreement(self.store, self.rank, self.size, is_requested=is_requested)
+        if self._requeue is not None and (self._is_requeue_requested or self._must_stop):
             self._stop_agreement.request()
 
     def handle_stage_exits(self, progress: CollectiveProgress, *, is_job: bool) -> None:
@@ -181,9 +180,14 @@ class StageContext:
             self._stop_agreement.request()
 
     def request_requeue(self) -> None:
-        """Requests that all ranks save and requeue the job, and then continue; for a signal handler."""
-        if self._requeue_agreement is not None and self._stop_agreement is not None:
-            self._requeue_agreement.is_requested = True
+        """Requests that all ranks save and requeue the job, and then continue; for a signal handler.
+
+        Lightning saves in the signal handler, at the current position of each rank, and the ranks synchronize in a
+        barrier. A rank that is one step ahead waits there for ranks that wait for it in the all-reduce of the step.
+        Here the signal is a further reason for a stop agreement.
+        """
+        if self._requeue is not None and self._stop_agreement is not None:
+            self._is_requeue_requested = True
             self._stop_agreement.request()
 
     def request_interrupt(self) -> None:
@@ -216,13 +220,14 @@ class StageContext:
             SIGTERMException: If the ranks have agreed on a SIGTERM.
         """
         assert self._stop_agreement is not None
-        if self._requeue_agreement is not None and self._stop_agreement.has_common_step:
-            self._requeue_agreement.agree(any_rank)
+        if self._requeue is not None and self._stop_agreement.has_common_step:
+            is_requested, self._is_requeue_requested = self._is_requeue_requested, False
+            self._must_requeue |= any_rank(is_requested)  # another signal may arrive meanwhile
             if not any_rank(self._must_stop):
                 self._begin_agreement(is_requested=False)
                 return
-            if self.must_requeue:
-                self._requeue_agreement.requeue()
+            if self._must_requeue:
+                self.requeue()
         skip_freeing_at_exit()
         if self._is_interrupted:
             raise KeyboardInterrupt
@@ -233,12 +238,13 @@ class StageContext:
     @property
     def must_requeue(self) -> bool:
         """Whether all ranks have agreed to requeue the job, and have not done so yet."""
-        return self._requeue_agreement is not None and self._requeue_agreement.is_agreed
+        return self._must_requeue
 
     def requeue(self) -> None:
         """Saves a checkpoint and requeues the job. Collective: all ranks call it."""
-        assert self._requeue_agreement is not None
-        self._requeue_agreement.requeue()
+        assert self._requeue is not None
+        self._requeue()
+        self._must_requeue = self._is_requeue_requested = False
 
     # --- the store ---
 
@@ -284,7 +290,7 @@ class StageContext:
         elif self.failure_monitor is not None:
             failure = failure or self.failure_monitor.wait_for_failure(REMOTE_REASON_TIMEOUT_S if is_lost else 0.0)
             if failure is not None and self.failure_monitor.was_aborted:
-                error = RankFailedError(failure_report.full_report(failure), failure.is_hang)
+                error = RankFailedError(failure_report.full_report(failure), failure.kind == "hang")
                 self.failure_monitor.was_raised = True
         if error is None:
             return exception
@@ -312,7 +318,7 @@ class StageContext:
         if self._stop_agreement is not None:
             self._end_agreement()
             # A request after the last step, for example while a checkpoint was saved, applies to the next stage.
-            is_stop = self._requeue_agreement is None or self._must_stop
+            is_stop = self._requeue is None or self._must_stop
             self.was_stop_requested = self._stop_agreement.is_pending and is_stop
             self._stop_agreement = None
 
@@ -326,14 +332,13 @@ class StageContext:
         """Ends agreements with other ranks, some of which may have exited. Any thread may call it."""
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
-        for part in (self._stop_agreement, self._store_agreement):
-            if part is not None:
-                part.abandon()
+        if self._stop_agreement is not None:
+            self._stop_agreement.abandon()
 
     def abandon(self) -> None:
         """Leaves the stage without announcing it, after a failure."""
         self.stop_communicating()
-        self._stop_agreement = self._stage_exit_handler = self._store_agreement = None
+        self._stop_agreement = self._stage_exit_handler = None
         self._end_exchange()
 
     def _close(self) -> None:
@@ -345,16 +350,9 @@ class StageContext:
     def _end_agreement(self) -> None:
         if self._stop_agreement is not None:
             self._stop_agreement.close()
-        if self._store_agreement is not None:
-            self._store_agreement.close()
-        self._store_agreement = None
 
     def _end_exchange(self) -> None:
         for part in (self.uneven_inputs, self.gradient_exchange, self.evaluation):
             if part is not None:
                 part.close()
         self.gradient_exchange = self.uneven_inputs = self.evaluation = None
-
-
-def _do_nothing() -> None:
-    """Wakes no thread: the thread that polls a store needs no notification."""

@@ -1,7 +1,6 @@
 """Failure detector: finds failed ranks from statuses, process exits, link losses, and heartbeat ages."""
 
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -12,12 +11,12 @@ import psutil
 from lightning_strategies_ext._system.connections import HOST_LOSS_TIMEOUT_S
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext.failure.rank_status import (
-    HUNG,
-    LOST,
     MAX_RANKS_LISTED,
     Failure,
+    FailureKind,
     RankStatus,
     format_ranks,
+    merge_stage_exits,
 )
 
 #: A rank without a heartbeat for this many seconds is unresponsive: stopped, or its GIL is held.
@@ -38,6 +37,8 @@ class Observation:
         heartbeat_ages: Age of each rank's last heartbeat, in seconds.
         exited_ranks: Ranks whose processes have exited, on other hosts without a goodbye.
         lost_ranks: Ranks of a lost host; empty if no host is lost.
+        unknown_ranks: Ranks of other hosts whose first status is still to arrive.
+        closed_ranks: Ranks of other hosts that have sent a goodbye.
     """
 
     rank: int
@@ -46,27 +47,34 @@ class Observation:
     heartbeat_ages: Mapping[int, float]
     exited_ranks: Collection[int] = ()
     lost_ranks: Sequence[int] = ()
+    unknown_ranks: Collection[int] = ()
+    closed_ranks: Collection[int] = ()
 
     def is_local(self, rank: int) -> bool:
         """Whether a rank is on the observer's host."""
         return self.peers[rank].host == self.peers[self.rank].host
 
+    @property
+    def own(self) -> RankStatus:
+        """Status of the observer."""
+        return self.statuses[self.rank]
+
 
 def detect_failure(
-    observed: Observation, stage: int, hang_timeout_s: float | None, get_exit_code: Callable[[int], int | None]
+    observed: Observation, hang_timeout_s: float | None, get_exit_code: Callable[[int], int | None]
 ) -> Failure | None:
     """Returns the first failure: one that a rank has published, or one that failed ranks cannot report; or None.
 
+    Failures in stages before the stage of the observer, which all ranks caught, do not count.
+
     Args:
         observed: Observation of the caller.
-        stage: Number of stages that the caller has begun. Failures in earlier stages, which all ranks caught, do not
-            count.
         hang_timeout_s: Hang timeout in seconds; None for no limit.
         get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
             if the exit code is unknown.
     """
-    of_stage = {rank: status for rank, status in observed.statuses.items() if status.stage >= stage}
-    failure = first_failure(of_stage) or diagnose_exit(observed, get_exit_code) or diagnose_host_loss(observed)
+    of_stage = {rank: status for rank, status in observed.statuses.items() if status.stage >= observed.own.stage}
+    failure = first_failure(of_stage) or _diagnose_exit(observed, get_exit_code) or _diagnose_host_loss(observed)
     return failure or (None if hang_timeout_s is None else _detect_hang(observed, hang_timeout_s))
 
 
@@ -74,9 +82,9 @@ def _detect_hang(observed: Observation, hang_timeout_s: float) -> Failure | None
     """Rank 0 knows all statuses and detects every hang; other ranks detect unresponsive ranks that they know of."""
     if len(observed.statuses) < len(observed.peers):
         local = {rank: status for rank, status in observed.statuses.items() if observed.is_local(rank)}
-        return _detect_unresponsive(replace(observed, statuses=local), hang_timeout_s) or _detect_unresponsive(
-            observed, max(hang_timeout_s, HOST_LOSS_TIMEOUT_S) + REMOTE_MARGIN_S
-        )
+        remote_timeout_s = max(hang_timeout_s, HOST_LOSS_TIMEOUT_S) + REMOTE_MARGIN_S
+        failure = _detect_unresponsive(replace(observed, statuses=local), hang_timeout_s)
+        return failure or _detect_unresponsive(observed, remote_timeout_s)
     failure = diagnose_hang(observed, hang_timeout_s)
     if failure is None or any(map(observed.is_local, failure.ranks)):
         return failure
@@ -121,22 +129,16 @@ def first_failure(statuses: Mapping[int, RankStatus]) -> Failure | None:
     return min(known, key=lambda failure: (failure.time, failure.ranks), default=None)
 
 
-def diagnose_exit(observed: Observation, get_exit_code: Callable[[int], int | None]) -> Failure | None:
-    """Returns the failure of a rank whose process exited in a stage, or before a stage that other ranks have begun.
-
-    Args:
-        observed: Observation of the caller.
-        get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
-            if the exit code is unknown.
-    """
+def _diagnose_exit(observed: Observation, get_exit_code: Callable[[int], int | None]) -> Failure | None:
+    """Returns the failure of a rank whose process exited in a stage, or before a stage that other ranks have begun."""
     stage = max(status.stage for status in observed.statuses.values())
     for rank in sorted(observed.exited_ranks):
-        status, peer = observed.statuses.get(rank, RankStatus(rank)), observed.peers[rank]
+        status, pid = observed.statuses.get(rank, RankStatus(rank)), observed.peers[rank].pid
         if status.stage < stage and status.failure is not None:
             return status.failure
         if status.state == "running" or status.stage < stage:
-            headline = f"its process (pid {peer.pid}) {describe_exit(get_exit_code(peer.pid))}"
-            return _observed_failure((rank,), status, headline, observed.rank, status.stack, peer.host_name)
+            headline = f"its process (pid {pid}) {describe_exit(get_exit_code(pid))}"
+            return _observed_failure(observed, (rank,), headline, status.stack)
     return None
 
 
@@ -151,36 +153,76 @@ def describe_exit(exit_code: int | None) -> str:
     return f"was killed by signal {-exit_code}"
 
 
-def diagnose_host_loss(observed: Observation) -> Failure | None:
+def _diagnose_host_loss(observed: Observation) -> Failure | None:
     """Returns the failure of a lost host with all its ranks, or None."""
-    ranks, statuses = observed.lost_ranks, observed.statuses
-    if all(statuses.get(rank, RankStatus(rank)).state == "exited" for rank in ranks):
+    if all(observed.statuses.get(rank, RankStatus(rank)).state == "exited" for rank in observed.lost_ranks):
         return None
-    verb, host = LOST[len(ranks) > 1], observed.peers[ranks[0]].host_name
     headline = "the host does not respond: the host or its network is down"
-    first = statuses.get(ranks[0], RankStatus(ranks[0]))
-    return _observed_failure(tuple(ranks), first, headline, observed.rank, host=host, verb=verb)
+    return _observed_failure(observed, observed.lost_ranks, headline, kind="host loss")
 
 
-def diagnose_script_end(rank: int, waiting: Sequence[int]) -> Failure:
-    """Returns the failure of this rank, whose script has ended before a stage that other ranks have begun."""
+def diagnose_script_end(observed: Observation) -> Failure | None:
+    """Returns the failure of the observer, whose script has ended, if other ranks wait for it in a later stage."""
+    stage = observed.own.stage
+    waiting = [r for r, status in observed.statuses.items() if status.state == "running" and status.stage > stage]
+    if not waiting:
+        return None
     verb = "waits" if len(waiting) == 1 else "wait"
     headline = f"its script ended while {format_ranks(waiting)} {verb} for it in the next stage"
-    return replace(
-        _observed_failure((rank,), RankStatus(rank, stage_and_step="between two stages"), headline, rank),
-        is_self_reported=True,
-    )
+    failure = _observed_failure(observed, (observed.rank,), headline)
+    return replace(failure, stage_and_step="between two stages", frames=(), is_self_reported=True)
 
 
-def ranks_done_with_stage(statuses: Mapping[int, RankStatus], stage: int) -> set[int]:
-    """Returns the ranks that have finished a stage, failed in it, or exited."""
+def ranks_done_with_stage(observed: Observation) -> set[int]:
+    """Returns the ranks that have finished the stage of the observer, failed in it, or exited."""
+    stage = observed.own.stage
     return {
         rank
-        for rank, status in statuses.items()
+        for rank, status in observed.statuses.items()
         if status.state == "exited"
         or status.stage > stage
         or (status.state in ("finished", "failed") and status.stage == stage)
     }
+
+
+def ranks_in_stage(observed: Observation) -> tuple[set[int], set[int]]:
+    """Returns the other ranks that have not exited the stage that the observer has exited.
+
+    Returns:
+        The ranks that may still exit the stage, and the ranks that failed in it or whose processes have exited.
+    """
+    if observed.own.stage_exit is None:
+        return set(), set()
+    stage, staying, failed = observed.own.stage_exit.stage, set[int](), set[int]()
+    known = {*observed.statuses, *filter(observed.is_local, observed.peers), *observed.unknown_ranks}
+    for rank in known - {observed.rank}:
+        status = observed.statuses.get(rank, RankStatus(rank))
+        if status.stage_exit is not None and status.stage_exit.stage >= stage:
+            failed |= {rank} if status.stage_exit.has_failed and status.stage_exit.stage == stage else set()
+        elif status.state in ("failed", "exited") or rank in observed.exited_ranks:
+            failed.add(rank)
+        elif status.stage <= stage:
+            staying.add(rank)
+    return staying.difference(observed.closed_ranks), failed
+
+
+def is_reporter(observed: Observation, failure: Failure) -> bool:
+    """Whether the observer prints the report of a failure: the lowest rank that can."""
+    stage = observed.own.stage
+    unable = {
+        rank
+        for rank, status in observed.statuses.items()
+        if status.state in ("finished", "exited") or (status.state == "running" and status.stage > stage)
+    }
+    # A launcher may terminate ranks that have exited the stage as soon as this rank exits.
+    exits = merge_stage_exits(observed.statuses.values(), stage)
+    unable.update(failure.unable_to_report, () if exits is None else exits.ranks)
+    return observed.rank <= min(observed.peers.keys() - unable or failure.ranks)
+
+
+def is_first_surviving_reporter(observed: Observation, failure: Failure) -> bool:
+    """Whether the observer is the lowest of the ranks that can report the failure."""
+    return observed.rank == min(observed.peers.keys() - failure.unable_to_report or failure.ranks)
 
 
 def diagnose_hang(observed: Observation, hang_timeout_s: float) -> Failure | None:
@@ -203,9 +245,7 @@ def diagnose_hang(observed: Observation, hang_timeout_s: float) -> Failure | Non
         )
     else:
         headline = f"they waited {hang_timeout_s:g} s for each other in different collectives (`hang_timeout`)"
-    verb = HUNG[len(ranks) > 1]
-    where = format_stacks(statuses, ranks, states)
-    return _observed_failure(ranks, statuses[ranks[0]], headline, observed.rank, where, peers[ranks[0]].host_name, verb)
+    return _observed_failure(observed, ranks, headline, _format_stacks(statuses, ranks, states), "hang")
 
 
 def _process_state(peer: Peer, is_local: bool, is_unresponsive: bool) -> str:
@@ -224,17 +264,20 @@ def _process_state(peer: Peer, is_local: bool, is_unresponsive: bool) -> str:
 
 
 def _observed_failure(
-    ranks: tuple[int, ...],
-    status: RankStatus,
-    headline: str,
-    reported_by: int,
-    details: str = "",
-    host: str | None = None,
-    verb: str = "failed",
+    observed: Observation, ranks: Sequence[int], headline: str, details: str = "", kind: FailureKind = "failed"
 ) -> Failure:
-    host = socket.gethostname() if host is None else host
+    first = observed.statuses.get(ranks[0], RankStatus(ranks[0]))
     return Failure(
-        ranks, host, time.time(), status.stage_and_step, headline, status.user_frames, details, reported_by, verb
+        ranks=tuple(ranks),
+        host=observed.peers[ranks[0]].host_name,
+        time=time.time(),
+        stage_and_step=first.stage_and_step,
+        headline=headline,
+        frames=first.user_frames,
+        details=details,
+        reported_by=observed.rank,
+        kind=kind,
+        job_id=observed.peers[min(observed.peers)].pid,
     )
 
 
@@ -290,18 +333,12 @@ def hung_ranks(
     return tuple(sorted(missing)) if is_lost else ()
 
 
-def format_stacks(statuses: Mapping[int, RankStatus], stuck: Sequence[int], states: Mapping[int, str]) -> str:
-    """Returns the stacks of all ranks as text, those of hung ranks first.
-
-    Args:
-        statuses: Statuses of all ranks, by rank.
-        stuck: Hung ranks.
-        states: What is known of processes that are stopped or unresponsive, by rank, as part of a sentence.
-    """
+def _format_stacks(statuses: Mapping[int, RankStatus], hung: Sequence[int], states: Mapping[int, str]) -> str:
+    """Returns the stacks of all ranks as text, those of hung ranks first; ``states`` are those of their processes."""
     parts = []
-    for rank in [*stuck, *(rank for rank in sorted(statuses) if rank not in stuck)]:
+    for rank in [*hung, *(rank for rank in sorted(statuses) if rank not in hung)]:
         status = statuses[rank]
-        what = states.get(rank) or ("is" if rank in stuck else f"waits {status.waits_where}")
+        what = states.get(rank) or ("is" if rank in hung else f"waits {status.waits_where}")
         parts.append(
             f"Rank {rank} ({status.stage_and_step or status.state}) {what} at:\n"
             f"{status.stack or '  (its stack is not known)'}\n"

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -59,6 +58,29 @@ _PROCESS_EXIT_ERRNOS = (errno.ECONNRESET, errno.EPIPE)
 _all: "WeakSet[PeerLinks]" = WeakSet()
 
 
+class _Link:
+    """A connection to a rank.
+
+    Attributes:
+        received: Begin of a message that has not arrived completely.
+        unacknowledged: Size of each message that the peer has not acknowledged, the oldest first.
+    """
+
+    def __init__(self, end: socket.socket, rank: int) -> None:
+        self.socket = end
+        self.rank = rank
+        self.received = b""
+        self.unacknowledged: deque[int] = deque()
+        self._unsent = b""
+
+    def send(self, more: bytes = b"") -> None:
+        """Sends bytes, and buffered bytes before them, as far as the kernel has space."""
+        self._unsent += more
+        if self._unsent:
+            with suppress(OSError):
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+
 class PeerLinks:
     """The links of one rank, for use by one thread.
 
@@ -84,10 +106,7 @@ class PeerLinks:
         self._loop = loop
         self._on_message = on_message
         self._listener: socket.socket | None = None
-        self._peers_by_socket: dict[socket.socket, int] = {}
-        self._received: dict[int, bytes] = {}
-        self._unsent: dict[int, bytes] = {}
-        self._unacknowledged: dict[int, deque[int]] = {}
+        self._links: dict[int, _Link] = {}
         self._unauthenticated: dict[socket.socket, float] = {}  # and when each was accepted, the oldest first
         self._expected: dict[int, bytes] = {}
         _all.add(self)
@@ -95,13 +114,13 @@ class PeerLinks:
     @property
     def ranks(self) -> set[int]:
         """Ranks that are linked with this rank."""
-        return set(self._peers_by_socket.values())
+        return set(self._links)
 
     def listen(self, ranks: Collection[int], token: str, host: str) -> None:
-        """Listens for connections, if this process may.
+        """Listens for connections of ranks that know a token, once each, if this process may listen.
 
         Args:
-            ranks: Ranks that may connect, once each.
+            ranks: Ranks that may connect.
             token: Token that they must prove to know.
             host: Address of this host to listen at; empty for all addresses.
         """
@@ -119,7 +138,7 @@ class PeerLinks:
     def connect(
         self, addresses: Sequence[str], port: int | None, rank: int, token: str, own_rank: int
     ) -> OSError | None:
-        """Connects to a rank. Takes at most two seconds for each address.
+        """Connects to a rank at one of its addresses; takes at most two seconds for each.
 
         Args:
             addresses: Addresses of the rank's host.
@@ -155,57 +174,48 @@ class PeerLinks:
             Whether the message was sent to all linked ranks.
         """
         is_sent = True
-        for end, rank in self._peers_by_socket.items():
-            unacknowledged = self._unacknowledged.setdefault(rank, deque())
-            if not is_urgent and unacknowledged and sum(unacknowledged) + len(message) > WINDOW_NUM_BYTES:
+        for link in self._links.values():
+            num_bytes = sum(link.unacknowledged)
+            if not is_urgent and num_bytes and num_bytes + len(message) > WINDOW_NUM_BYTES:
                 is_sent = False
                 continue
-            unacknowledged.append(len(message))
-            self._send(end, message + _END_OF_MESSAGE)
+            link.unacknowledged.append(len(message))
+            link.send(message + _END_OF_MESSAGE)
         return is_sent
 
     def flush(self) -> None:
         """Sends buffered bytes for which the kernel had no space before."""
-        for end in self._peers_by_socket:
-            self._send(end)
+        for link in self._links.values():
+            link.send()
 
     def is_acknowledged(self, without: Collection[int] = ()) -> bool:
         """Whether all linked ranks, except some, have acknowledged all messages."""
-        return not any(self._unacknowledged.get(rank) for rank in self.ranks.difference(without))
+        return not any(link.unacknowledged for rank, link in self._links.items() if rank not in without)
 
     def close(self) -> None:
         """Sends a goodbye and closes all links. The selector loop must not run any more."""
         self.flush()
-        for end in self._peers_by_socket:
+        for link in self._links.values():
             with suppress(OSError):
-                end.send(_GOODBYE)
-                while end.recv(_RECEIVE_NUM_BYTES):  # with unread data, the kernel would send a reset
+                link.socket.send(_GOODBYE)
+                while link.socket.recv(_RECEIVE_NUM_BYTES):  # with unread data, the kernel would send a reset
                     pass
         self.abort()
 
     def abort(self) -> None:
         """Closes all links without a goodbye."""
-        for end in (
-            *self._peers_by_socket,
-            *self._unauthenticated,
-            *([self._listener] if self._listener is not None else []),
-        ):
-            end.close()
-        self._peers_by_socket, self._unauthenticated, self._listener = {}, {}, None
+        for end in (*(link.socket for link in self._links.values()), *self._unauthenticated, self._listener):
+            if end is not None:
+                end.close()
+        self._links, self._unauthenticated, self._listener = {}, {}, None
 
-    def _send(self, end: socket.socket, more: bytes = b"") -> None:
-        rank = self._peers_by_socket[end]
-        if rest := self._unsent.get(rank, b"") + more:
-            self._unsent[rank] = rest
-            with suppress(OSError):
-                self._unsent[rank] = rest[end.send(rest) :]
-
-    def _register(self, end: socket.socket, rank: int) -> None:
+    def _register(self, end: socket.socket, rank: int) -> _Link:
         exempt(end)  # an abort of collectives keeps the link
-        self._loop.add(end, partial(self._receive, end))
-        self._peers_by_socket[end] = rank
+        self._links[rank] = link = _Link(end, rank)
+        self._loop.add(end, partial(self._receive, link))
         if enable_keepalive(end):
             self.kept_alive.add(rank)
+        return link
 
     def _accept(self, listener: socket.socket) -> bool:
         """Accepts a connection; closes the oldest unauthenticated one first if there are too many."""
@@ -235,44 +245,42 @@ class PeerLinks:
         rank = int(number) if number.isdigit() else -1
         if rank in self._expected and hmac.compare_digest(hello + end_of_message, self._expected[rank]):
             del self._expected[rank]
-            self._register(stranger, rank)
-            return self._handle_data(stranger, more)
+            return self._handle_data(self._register(stranger, rank), more)
         stranger.close()
         return False
 
-    def _receive(self, end: socket.socket) -> bool:
+    def _receive(self, link: _Link) -> bool:
         try:
-            received, ended_by = end.recv(_RECEIVE_NUM_BYTES), None
+            received, ended_by = link.socket.recv(_RECEIVE_NUM_BYTES), None
         except BlockingIOError:
             return False
         except OSError as error:
             received, ended_by = b"", error.errno
         if received:
-            return self._handle_data(end, received)
-        rank = self._peers_by_socket.pop(end)
-        (self.disconnected if ended_by in (None, *_PROCESS_EXIT_ERRNOS) else self.unreachable).add(rank)
-        self._close(end)
+            return self._handle_data(link, received)
+        (self.disconnected if ended_by in (None, *_PROCESS_EXIT_ERRNOS) else self.unreachable).add(link.rank)
+        self._remove(link)
         return True
 
-    def _handle_data(self, end: socket.socket, received: bytes) -> bool:
-        rank, is_urgent = self._peers_by_socket[end], False
+    def _handle_data(self, link: _Link, received: bytes) -> bool:
+        is_urgent = False
         for _ in range(received.count(_ACK)):
-            self._unacknowledged[rank].popleft()
+            link.unacknowledged.popleft()
         has_left = received.endswith(_GOODBYE)
-        received = self._received.get(rank, b"") + received.replace(_ACK, b"").rstrip(_GOODBYE)
-        *whole, self._received[rank] = received.split(_END_OF_MESSAGE)
-        for message in whole:
-            is_urgent |= self._on_message(rank, message)
-        self._send(end, _ACK * len(whole))
+        text = link.received + received.replace(_ACK, b"").rstrip(_GOODBYE)
+        *messages, link.received = text.split(_END_OF_MESSAGE)
+        for message in messages:
+            is_urgent |= self._on_message(link.rank, message)
+        link.send(_ACK * len(messages))
         if has_left:
-            self.closed.add(rank)
-            del self._peers_by_socket[end]
-            self._close(end)
+            self.closed.add(link.rank)
+            self._remove(link)
         return is_urgent or has_left
 
-    def _close(self, end: socket.socket) -> None:
-        self._loop.remove(end)
-        end.close()
+    def _remove(self, link: _Link) -> None:
+        del self._links[link.rank]
+        self._loop.remove(link.socket)
+        link.socket.close()
 
 
 class CoordinatorEndpoint:
@@ -285,6 +293,9 @@ class CoordinatorEndpoint:
         rank: Global rank of this process.
         allowed_ranks: Ranks that may connect, once each.
         links: Links of this rank.
+
+    Raises:
+        RuntimeError: If the value in the store is not signed with the secret of this rank.
     """
 
     def __init__(
@@ -303,15 +314,14 @@ class CoordinatorEndpoint:
         self._secret = job_secret()
         if rank == self._first:
             endpoint = self._listen(store, allowed_ranks)
-            store.set(key, json.dumps([*endpoint, self._signature(endpoint)]))
+            store.set(key, json.dumps([*endpoint, self._sign(json.dumps(endpoint), "")]))
         *endpoint, signature = json.loads(store.get(key))
-        if not hmac.compare_digest(signature, self._signature(endpoint)):
+        if not hmac.compare_digest(signature, self._sign(json.dumps(endpoint), "")):
             raise RuntimeError(
                 f"Rank {rank} has another secret than rank 0, or another process has written to the store. Set"
                 f" {SECRET} or {SECRET_FILE} to the same value on all hosts, or on none."
             )
-        token, self._addresses, self._port = endpoint
-        self._proof = self._proof_of(token)
+        self._token, self._addresses, self._port = endpoint
 
     def connect(self, *, may_have_exited: bool = False) -> None:
         """Connects to the coordinator; logs a warning if that fails.
@@ -319,7 +329,8 @@ class CoordinatorEndpoint:
         Args:
             may_have_exited: Whether a refused connection is expected, because the coordinator may have exited.
         """
-        error = self._links.connect(self._addresses, self._port, self._first, self._proof, self._rank)
+        proof = self._sign(self._token, self._token)
+        error = self._links.connect(self._addresses, self._port, self._first, proof, self._rank)
         if error is not None and not (may_have_exited and isinstance(error, ConnectionRefusedError)):
             log.warning(
                 "rank %d cannot connect to rank 0 (%s) at %s, port %s: %s. Failures on one of the two hosts are"
@@ -341,29 +352,16 @@ class CoordinatorEndpoint:
             is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
             if address is not None and is_loopback(address) and not is_one_machine:
                 address = None
-        self._links.listen(allowed_ranks, self._proof_of(token), address or "")
+        self._links.listen(allowed_ranks, self._sign(token, token), address or "")
         return token, list(all_addresses) if address is None else [address], self._links.port
 
-    def _signature(self, endpoint: Sequence[Any]) -> str:
-        """Returns the signature of an endpoint with the job's secret; empty if the job has none."""
-        return _signed(self._secret, json.dumps(endpoint)) if self._secret else ""
-
-    def _proof_of(self, token: str) -> str:
-        """Returns what a connecting rank must know, derived from the token and from the job's secret if it has one."""
-        return _signed(self._secret, token) if self._secret else token
-
-
-def _signed(secret: bytes, text: str) -> str:
-    return hmac.digest(secret, text.encode(), "sha256").hex()
+    def _sign(self, text: str, without_secret: str) -> str:
+        """Returns a signature with the secret of the job, or ``without_secret`` if the job has none."""
+        return hmac.digest(self._secret, text.encode(), "sha256").hex() if self._secret else without_secret
 
 
 def _local_address_towards(towards: str, port: int) -> str | None:
-    """Returns the local address of the route to a host, or None.
-
-    Args:
-        towards: Name or address of the host.
-        port: Port at the host; nothing is sent to it.
-    """
+    """Returns the local address of the route to a port of another host, or None. Nothing is sent."""
     with suppress(OSError):
         for family, kind, protocol, _, endpoint in socket.getaddrinfo(towards, port, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as probe, suppress(OSError):

@@ -18,13 +18,10 @@ from typing import Any, NoReturn
 
 #: Exit code of a process that its failure monitor has terminated.
 MONITOR_EXIT_CODE = 70
-
 #: Seconds that the exit of a process waits for an abandoned thread.
 STORE_THREAD_EXIT_TIMEOUT_S = 2.0
-
 #: Priorities of exit handlers in processes of multiprocessing: before the usual handlers, usual, and after them.
 RUN_FIRST, _USUAL, _LAST = 1, 0, -100
-
 #: Types of files that buffer what is written.
 _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
@@ -39,12 +36,7 @@ def register_exit_handler(function: Callable[[], None], priority: int = _USUAL) 
     """Registers a function that this process calls once at its exit; forked processes do not call it.
 
     Before Python 3.14, a process of multiprocessing exits without ``atexit`` handlers. It calls multiprocessing's
-    finalizers instead, also while an uncaught exception propagates.
-
-    Args:
-        function: Function to call.
-        priority: Priority among the handlers in a process of multiprocessing; higher ones run first, and of the same
-            priority the newest first.
+    finalizers instead, those with a high priority first, also while an uncaught exception propagates.
 
     Returns:
         The handler; its ``cancel`` removes it.
@@ -61,11 +53,7 @@ class _ExitHandler(Finalize):
 
 
 def exit_now(exit_code: int = MONITOR_EXIT_CODE) -> NoReturn:
-    """Exits this process at once, from any thread, and kills its multiprocessing children, such as DataLoader workers.
-
-    Args:
-        exit_code: Exit code of the process.
-    """
+    """Exits this process at once, from any thread, and kills its multiprocessing children (DataLoader workers)."""
     _flush()
     for child in multiprocessing.active_children():
         child.kill()
@@ -91,8 +79,7 @@ def skip_freeing_at_exit() -> None:
 def abandon_thread(thread: threading.Thread) -> None:
     """Abandons a thread that may wait for an unavailable store; the exit of this process waits 2 s for the thread.
 
-    Args:
-        thread: Thread to abandon. A second call for the same thread is a no-op.
+    A second call for the same thread is a no-op.
     """
     if thread not in _abandoned_threads:
         _abandoned_threads.add(thread)
@@ -107,12 +94,9 @@ def fail_at_exit() -> None:
 
 
 def install_excepthook(handle: Callable[[BaseException], BaseException]) -> None:
-    """Installs a function that handles an uncaught exception of the script before it is shown; the newest one counts.
+    """Installs a function that receives an uncaught exception of the script, and returns the exception to show.
 
-    Worker processes run no script: their tasks report exceptions.
-
-    Args:
-        handle: Callable that receives the exception and returns the exception to show.
+    The newest function counts. Worker processes run no script: their tasks report exceptions.
     """
     global _previous_excepthook, _handle_uncaught, _excepthook_caller
     _handle_uncaught = handle
@@ -125,7 +109,7 @@ def install_excepthook(handle: Callable[[BaseException], BaseException]) -> None
 
 def _call_excepthook() -> None:
     """Calls the excepthook in a process of multiprocessing, which does not call it itself."""
-    exception = uncaught_exception()
+    exception = _uncaught_exception()
     if isinstance(exception, SystemExit):  # torch.multiprocessing catches an exception and exits
         exception = exception.__context__ or exception
     if exception is not None and not isinstance(exception, KeyboardInterrupt):  # every rank receives it
@@ -139,7 +123,7 @@ def _handle_and_show(kind: type[BaseException], value: BaseException, trace: Tra
     sys.excepthook(type(shown), shown, shown.__traceback__ or trace)
 
 
-def uncaught_exception() -> BaseException | None:
+def _uncaught_exception() -> BaseException | None:
     """Returns the uncaught exception that ends a process of multiprocessing; None for an exit with code 0."""
     exception = sys.exc_info()[1]
     return None if isinstance(exception, SystemExit) and not exception.code else exception
@@ -147,7 +131,7 @@ def uncaught_exception() -> BaseException | None:
 
 @atexit.register  # registered early, and therefore called late
 def _exit_as_requested() -> None:
-    if _must_fail and uncaught_exception() is None:
+    if _must_fail and _uncaught_exception() is None:
         _terminate_dataloader_workers()
         logging.shutdown()
         _flush()

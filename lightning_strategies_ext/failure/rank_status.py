@@ -1,7 +1,7 @@
 """Rank statuses: what each rank publishes about itself for the other ranks, as plain data."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -45,17 +45,6 @@ class StopVote:
     last_started_step: StepIndex | None = None
     is_closed: bool = False
 
-    @classmethod
-    def load(cls, values: dict[str, Any]) -> "StopVote":
-        """Returns the vote that :func:`dataclasses.asdict` and JSON have encoded."""
-        return cls(
-            **{
-                **values,
-                "agreement_id": _pair(values["agreement_id"]),
-                "last_started_step": values["last_started_step"] and _pair(values["last_started_step"]),
-            }
-        )
-
 
 @dataclass(frozen=True)
 class StopDecision:
@@ -68,11 +57,6 @@ class StopDecision:
 
     agreement_id: AgreementId
     last_step: StepIndex | None = None
-
-    @classmethod
-    def load(cls, values: dict[str, Any]) -> "StopDecision":
-        """Returns the decision that :func:`dataclasses.asdict` and JSON have encoded."""
-        return cls(_pair(values["agreement_id"]), values["last_step"] and _pair(values["last_step"]))
 
 
 @dataclass(frozen=True)
@@ -106,16 +90,11 @@ class StageExits:
     num_ranks: int
     num_started: int
 
-    @classmethod
-    def load(cls, values: dict[str, Any]) -> "StageExits":
-        """Returns the stage exits that :func:`dataclasses.asdict` and JSON have encoded."""
-        return cls(**{**values, "ranks": tuple(values["ranks"])})
 
-
-#: Verb for one hung rank, and for several.
-HUNG = "is stuck", "are stuck"
-#: Verb for one rank of a lost host, and for several.
-LOST = "is lost", "are lost"
+#: An exception or an exit; ranks that other ranks wait for; the ranks of an unreachable host.
+FailureKind = Literal["failed", "hang", "host loss"]
+#: Verbs for one rank, and for several.
+_VERBS = {"failed": ("failed", "failed"), "hang": ("is stuck", "are stuck"), "host loss": ("is lost", "are lost")}
 
 
 @dataclass(frozen=True)
@@ -131,7 +110,7 @@ class Failure:
         frames: Frames of the user's code at the failure, outermost first, each as ``file:line in function``.
         details: The whole traceback, or the stacks of all ranks.
         reported_by: Rank that reports the failure.
-        verb: What the ranks did or are, such as "failed".
+        kind: Kind of the failure.
         job_id: Process id of the first rank, which distinguishes jobs that share a directory; 0 before ranks connect.
         is_self_reported: Whether the failed rank reports the failure, by an exception or the end of its script.
             Otherwise a failure monitor has detected it.
@@ -146,7 +125,7 @@ class Failure:
     frames: tuple[str, ...] = ()
     details: str = ""
     reported_by: int = 0
-    verb: str = "failed"
+    kind: FailureKind = "failed"
     job_id: int = 0
     is_self_reported: bool = False
     advice: str = ""
@@ -157,22 +136,17 @@ class Failure:
         return format_ranks(self.ranks)
 
     @property
-    def is_hang(self) -> bool:
-        """Whether the ranks hang: other ranks wait for them in a collective."""
-        return self.verb in HUNG
+    def verb(self) -> str:
+        """What the ranks did or are, such as "failed"."""
+        return _VERBS[self.kind][len(self.ranks) > 1]
 
     @property
-    def is_host_loss(self) -> bool:
-        """Whether a host is unreachable, perhaps together with the store."""
-        return self.verb in LOST
-
-    @classmethod
-    def load(cls, content: dict[str, Any]) -> "Failure":
-        """Makes one of what :func:`dataclasses.asdict` gives."""
-        return cls(**{**content, "ranks": tuple(content["ranks"]), "frames": tuple(content["frames"])})
+    def unable_to_report(self) -> tuple[int, ...]:
+        """The failed ranks, unless they report the failure themselves."""
+        return () if self.is_self_reported else self.ranks
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankStatus:
     """The status that a rank publishes.
 
@@ -242,22 +216,23 @@ class RankStatus:
     @classmethod
     def load(cls, content: bytes) -> "RankStatus":
         """Returns the status that :meth:`dump` has encoded."""
-        return cls.from_dict(json.loads(content))
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "RankStatus":
-        """Makes one of what :func:`dataclasses.asdict` gives."""
-        loaded = {name: values[name] and load(values[name]) for name, load in _LOADED.items()}
-        return cls(**{**values, **loaded, "user_frames": tuple(values["user_frames"])})
+        values = json.loads(content, object_hook=_with_tuples)
+        records = {name: record(**values[name]) for name, record in _RECORDS.items() if values[name] is not None}
+        return cls(**(values | records))
 
 
-_LOADED: Mapping[str, Callable[[dict[str, Any]], Any]] = {
-    "failure": Failure.load,
-    "stop_vote": StopVote.load,
-    "stop_decision": StopDecision.load,
-    "stage_exit": lambda values: StageExit(**values),
-    "stage_exits": StageExits.load,
+_RECORDS: Mapping[str, Callable[..., Any]] = {
+    "failure": Failure,
+    "stop_vote": StopVote,
+    "stop_decision": StopDecision,
+    "stage_exit": StageExit,
+    "stage_exits": StageExits,
 }
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Replaces lists, as which JSON has encoded tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def format_ranks(ranks: Iterable[int], num_ranks: int = 0) -> str:
@@ -284,34 +259,19 @@ def format_ranks(ranks: Iterable[int], num_ranks: int = 0) -> str:
     return f"rank {listed}" if num_ranks == 1 else f"ranks {listed}"
 
 
-def merge_stage_exits(
-    known: Iterable[StageExits | None], exited: Mapping[int, StageExit | None], stage: int
-) -> StageExits | None:
+def merge_stage_exits(statuses: Collection[RankStatus], stage: int) -> StageExits | None:
     """Merges what the ranks know of exits from a stage; exits with a failure do not count.
-
-    Args:
-        known: Stage exits that ranks know of.
-        exited: Each rank's own stage exit, by rank.
-        stage: Number of the stage.
 
     Returns:
         The stage exits, or None if no rank has exited the stage.
     """
-    of_stage = [
-        *(one for one in known if one is not None and one.stage == stage),
-        *(
-            StageExits(stage, (rank,), 1, one.num_started)
-            for rank, one in exited.items()
-            if one is not None and one.stage == stage and not one.has_failed
-        ),
-    ]
+    of_stage = [status.stage_exits for status in statuses if status.stage_exits and status.stage_exits.stage == stage]
+    for status in statuses:
+        own = status.stage_exit
+        if own is not None and own.stage == stage and not own.has_failed:
+            of_stage.append(StageExits(stage, (status.rank,), 1, own.num_started))
     if not of_stage:
         return None
-    ranks = sorted({rank for one in of_stage for rank in one.ranks})
-    num_ranks = max(len(ranks), *(one.num_ranks for one in of_stage))
-    return StageExits(stage, tuple(ranks[:MAX_RANKS_LISTED]), num_ranks, min(one.num_started for one in of_stage))
-
-
-def _pair(values: Any) -> tuple[int, int]:
-    first, second = values
-    return first, second
+    ranks = sorted({rank for exits in of_stage for rank in exits.ranks})
+    num_ranks = max(len(ranks), *(exits.num_ranks for exits in of_stage))
+    return StageExits(stage, tuple(ranks[:MAX_RANKS_LISTED]), num_ranks, min(exits.num_started for exits in of_stage))

@@ -35,14 +35,16 @@ _STATUS_NUM_BYTES = WINDOW_NUM_BYTES // 4
 
 
 class RemoteStatus:
-    """Statuses of the ranks of other hosts. Collective: all ranks create it together.
+    """Statuses of the ranks of other hosts; no statuses if all ranks are on one host.
+
+    Collective: all ranks create it together. The monitor thread, which waits in ``loop``, calls :meth:`publish`.
 
     Args:
         store: Store that all ranks share.
         peers: All ranks.
         rank: Global rank of this process.
         number: Number that distinguishes this object from others with the same store.
-        loop: Selector loop of the monitor thread, which calls all methods except :meth:`close`.
+        loop: Selector loop of the monitor thread.
 
     Attributes:
         statuses: Statuses by rank: of all other hosts' ranks on rank 0, of rank 0 on the leaders of other hosts.
@@ -62,23 +64,21 @@ class RemoteStatus:
         self._interval_s = max(REPORT_INTERVAL_S, len(peers) / MAX_STATUSES_PER_S)
         self._lost_s = HOST_LOSS_TIMEOUT_S + self._interval_s
         self._received_at: dict[int, float] = {}
-        self._published_at = time.monotonic() - self._interval_s
+        self._began_at = self._failed_at = time.monotonic()
+        self._published_at = self._began_at - self._interval_s
         self._published_failure: Failure | None = None
-        self._failed_at = time.monotonic()
         self._unsent: deque[RankStatus] = deque()
         self._sent_agreement_state: dict[int, tuple[object, ...]] = {}
         self._local_statuses: Mapping[int, RankStatus] = {}
         self._loop = loop
         self._links = PeerLinks(loop, self._on_message)
-        allowed_ranks = peers.keys() - set(self._local_ranks)
-        self._coordinator = CoordinatorEndpoint(
-            store, f"lightning_strategies_ext/hosts/{number}", peers, rank, allowed_ranks, self._links
-        )
-        self._began_at = time.monotonic()
         self._has_connected = False
-        if self._is_host_leader(0.0):
-            self._connect(may_have_exited=False)
-            self._register_new_links()
+        self._coordinator: CoordinatorEndpoint | None = None
+        if len(self._ranks_by_host) > 1:
+            key, allowed_ranks = f"lightning_strategies_ext/hosts/{number}", peers.keys() - set(self._local_ranks)
+            self._coordinator = CoordinatorEndpoint(store, key, peers, rank, allowed_ranks, self._links)
+        self._connect_as_leader(0.0, may_have_exited=False)
+        self._register_new_links()
 
     def publish(self, statuses: Mapping[int, RankStatus], failure: Failure | None) -> None:
         """Sends the statuses of this host, if this rank is its leader and they are due; returns at once.
@@ -87,13 +87,14 @@ class RemoteStatus:
             statuses: Statuses of the ranks of this host, by rank.
             failure: First failure that this rank knows of, or None.
         """
+        if self._coordinator is None:
+            return
         self._register_new_links()
         now, own = time.monotonic(), replace(statuses.get(self._rank, RankStatus(self._rank)), failure=failure)
         self._local_statuses = statuses = {**statuses, self._rank: own}
         if failure is None:
             self._failed_at = now
-        if self._is_host_leader(now - self._failed_at):
-            self._connect(may_have_exited=True)
+        self._connect_as_leader(now - self._failed_at)
         if failure is not None and failure != self._published_failure:
             self._links.send(own.dump(WINDOW_NUM_BYTES), is_urgent=True)
         self._published_failure = failure
@@ -141,11 +142,9 @@ class RemoteStatus:
         """Sends a goodbye after the monitor thread has ended; waits up to 3 s for acknowledgements of a failure."""
         if self._published_failure is not None:
             deadline, failed = time.monotonic() + ACK_TIMEOUT_S, self._published_failure.ranks
-            if self._is_host_leader(LEADER_DETECTION_S):
-                self._connect(may_have_exited=True)
-                self._links.send(
-                    replace(self._local_statuses[self._rank], failure=self._published_failure).dump(WINDOW_NUM_BYTES)
-                )
+            if self._connect_as_leader(LEADER_DETECTION_S):
+                own = replace(self._local_statuses[self._rank], failure=self._published_failure)
+                self._links.send(own.dump(WINDOW_NUM_BYTES))
             while (
                 not self._links.is_acknowledged(without=failed)
                 and not self.lost_ranks()
@@ -157,38 +156,37 @@ class RemoteStatus:
     def _has_unsent_agreement_state(self, status: RankStatus) -> bool:
         return self._sent_agreement_state.get(status.rank) != status.agreement_state
 
-    def _is_host_leader(self, failed_s: float) -> bool:
-        """Whether this rank has to connect for its host: the lowest rank that runs, or a rank that knows of a failure.
+    def _connect_as_leader(self, failed_s: float, *, may_have_exited: bool = True) -> bool:
+        """Connects if this rank has to, for its host: the lowest rank that runs, or a rank that knows of a failure.
 
         Args:
             failed_s: Seconds for which this rank has known of a failure.
-        """
-        if self._has_connected or self._first in self._local_ranks:
-            return False
-        leader = next(
-            (rank for rank in self._local_ranks if not _has_exited(self._local_statuses.get(rank))), self._rank
-        )
-        status = self._local_statuses.get(leader)
-        return leader == self._rank or (failed_s >= LEADER_DETECTION_S and (status is None or status.failure is None))
+            may_have_exited: Whether rank 0 may have exited, so that a refused connection is expected.
 
-    def _connect(self, *, may_have_exited: bool) -> None:
+        Returns:
+            Whether this rank has tried to connect now.
+        """
+        if self._coordinator is None or self._has_connected or self._first in self._local_ranks:
+            return False
+        statuses = {rank: self._local_statuses.get(rank, RankStatus(rank)) for rank in self._local_ranks}
+        leader = next((rank for rank, status in statuses.items() if status.state != "exited"), self._rank)
+        if leader != self._rank and (failed_s < LEADER_DETECTION_S or statuses[leader].failure is not None):
+            return False
         self._has_connected = True
         self._coordinator.connect(may_have_exited=may_have_exited)
+        return True
 
     def _register_new_links(self) -> None:
+        """Registers the ranks whose statuses arrive over new links; some may never send a status."""
         for rank in self._links.ranks - self._received_at.keys():
-            self._register_link(rank)
-
-    def _register_link(self, rank: int) -> None:
-        """Registers the ranks whose statuses arrive over a new link; some may never send a status."""
-        self._received_at[rank] = time.monotonic()
-        ranks = self._ranks_on_same_host(rank) if self._rank == self._first else [rank]
-        self.statuses = {**{other: RankStatus(other) for other in ranks}, **self.statuses}
+            self._received_at[rank] = time.monotonic()
+            ranks = self._ranks_on_same_host(rank) if self._rank == self._first else [rank]
+            self.statuses = {**{other: RankStatus(other) for other in ranks}, **self.statuses}
 
     def _on_message(self, rank: int, message: bytes) -> bool:
         status = RankStatus.load(message)
         if rank not in self._received_at:
-            self._register_link(rank)
+            self._register_new_links()
         self._received_at[rank] = time.monotonic()
         before = self.statuses.get(status.rank)
         if status.rank in self._ranks_on_same_host(rank):
@@ -197,7 +195,3 @@ class RemoteStatus:
 
     def _ranks_on_same_host(self, rank: int) -> list[int]:
         return self._ranks_by_host[self._peers[rank].host]
-
-
-def _has_exited(status: RankStatus | None) -> bool:
-    return status is not None and status.state == "exited"

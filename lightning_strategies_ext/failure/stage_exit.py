@@ -15,9 +15,10 @@ import time
 from typing import Any
 
 from lightning_strategies_ext.failure import failure_report
+from lightning_strategies_ext.failure.failure_detector import is_first_surviving_reporter
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.process_exit import fail_at_exit
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress, StageExits, format_ranks
+from lightning_strategies_ext.failure.rank_status import CollectiveProgress, StageExits, format_ranks, merge_stage_exits
 
 #: Seconds that a rank waits in one collective of ``shm`` for a rank that has exited the stage.
 COLLECTIVE_GRACE_S = 1.5
@@ -59,21 +60,20 @@ class StageExitHandler:
         """Announces that this rank has finished its stage. A second call, or one after :meth:`close`, is a no-op."""
         if self._is_closed:
             return
-        self.close()
-        self.monitor.announce_stage_exit(self._progress.num_started())
+        self._announce(has_failed=False)
         if self._ends_with_process:
             atexit.register(_wait_for_others_at_exit, self)  # runs before the process group is destroyed
 
     def close_after_failure(self) -> None:
         """Announces that this rank has failed in its stage."""
         if not self._is_closed:
-            self.close()
-            self.monitor.announce_stage_exit(self._progress.num_started(), has_failed=True)
+            self._announce(has_failed=True)
 
     def explain_collective_error(self) -> str | None:
         """Returns why a collective failed, if another rank had finished the stage and exited; else None."""
         if self.reason is None and not self._is_closed:
-            exits = self.monitor.stage_exits()
+            observed = self.monitor.observe()
+            exits = merge_stage_exits(observed.statuses.values(), observed.own.stage)
             if exits is not None:
                 self._set_reason(exits)
         return self.reason
@@ -96,6 +96,10 @@ class StageExitHandler:
         """Ends this rank's part; announces nothing."""
         self._is_closed = True
 
+    def _announce(self, *, has_failed: bool) -> None:
+        self.close()
+        self.monitor.announce_stage_exit(self._progress.num_started(), has_failed=has_failed)
+
     def _on_stage_exits(self, exits: StageExits, elapsed_s: float) -> None:
         """Aborts this rank's collectives if it waits for a rank that has finished the stage; called by the monitor."""
         if self._is_closed or self.reason is not None:
@@ -107,7 +111,7 @@ class StageExitHandler:
         self._pending_work = now
         if self._progress.num_started() > exits.num_started or self._in_collective_s >= COLLECTIVE_GRACE_S:
             self._set_reason(exits)
-            self.monitor.abort_own_collectives()
+            self.monitor.policy.abort_own_collectives()
 
     def _set_reason(self, exits: StageExits) -> None:
         others, has = format_ranks(exits.ranks, exits.num_ranks), "has" if exits.num_ranks == 1 else "have"
@@ -123,7 +127,7 @@ def _wait_for_others_at_exit(handler: StageExitHandler) -> None:
     failed = handler.wait_for_others()
     if failed:
         failure = handler.monitor.wait_for_failure(REASON_TIMEOUT_S)
-        if failure is not None and handler.monitor.is_first_surviving_reporter(failure):
+        if failure is not None and is_first_surviving_reporter(handler.monitor.observe(), failure):
             failure_report.print_report(failure)
         ranks = format_ranks(failed)
         failure_report.print_line(f"{ranks} failed after this rank had finished its stage. Exiting with code 1.")

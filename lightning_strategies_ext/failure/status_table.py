@@ -31,36 +31,25 @@ if hasattr(os, "memfd_create"):
 
 
 class StatusTable:
-    """One rank's handle of the table.
+    """One rank's handle of the table, which :meth:`open_for_host` returns."""
 
-    Args:
-        memory: Memory that all ranks of the host have mapped.
-        own_slot: Index of this rank's row.
-        descriptor: Descriptor through which the other ranks open the memory, if they open this rank's.
-        name: Path of the file that holds the memory, if this rank removes it.
-    """
-
-    def __init__(
-        self, memory: mmap.mmap, own_slot: int, descriptor: int | None = None, name: str | None = None
-    ) -> None:
+    def __init__(self, memory: mmap.mmap, own_slot: int) -> None:
         self._memory = memory
         self._own_slot = own_slot
-        self._descriptor = descriptor
-        self._name = name
+        self._descriptor: int | None = None
+        self._name: str | None = None
 
     @classmethod
     def open_for_host(cls, store: KeyValueStore, key: str, rank: int, ranks: Sequence[int]) -> "StatusTable | None":
         """Opens the table of this host. Collective among the ranks of the host.
 
-        On Linux the memory is an unnamed memory file, so that no file remains after the ranks exit. On other
-        systems, and
-        where /proc is missing or ranks cannot open descriptors there, it is a temporary file that the lowest rank
+        On Linux the memory is an unnamed memory file, so that no file remains after the ranks exit. On other systems,
+        and where /proc is missing or ranks cannot open descriptors there, it is a temporary file that the lowest rank
         removes in :meth:`close`.
 
         Args:
             store: Store that the ranks share.
-            key: Key under which the lowest rank publishes the table, the same for all ranks of this host and only
-                these.
+            key: Key under which the lowest rank publishes the table, for the ranks of this host alone.
             rank: Global rank of this process.
             ranks: Ranks of this host, including this rank.
 
@@ -71,9 +60,10 @@ class StatusTable:
         num_bytes = SLOT_NUM_BYTES * len(ranks)
         if rank == min(ranks):
             descriptor, path, name = _create(num_bytes)
-            # The descriptor stays open: another rank may open it later.
             store.set(key, path)
-            return cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank), descriptor, name)
+            table = cls(mmap.mmap(descriptor, num_bytes), ranks.index(rank))
+            table._descriptor, table._name = descriptor, name  # open until `close`: another rank may open it later
+            return table
         path = store.get(key).decode()
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))

@@ -14,14 +14,16 @@ After any rank has requested a stop:
 Limitation: a rank whose peer has exited stops without an agreement after :data:`DECISION_TIMEOUT_S`.
 """
 
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from torch.distributed import PrefixStore, Store
+from typing_extensions import override
 
 from lightning_strategies_ext.failure.process_exit import abandon_thread
 from lightning_strategies_ext.failure.rank_status import AgreementId, StepIndex, StopDecision, StopVote
@@ -110,22 +112,13 @@ class StopAgreement:
         """Whether the training thread waits for the decision, or will."""
         return self._requested and not self._decided.is_set()
 
-    @property
-    def is_decided(self) -> bool:
-        """Whether no further decision is expected."""
-        return self._decided.is_set()
-
     def vote(self) -> StopVote:
         """Returns this rank's vote."""
         is_over = self._is_closed
         return StopVote(self._number, self._requested, self._step if self._agreeing or is_over else None, is_over)
 
     def receive(self, decision: StopDecision | None) -> None:
-        """Receives the newest decision.
-
-        Args:
-            decision: Decision of this agreement or of another one; None if no rank has requested a stop.
-        """
+        """Receives the newest decision, which may be of another agreement; None if no rank has requested a stop."""
         if decision is not None and decision.agreement_id != self._number:
             decision = None
         if not self._is_closed and (decision is not None or self._requested):
@@ -135,11 +128,6 @@ class StopAgreement:
         if decision is not None and decision.last_step is not None and not self._decided.is_set():
             self._last_step = decision.last_step
             self._decided.set()
-
-    def decide_alone(self) -> None:
-        """Lets this rank stop without an agreement if a stop was requested: the other ranks cannot vote any more."""
-        self._agreeing |= self._requested
-        self._decided.set()
 
     def _must_stop_before(self, step: StepIndex) -> bool:
         self._has_stopped = self._is_after_last(step)
@@ -166,15 +154,18 @@ class StopAgreement:
         return False
 
 
+def newest_decision(decisions: Iterable[StopDecision | None]) -> StopDecision | None:
+    """Returns the newest decision that ranks know of, or None."""
+    known = [decision for decision in decisions if decision is not None]
+    return max(known, key=lambda decision: (decision.agreement_id, decision.last_step is not None), default=None)
+
+
 def decide_last_step(votes: Mapping[int, StopVote | None], before: StopDecision | None) -> StopDecision | None:
-    """Decides the first agreement that some rank takes part in.
+    """Decides the first agreement that some rank takes part in; None if no rank has requested a stop.
 
     Args:
         votes: Votes by rank; None for a rank that has not voted.
         before: Previous decision. It stands, because some ranks may have acted on it.
-
-    Returns:
-        The decision, or None if no rank has requested a stop.
     """
     begun = [vote for vote in votes.values() if vote is not None]
     number = min((vote.agreement_id for vote in begun if not vote.is_closed), default=None)
@@ -188,121 +179,75 @@ def decide_last_step(votes: Mapping[int, StopVote | None], before: StopDecision 
     return StopDecision(number, max(steps) if are_all_here and len(steps) == len(here) else None)
 
 
-class StoreAgreement:
-    """Exchanges the votes of one rank over a store, from a thread of its own. Collective: all ranks create it together.
+class StoreAgreement(StopAgreement):
+    """A stop agreement that sends the votes over a store, from a thread of its own. Collective.
 
     Args:
-        agreement: Stop agreement of this rank.
         store: Store that the ranks of this world share, and no other ranks.
         rank: Global rank of this process.
         world_size: Number of ranks.
+        is_requested: Whether the ranks know before the first step that they have to stop; the same on all ranks.
     """
 
-    def __init__(self, agreement: StopAgreement, store: Store, rank: int, world_size: int) -> None:
-        self._agreement = agreement
+    def __init__(self, store: Store, rank: int, world_size: int, *, is_requested: bool = False) -> None:
+        super().__init__(is_requested=is_requested, notify=lambda: None)
         self._store = PrefixStore("lightning_strategies_ext/stop_agreement", store)
         self._rank = rank
         self._world_size = world_size
         self._interval_s = max(POLL_INTERVAL_S, world_size / POLLS_PER_SECOND_OF_STORE)
-        self._has_requested = self._has_published = self._has_read = False
-        self._closed = threading.Event()
+        self._has_sent_request = self._has_sent_step = self._has_read = False
         self._thread = threading.Thread(target=self._run, name="lightning-strategies-ext store", daemon=True)
         self._thread.start()
 
+    @override
     def close(self) -> None:
-        """Stops the thread. A second call is a no-op.
+        """Ends this rank's part, and stops the thread. A second call is a no-op.
 
         After a request, rank 0, whose process usually serves the store, first waits until the other ranks have read the
         decision.
         """
-        is_first_call = not self._closed.is_set()
-        self._closed.set()
+        is_first_call = not self._is_closed
+        super().close()
         self._thread.join()
         if is_first_call and self._rank == 0 and self._has_read:
-            self._wait_for_readers()
+            deadline = time.monotonic() + READ_TIMEOUT_S
+            with suppress(RuntimeError):  # the store is on another host and unavailable
+                while not self._store.check(self._keys("read")) and time.monotonic() < deadline:
+                    time.sleep(_READ_POLL_INTERVAL_S)
 
+    @override
     def abandon(self) -> None:
-        """Abandons the thread, which may wait for an unavailable store."""
-        self._closed.set()
+        """Ends this rank's part after a failure of another rank, and abandons the thread: the store may not respond."""
+        super().abandon()
         abandon_thread(self._thread)
 
     def _run(self) -> None:
         try:
-            while not self._agreement.is_decided and not self._closed.wait(self._interval_s):
+            while not self._decided.wait(self._interval_s):
                 self._poll()
-        except Exception as error:  # the store has exited with rank 0
+        except Exception as error:  # the store has exited with rank 0: the other ranks cannot vote any more
             log.debug("rank %d stops polling for a stop: %s", self._rank, error)
-            self._agreement.decide_alone()
+            self._agreeing |= self._requested
+            self._decided.set()
 
     def _poll(self) -> None:
-        vote = self._agreement.vote()
-        if vote.is_requested and not self._has_requested:
-            self._has_requested = True
+        if self._requested and not self._has_sent_request:
+            self._has_sent_request = True
             self._store.set(_REQUESTED, "")
-        is_requested = vote.is_requested or self._store.check([_REQUESTED])
-        self._agreement.receive(StopDecision(vote.agreement_id) if is_requested else None)
-        vote = self._agreement.vote()
-        if vote.last_started_step is None:
+        if self._requested or self._store.check([_REQUESTED]):
+            self.receive(StopDecision(self._number))
+        step = self.vote().last_started_step
+        if step is None:
             return
-        if not self._has_published:
-            self._has_published = True
-            self._store.set(_step_key(self._rank), f"{vote.last_started_step[0]},{vote.last_started_step[1]}")
-        keys = [_step_key(rank) for rank in range(self._world_size)]
+        if not self._has_sent_step:
+            self._has_sent_step = True
+            self._store.set(f"step/{self._rank}", json.dumps(step))
         # Polled, not waited for: a wait would block the store's connection, which the training thread shares.
-        if self._store.check(keys):
-            last_step = max(_decode(self._store.get(key)) for key in keys)
+        if self._store.check(self._keys("step")):
+            train, evaluation = max(json.loads(self._store.get(key)) for key in self._keys("step"))
             self._store.set(f"read/{self._rank}", "")
             self._has_read = True
-            self._agreement.receive(StopDecision(vote.agreement_id, last_step))
+            self.receive(StopDecision(self._number, (train, evaluation)))
 
-    def _wait_for_readers(self) -> None:
-        deadline = time.monotonic() + READ_TIMEOUT_S
-        keys = [f"read/{rank}" for rank in range(self._world_size)]
-        with suppress(RuntimeError):  # the store is on another host and unavailable
-            while not self._store.check(keys) and time.monotonic() < deadline:
-                time.sleep(_READ_POLL_INTERVAL_S)
-
-
-def _step_key(rank: int) -> str:
-    return f"step/{rank}"
-
-
-def _decode(value: bytes) -> StepIndex:
-    train, evaluation = value.decode().split(",")
-    return int(train), int(evaluation)
-
-
-class RequeueAgreement:
-    """One rank's part in the agreement to save a checkpoint and requeue the SLURM job, for one stage.
-
-    Lightning saves in the signal handler, at the current position of each rank, and the ranks synchronize in a barrier.
-    A rank that is one step ahead waits there for ranks that wait for it in the all-reduce of the step. Here the signal
-    is a further reason for a stop agreement.
-
-    Args:
-        carry_out: Callable that saves a checkpoint and requeues the job; all ranks call it together.
-        is_requested: Whether this rank received the signal before the stage.
-
-    Attributes:
-        is_requested: Whether this rank has received the signal and the other ranks may not know it.
-        is_agreed: Whether all ranks know of the signal.
-    """
-
-    def __init__(self, carry_out: Callable[[], None], *, is_requested: bool = False) -> None:
-        self._carry_out = carry_out
-        self.is_requested = is_requested
-        self.is_agreed = False
-
-    def agree(self, decide_any: Callable[[bool], bool]) -> None:
-        """Determines whether any rank has received the signal. Collective: all ranks call it.
-
-        Args:
-            decide_any: Collective that returns whether the argument is True on any rank.
-        """
-        is_requested, self.is_requested = self.is_requested, False  # a signal may arrive while the ranks decide
-        self.is_agreed |= decide_any(is_requested)
-
-    def requeue(self) -> None:
-        """Saves a checkpoint and requeues the job. Collective: all ranks call it."""
-        self._carry_out()
-        self.is_agreed = self.is_requested = False
+    def _keys(self, name: str) -> list[str]:
+        return [f"{name}/{rank}" for rank in range(self._world_size)]

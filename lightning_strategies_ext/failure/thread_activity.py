@@ -64,8 +64,7 @@ class ResourceUsage(NamedTuple):
         """Returns the usage of a process; only its CPU time if /proc does not show the process.
 
         Raises:
-            psutil.Error: If the process has exited.
-            OSError: The same, if /proc does not show the process.
+            psutil.Error, OSError: If the process has exited.
         """
         try:
             process = psutil.Process(pid)
@@ -80,9 +79,6 @@ class ResourceUsage(NamedTuple):
 
 class ThreadActivity:
     """Samples the CPU use and the stack of one thread.
-
-    Args:
-        thread: Thread to sample.
 
     Attributes:
         unchanged_s: Seconds for which the stack has not changed, as counted by :meth:`sample`.
@@ -105,12 +101,7 @@ class ThreadActivity:
         self.module = ""
 
     def sample(self, elapsed_s: float, has_moved: bool = False) -> None:
-        """Takes a sample. The monitor thread calls this a few times per second.
-
-        Args:
-            elapsed_s: Seconds since the last sample, without time in which the process was suspended.
-            has_moved: Whether the thread has moved since the last sample, even if its stack is the same.
-        """
+        """Takes a sample, ``elapsed_s`` seconds after the last one; ``has_moved`` also if its stack is the same."""
         frames = self._frames()
         self.module = str(frames[0].f_globals.get("__name__", "")) if frames else ""
         place = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)

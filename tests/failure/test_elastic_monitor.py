@@ -17,10 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_strategies_ext._system.peers import Peer, exchange_peers
-from lightning_strategies_ext.failure.elastic_monitor import CONFIRMATION_S, ElasticMonitor, elastic_monitor
+from lightning_strategies_ext.failure.elastic_monitor import ElasticMonitor, elastic_monitor
+from lightning_strategies_ext.failure.policies import CONFIRMATION_S
 from lightning_strategies_ext.failure.process_exit import MONITOR_EXIT_CODE
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
-from lightning_strategies_ext.failure.stop_agreement import StopAgreement, StoreAgreement
+from lightning_strategies_ext.failure.stop_agreement import StoreAgreement
 from tests.support.ranks import Outcome, free_port, outcomes_of_ranks
 
 HANG_TIMEOUT_S = 2.0
@@ -127,8 +128,7 @@ def hang_after_the_store_stops(port: int, store_pid: int) -> bool:
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), False)
     peers, monitor = exchange_peers(dist.PrefixStore("peers", store), rank, world_size), elastic_monitor()
     monitor.start_hang_detection(store, rank, peers, CollectiveProgress(), HANG_TIMEOUT_S, lambda: "step 3")
-    agreement = StopAgreement(notify=lambda: None)
-    exchange = StoreAgreement(agreement, store, rank, world_size)
+    agreement = StoreAgreement(store, rank, world_size)
     store.add("ready", 1)
     while store.add("ready", 0) < world_size:
         time.sleep(0.01)
@@ -142,7 +142,7 @@ def hang_after_the_store_stops(port: int, store_pid: int) -> bool:
     while peers[1].is_running() and time.monotonic() < deadline:
         time.sleep(0.1)
     is_polling = any(thread.name == "lightning-strategies-ext store" for thread in threading.enumerate())
-    exchange.abandon()
+    agreement.abandon()
     os.kill(store_pid, signal.SIGKILL)
     return is_polling
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning_utilities.core.imports import RequirementCache
 
 from lightning_strategies_ext import DDPStrategy
-from lightning_strategies_ext.failure import failure_monitor, process_exit
+from lightning_strategies_ext.failure import policies, process_exit
 from tests.support.models import MLP, NUM_CLASSES, NUM_FEATURES, assert_same_bits, fit, loader, make_trainer, state_of
 from tests.support.ranks import outcomes_of_ranks, run_ranks, start_script
 
@@ -138,7 +138,7 @@ def train_until_rank_1_fails(directory: Path) -> None:
 
 
 def train_until_rank_1_fails_and_rank_0_is_stuck(directory: Path) -> None:
-    failure_monitor.GRACE_S = 2.0
+    policies.GRACE_S = 2.0
     train(directory, callbacks=[Fail(1, others_are_stuck=True)])
 
 
@@ -380,7 +380,7 @@ def test_a_hung_rank_is_killed_after_another_rank_fails(start):
 
 
 def reconcile_while_the_other_is_stuck() -> None:
-    failure_monitor.GRACE_S = 1.0
+    policies.GRACE_S = 1.0
     make_trainer("ddp_ext", callbacks=[Reconcile()]).fit(MLP(), loader())
 
 
@@ -419,7 +419,7 @@ def test_a_failure_of_all_ranks_that_the_script_catches_terminates_no_rank(with_
 
 
 def fail_again_after_a_caught_failure(with_same_trainer: bool) -> None:
-    failure_monitor.GRACE_S = 1.0
+    policies.GRACE_S = 1.0
     trainer = make_trainer("ddp_ext", callbacks=[Fail(0, 1)])
     with pytest.raises(KeyError, match="bad sample"):
         trainer.fit(MLP(), loader())

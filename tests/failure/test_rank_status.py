@@ -1,7 +1,5 @@
 """Rank statuses, and the hung ranks according to them; these tests start no process."""
 
-import dataclasses
-import json
 import os
 import random
 import threading
@@ -16,7 +14,6 @@ from lightning_strategies_ext.failure import failure_detector, failure_report
 from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, Observation, first_failure, hung_ranks
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.rank_status import (
-    HUNG,
     CollectiveProgress,
     Failure,
     RankStatus,
@@ -114,15 +111,15 @@ def test_a_rank_at_the_same_line_in_another_collective_is_active():
             return self.num
 
     progress = Counts()
-    own = LocalStatus(dist.HashStore(), 0, [0], progress, lambda: "train")
+    local = LocalStatus(dist.HashStore(), 0, {0: Peer.this_process(0)}, progress, lambda: "train")
     thread = threading.Thread(target=threading.Event().wait, daemon=True)  # which is always at the same place
     thread.start()
-    own.activity, own.state = ThreadActivity(thread), "running"
+    local.activity, local.own.state = ThreadActivity(thread), "running"
 
     def look() -> RankStatus:
-        own.sample_training_thread(HANG_TIMEOUT_S)
-        own.publish(None)
-        return own.read()[0]
+        local.sample_training_thread(HANG_TIMEOUT_S)
+        local.publish()
+        return local.read()[0]
 
     look()
     assert look().unchanged_s == HANG_TIMEOUT_S
@@ -130,9 +127,9 @@ def test_a_rank_at_the_same_line_in_another_collective_is_active():
     sign = look()
     assert (sign.num_started, sign.unchanged_s, sign.idle_s, sign.in_collective_s) == (1, 0, 0, 0)
     assert look().unchanged_s == HANG_TIMEOUT_S
-    own.state = "finished"
+    local.own.state = "finished"
     assert [look().in_collective_s, look().in_collective_s] == [0, HANG_TIMEOUT_S]
-    own.close()
+    local.close()
 
 
 def test_heartbeat_ages_count_only_time_in_which_this_process_ran():
@@ -174,11 +171,11 @@ def test_no_random_sequence_of_active_ranks_is_a_hang():
 @pytest.mark.parametrize("by", [0, 1])
 def test_the_report_has_the_stacks_whichever_rank_detected_the_hang_first(by):
     failure = Failure(
-        (1,), "here", 0.0, "train", "rank 0 has waited 2 s", details="Rank 1 is at: sleep", reported_by=by, verb=HUNG[0]
+        (1,), "here", 0.0, "train", "rank 0 has waited 2 s", details="Rank 1 is at: sleep", reported_by=by, kind="hang"
     )
     assert "Rank 1 is at: sleep" in failure_report.full_report(failure)
     assert "Rank 1 is at" not in failure_report.full_report(
-        replace(failure, reported_by=1, is_self_reported=True, verb="failed")
+        replace(failure, reported_by=1, is_self_reported=True, kind="failed")
     )
 
 
@@ -199,7 +196,7 @@ def test_a_list_of_ranks_collapses_ranges_and_names_at_most_eight(ranks: Sequenc
 
 
 def test_a_message_counts_ranks_that_are_not_listed() -> None:
-    exits = merge_stage_exits([], {rank: StageExit(1, rank) for rank in range(1, 64)}, 1)
+    exits = merge_stage_exits([RankStatus(rank, stage_exit=StageExit(1, rank)) for rank in range(1, 64)], 1)
     assert exits is not None
     assert format_ranks(exits.ranks, exits.num_ranks) == "ranks 1-8 and 55 more"
     assert format_ranks([3], 2) == "ranks 3 and 1 more"
@@ -218,11 +215,13 @@ def test_a_hang_of_512_ranks_is_reported_in_short_lines() -> None:
 
 def test_merged_stage_exits_have_the_smallest_number_of_collectives_and_eight_ranks():
     exits = {0: StageExit(2, 7), 1: None, 2: StageExit(2, 5), 3: StageExit(1, 1), 4: StageExit(2, 0, True)}
-    assert merge_stage_exits([], exits, 2) == StageExits(2, (0, 2), 2, 5)
-    known = [None, StageExits(2, (9,), 70, 3), StageExits(1, (8,), 1, 0)]
-    assert merge_stage_exits(known, exits, 2) == StageExits(2, (0, 2, 9), 70, 3)
-    assert merge_stage_exits([], exits, 3) is None
-    many = merge_stage_exits([], {rank: StageExit(1, rank) for rank in range(1000)}, 1)
+    statuses = [RankStatus(rank, stage_exit=exit) for rank, exit in exits.items()]
+    assert merge_stage_exits(statuses, 2) == StageExits(2, (0, 2), 2, 5)
+    known = [StageExits(2, (9,), 70, 3), StageExits(1, (8,), 1, 0)]
+    statuses += [RankStatus(rank, stage_exits=exits) for rank, exits in enumerate(known, 5)]
+    assert merge_stage_exits(statuses, 2) == StageExits(2, (0, 2, 9), 70, 3)
+    assert merge_stage_exits(statuses, 3) is None
+    many = merge_stage_exits([RankStatus(rank, stage_exit=StageExit(1, rank)) for rank in range(1000)], 1)
     assert many == StageExits(1, tuple(range(8)), 1000, 0)
 
 
@@ -235,6 +234,5 @@ def test_a_status_survives_encoding():
         stage_exits=StageExits(2, (0, 2), 2, 5),
     )
     assert RankStatus.load(status.dump(1 << 14)) == status
-    assert RankStatus.from_dict(
-        json.loads(json.dumps(dataclasses.asdict(RankStatus(0, stop_vote=StopVote((1, 0))))))
-    ) == RankStatus(0, stop_vote=StopVote((1, 0)))
+    without_step = RankStatus(0, stop_vote=StopVote((1, 0)), stop_decision=StopDecision((1, 0)))
+    assert RankStatus.load(without_step.dump(1 << 14)) == without_step

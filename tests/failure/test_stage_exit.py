@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from lightning_strategies_ext import DDPSpawnStrategy, DDPStrategy, UnevenInputsError, WorkerRaisedError
 from lightning_strategies_ext._system import peers
-from lightning_strategies_ext.failure import failure_monitor as watch_module
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.rank_status import CollectiveProgress
 from lightning_strategies_ext.failure.stage_exit import StageExitHandler
@@ -154,8 +153,8 @@ def linger_for(
     does: Callable[[StageExitHandler], None] | None, num_hosts: int, lingering: int
 ) -> tuple[list[int], float] | None:
     rank = int(os.environ["LOCAL_RANK"])
-    for module in (peers, watch_module) if num_hosts == 2 else ():
-        module.host_identity = lambda: f"host {rank}"  # each is alone on one
+    if num_hosts == 2:
+        peers.host_identity = lambda: f"host {rank}"  # each is alone on one
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
     watch = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
     watch.begin_stage(None)
