@@ -159,17 +159,16 @@ class StageContext:
         if self._requeue is not None and (self._is_requeue_requested or self._must_stop):
             self._stop_agreement.request()
 
-    def handle_stage_exits(self, progress: CollectiveProgress, *, is_job: bool) -> None:
+    def handle_stage_exits(self, *, is_job: bool) -> None:
         """Aborts collectives in which this rank waits for a rank that has finished the stage. Collective.
 
         Args:
-            progress: Progress of this rank's collectives.
             is_job: Whether the job ends with the ranks' processes.
         """
         assert self.failure_monitor is not None
         if self._stage_exit_handler is not None:
             self._stage_exit_handler.close()
-        self._stage_exit_handler = StageExitHandler(self.failure_monitor, self.rank, progress, ends_with_process=is_job)
+        self._stage_exit_handler = StageExitHandler(self.failure_monitor, ends_with_process=is_job)
 
     # --- between steps ---
 
@@ -308,10 +307,7 @@ class StageContext:
         if self.failure_monitor is not None and self.failure_monitor.was_aborted:
             self.abandon()
         if self._stage_exit_handler is not None:
-            if self.local_collectives is None:
-                self._stage_exit_handler.announce_exit()
-            else:
-                self._stage_exit_handler.close_after_failure()
+            self._stage_exit_handler.announce_exit(has_failed=self.local_collectives is not None)
         if self.failure_monitor is not None and is_over:
             self.failure_monitor.finish_stage()
         self._end_exchange()

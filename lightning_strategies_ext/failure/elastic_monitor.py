@@ -114,15 +114,8 @@ class ElasticMonitor:
     ) -> None:
         """Kills hung ranks of this host, until :meth:`stop_hang_detection`. Collective: all ranks of the world call it.
 
-        The detection continues after this rank has left the world: other ranks may hang then.
-
-        Args:
-            store: Store that the ranks share, for this world alone.
-            rank: Global rank of this process.
-            peers: All ranks.
-            progress: Progress of this rank's collectives.
-            hang_timeout_s: Hang timeout, in seconds.
-            step_source: Callable that returns stage and step as text.
+        The detection continues after this rank has left the world: other ranks may hang then. The store is for this
+        world alone; ``step_source`` returns stage and step as text.
         """
         self.stop_hang_detection()
         if len(local_peers(peers, rank)) > 1:

@@ -65,13 +65,8 @@ def detect_failure(
 ) -> Failure | None:
     """Returns the first failure: one that a rank has published, or one that failed ranks cannot report; or None.
 
-    Failures in stages before the stage of the observer, which all ranks caught, do not count.
-
-    Args:
-        observed: Observation of the caller.
-        hang_timeout_s: Hang timeout in seconds; None for no limit.
-        get_exit_code: Callable that returns the exit code of a process that this process has started, by its pid; None
-            if the exit code is unknown.
+    Failures in stages before the stage of the observer, which all ranks caught, do not count. :class:`.FailureMonitor`
+    describes ``get_exit_code``.
     """
     of_stage = {rank: status for rank, status in observed.statuses.items() if status.stage >= observed.own.stage}
     failure = first_failure(of_stage) or _diagnose_exit(observed, get_exit_code) or _diagnose_host_loss(observed)
@@ -83,8 +78,11 @@ def _detect_hang(observed: Observation, hang_timeout_s: float) -> Failure | None
     if len(observed.statuses) < len(observed.peers):
         local = {rank: status for rank, status in observed.statuses.items() if observed.is_local(rank)}
         remote_timeout_s = max(hang_timeout_s, HOST_LOSS_TIMEOUT_S) + REMOTE_MARGIN_S
-        failure = _detect_unresponsive(replace(observed, statuses=local), hang_timeout_s)
-        return failure or _detect_unresponsive(observed, remote_timeout_s)
+        for known, timeout_s in (replace(observed, statuses=local), hang_timeout_s), (observed, remote_timeout_s):
+            failure = diagnose_hang(known, timeout_s)
+            if failure is not None and all(observed.heartbeat_ages[rank] >= timeout_s for rank in failure.ranks):
+                return failure
+        return None
     failure = diagnose_hang(observed, hang_timeout_s)
     if failure is None or any(map(observed.is_local, failure.ranks)):
         return failure
@@ -94,14 +92,6 @@ def _detect_hang(observed: Observation, hang_timeout_s: float) -> Failure | None
     ages_s = [observed.heartbeat_ages[rank] for rank in failure.ranks] if failure is not None else []
     may_be_lost = any(elsewhere_s <= age_s < HOST_LOSS_TIMEOUT_S + REMOTE_MARGIN_S for age_s in ages_s)
     return None if may_be_lost else failure
-
-
-def _detect_unresponsive(observed: Observation, hang_timeout_s: float) -> Failure | None:
-    failure = diagnose_hang(observed, hang_timeout_s)
-    are_unresponsive = failure is not None and all(
-        observed.heartbeat_ages[rank] >= hang_timeout_s for rank in failure.ranks
-    )
-    return failure if are_unresponsive else None
 
 
 @dataclass
@@ -220,18 +210,11 @@ def is_reporter(observed: Observation, failure: Failure) -> bool:
     return observed.rank <= min(observed.peers.keys() - unable or failure.ranks)
 
 
-def is_first_surviving_reporter(observed: Observation, failure: Failure) -> bool:
-    """Whether the observer is the lowest of the ranks that can report the failure."""
-    return observed.rank == min(observed.peers.keys() - failure.unable_to_report or failure.ranks)
-
-
 def diagnose_hang(observed: Observation, hang_timeout_s: float) -> Failure | None:
     """Returns the failure of hung ranks (:func:`hung_ranks`) among those with a known status, or None."""
-    statuses, peers, ages_s = observed.statuses, observed.peers, observed.heartbeat_ages
+    statuses, ages_s = observed.statuses, observed.heartbeat_ages
     ranks = hung_ranks(statuses, ages_s, hang_timeout_s)
-    states = {
-        rank: _process_state(peers[rank], observed.is_local(rank), ages_s[rank] >= hang_timeout_s) for rank in ranks
-    }
+    states = {rank: _process_state(observed, rank, ages_s[rank] >= hang_timeout_s) for rank in ranks}
     if not ranks or _IS_TRACED in states.values():
         return None
     states = {rank: state for rank, state in states.items() if state}
@@ -248,19 +231,16 @@ def diagnose_hang(observed: Observation, hang_timeout_s: float) -> Failure | Non
     return _observed_failure(observed, ranks, headline, _format_stacks(statuses, ranks, states), "hang")
 
 
-def _process_state(peer: Peer, is_local: bool, is_unresponsive: bool) -> str:
-    if not is_local:
-        return (
-            "sends no heartbeats: the process is stopped, or a library in it holds the GIL" if is_unresponsive else ""
-        )
-    status = None
+def _process_state(observed: Observation, rank: int, is_unresponsive: bool) -> str:
+    pid, is_local, status = observed.peers[rank].pid, observed.is_local(rank), None
     with suppress(psutil.Error, OSError):
-        status = psutil.Process(peer.pid).status()
+        status = psutil.Process(pid).status() if is_local else None
     if status == psutil.STATUS_TRACING_STOP:
         return _IS_TRACED
     if status == psutil.STATUS_STOPPED:
-        return f"is stopped (`kill -CONT {peer.pid}` continues it)"
-    return "sends no heartbeats: a library in it holds the GIL" if is_unresponsive else ""
+        return f"is stopped (`kill -CONT {pid}` continues it)"
+    reason = "a library in it holds the GIL" if is_local else "the process is stopped, or a library in it holds the GIL"
+    return f"sends no heartbeats: {reason}" if is_unresponsive else ""
 
 
 def _observed_failure(
@@ -291,11 +271,6 @@ def hung_ranks(
     not count, because the other rank may have waited for this rank then. A rank that computes, or is in a debugger, is
     not hung.
 
-    Args:
-        statuses: Statuses of all ranks, by rank.
-        heartbeat_ages: Age of each rank's last heartbeat, in seconds.
-        hang_timeout_s: Hang timeout, in seconds.
-
     Returns:
         The ranks that other ranks wait for. All waiting ranks if every rank waits, because they wait in different
         collectives. None if no rank waits, or if a rank that is waited for shows activity.
@@ -306,14 +281,12 @@ def hung_ranks(
     ):
         return ()
     running = {rank: status for rank, status in statuses.items() if status.state == "running" or status.stage < stage}
-    if not running:
-        return ()
     done = [status for rank, status in statuses.items() if rank not in running]
-    is_awaited_by_others = any(
+    is_awaited_by_done = any(
         (heartbeat_ages[status.rank] if status.state == "exited" else status.in_collective_s) >= hang_timeout_s
         for status in done
     )
-    least = min(status.num_started for status in running.values())
+    least = min((status.num_started for status in running.values()), default=0)
 
     def waits(rank: int) -> bool:
         status = running[rank]
@@ -321,16 +294,16 @@ def hung_ranks(
         waits = status.state == "running" and (status.in_collective_s >= hang_timeout_s or is_ahead)
         return waits and heartbeat_ages[rank] < hang_timeout_s
 
-    waiting = {rank for rank in running if waits(rank)}
-    missing = [rank for rank in running if rank not in waiting]
+    def is_inactive(rank: int) -> bool:
+        status = running[rank]
+        is_idle = heartbeat_ages[rank] >= hang_timeout_s or status.idle_s >= hang_timeout_s
+        return is_idle and not status.is_in_debugger
+
+    waiting = [rank for rank in sorted(running) if waits(rank)]
+    missing = [rank for rank in sorted(running) if rank not in waiting]
     if not missing:
-        return tuple(sorted(waiting))
-    if not waiting and not is_awaited_by_others:
-        return ()
-    if any(running[rank].is_in_debugger for rank in missing):
-        return ()
-    is_lost = all(heartbeat_ages[rank] >= hang_timeout_s or running[rank].idle_s >= hang_timeout_s for rank in missing)
-    return tuple(sorted(missing)) if is_lost else ()
+        return tuple(waiting)
+    return tuple(missing) if (waiting or is_awaited_by_done) and all(map(is_inactive, missing)) else ()
 
 
 def _format_stacks(statuses: Mapping[int, RankStatus], hung: Sequence[int], states: Mapping[int, str]) -> str:

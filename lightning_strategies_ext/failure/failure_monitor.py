@@ -24,15 +24,8 @@ from lightning_strategies_ext._system.connections import enable_store_keepalive
 from lightning_strategies_ext._system.peers import Peer, exchange_peers
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 from lightning_strategies_ext.exceptions import RankFailedError
-from lightning_strategies_ext.failure import failure_report
-from lightning_strategies_ext.failure.failure_detector import (
-    HeartbeatAges,
-    Observation,
-    detect_failure,
-    diagnose_script_end,
-    is_reporter,
-    ranks_in_stage,
-)
+from lightning_strategies_ext.failure import failure_detector, failure_report
+from lightning_strategies_ext.failure.failure_detector import HeartbeatAges, Observation
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.monitor_thread import ExitTracker, MonitorThread
 from lightning_strategies_ext.failure.policies import ExitAllRanks
@@ -77,7 +70,6 @@ class FailureMonitor:
         RankFailedError: If another rank fails, or does not reach the startup barrier in time.
 
     Attributes:
-        store: Store that all ranks share.
         on_failure: Callable that the monitor thread calls when it detects a failure in the stage of this rank.
         on_stage_exits: Callable that the monitor thread calls while other ranks have exited the stage of this rank,
             with their stage exits and the seconds since the last call.
@@ -98,7 +90,8 @@ class FailureMonitor:
         self.on_failure: Callable[[], None] = _do_nothing
         self.on_stage_exits: Callable[[StageExits, float], None] = _do_nothing
         self.was_raised = False
-        self._rank = rank
+        self.rank = rank
+        self.progress = progress
         self._agreement: StopAgreement | None = None
         self._get_exit_code = get_exit_code
         self._hang_timeout_s: float | None = None
@@ -128,7 +121,7 @@ class FailureMonitor:
         """
         deadline, num_ranks = time.monotonic() + STARTUP_TIMEOUT_S, len(self._peers)
         # Rank 0 leaves the barrier last, because its process may serve the store.
-        for key, until in ("running", num_ranks), ("passed", num_ranks if self._rank == min(self._peers) else 0):
+        for key, until in ("running", num_ranks), ("passed", num_ranks if self.rank == min(self._peers) else 0):
             found = store.add(key, 1)
             while found < until:
                 if self.failure is not None:
@@ -143,12 +136,7 @@ class FailureMonitor:
 
     @classmethod
     def get_or_create(cls, store: dist.Store, *args: Any) -> "FailureMonitor":
-        """Returns the monitor of this process, or creates one if the ranks share a new store. Collective.
-
-        Args:
-            store: Store that all ranks share.
-            *args: Other arguments of the constructor.
-        """
+        """Returns the monitor of this process; creates one, from all arguments, for a new store. Collective."""
         global _of_process
         if _of_process is None or _of_process.store is not store or _of_process._pid != os.getpid():
             if _of_process is not None:
@@ -159,11 +147,7 @@ class FailureMonitor:
     # --- called by the training thread ---
 
     def begin_stage(self, hang_timeout_s: float | None) -> None:
-        """Publishes that this rank begins a stage. Collective: all ranks call it.
-
-        Args:
-            hang_timeout_s: Seconds that ranks wait in a collective for an inactive rank; None for no limit.
-        """
+        """Publishes that this rank begins a stage. Collective: all ranks call it; no hang timeout if it is None."""
         own = self._local_status.own
         with self._lock:
             self._local_status.activity = ThreadActivity(threading.current_thread())
@@ -177,21 +161,15 @@ class FailureMonitor:
             self._publish("running")
 
     def set_step_source(self, where: Callable[[], str], report_dir: str | None = None) -> None:
-        """Sets what the monitor reports as the position of this rank, and where it writes failure reports.
+        """Sets a callable that returns stage and step as text, and the directory of the failure report.
 
-        Args:
-            where: Callable that returns stage and step as text.
-            report_dir: Directory of the failure report; the working directory if None.
+        The directory is the working directory if ``report_dir`` is None.
         """
         self._local_status.step_source, self.policy.report_dir = where, report_dir or os.getcwd()
         self._publish()
 
     def start_stop_agreement(self, *, is_requested: bool) -> StopAgreement:
-        """Starts an agreement on the last step of the stage. Collective: all ranks call it.
-
-        Args:
-            is_requested: Whether the ranks know already that they have to stop.
-        """
+        """Starts an agreement on the last step of the stage, see :class:`.StopAgreement`. Collective."""
         with self._lock:
             own = self._local_status.own
             number = (own.stage, 0)
@@ -201,15 +179,11 @@ class FailureMonitor:
             self._publish()
             return self._agreement
 
-    def announce_stage_exit(self, num_started: int, *, has_failed: bool = False) -> None:
-        """Publishes that this rank takes part in no more collectives of its stage.
-
-        Args:
-            num_started: Number of collectives that this rank has started.
-            has_failed: Whether the stage ends with an exception on this rank.
-        """
+    def announce_stage_exit(self, *, has_failed: bool) -> None:
+        """Publishes that this rank takes part in no more collectives of its stage, which may have failed on it."""
         with self._lock:
-            self._local_status.own.stage_exit = StageExit(self._local_status.own.stage, num_started, has_failed)
+            own = self._local_status.own
+            own.stage_exit = StageExit(own.stage, self.progress.num_started(), has_failed)
             self._publish()
 
     def ranks_in_stage(self) -> tuple[set[int], set[int]]:
@@ -217,7 +191,7 @@ class FailureMonitor:
 
         See :func:`.ranks_in_stage`. After :meth:`close`, no peers are known.
         """
-        return (set(), set()) if self._closed.is_set() else ranks_in_stage(self.observe())
+        return (set(), set()) if self._closed.is_set() else failure_detector.ranks_in_stage(self.observe())
 
     def finish_stage(self) -> None:
         """Publishes that this rank has finished its stage."""
@@ -228,36 +202,34 @@ class FailureMonitor:
 
     def announce_failure(self, exception: BaseException) -> None:
         """Publishes that this rank has failed and will exit by itself; returns at once."""
-        failure = self._record_failure(exception)
-        self._report_at_exit(exception, failure, lambda: self._announce_script_failure(failure))
+        self._announce_exception(exception, self._announce_script_failure)
 
     def announce_uncaught(self, exception: BaseException) -> None:
         """Publishes that this rank's script raised between two stages: other ranks may wait in the next stage."""
         if self._skip_to_next_stage():  # this rank reports it too: other ranks may have finished
-            self._report_at_exit(exception, self._record_failure(exception), lambda: True)
+            self._announce_exception(exception, lambda failure: True)
 
     def announce_script_end(self) -> None:
         """Publishes that this rank's script has ended, if other ranks wait in a stage that it will not reach."""
-        failure = diagnose_script_end(self.observe())
+        failure = failure_detector.diagnose_script_end(self.observe())
         if failure is not None and self._skip_to_next_stage():
             failure_report.print_report(self._fail(lambda: failure))
 
-    def _record_failure(self, exception: BaseException) -> Failure:
+    def _announce_exception(self, exception: BaseException, is_reporter: Callable[[Failure], bool]) -> None:
         where = self._local_status.current_step_text
-        return self._fail(lambda: failure_report.failure_from_exception(exception, self._rank, where()))
-
-    def _report_at_exit(self, exception: BaseException, failure: Failure, is_reporter: Callable[[], bool]) -> None:
-        failure_report.report_at_exit(exception, failure, self._rank, self.policy.report_dir, is_reporter)
+        failure = self._fail(lambda: failure_report.failure_from_exception(exception, self.rank, where()))
+        directory = self.policy.report_dir
+        failure_report.report_at_exit(exception, failure, self.rank, directory, lambda: is_reporter(failure))
 
     def _announce_script_failure(self, failure: Failure) -> bool:
         """Publishes that this rank's script ends, and returns whether this rank prints the report."""
         observed, own = self.observe(), self._local_status.own
-        is_own_report = is_reporter(observed, failure)
+        is_reporter = failure_detector.is_reporter(observed, failure)
         with self._lock:
             # Ranks that are already in the next stage would ignore a failure in an earlier one.
             own.stage = max(own.stage + 1, *(status.stage for status in observed.statuses.values()))
             self._publish("failed")
-        return is_own_report
+        return is_reporter
 
     def _skip_to_next_stage(self) -> bool:
         with self._lock:
@@ -281,18 +253,15 @@ class FailureMonitor:
     def was_aborted(self) -> bool:
         """Whether this rank's collectives fail because of another rank, or because this rank was found hung."""
         failure = self.failure
-        return failure is not None and not (failure.is_self_reported and failure.reported_by == self._rank)
+        return failure is not None and not (failure.is_self_reported and failure.reported_by == self.rank)
 
     def fail_and_kill_local_peers(self, trace: str) -> None:
-        """Publishes that this rank has failed, and kills ranks of this host that do not exit by themselves.
+        """Publishes that this rank has failed, with a traceback, and kills ranks of this host that do not exit.
 
-        See :meth:`.ExitAllRanks.terminate_local_peers`.
-
-        Args:
-            trace: Traceback of this rank's failure.
+        It waits as :meth:`.ExitAllRanks.terminate_local_peers`.
         """
         where = self._local_status.current_step_text
-        failure = self._fail(lambda: failure_report.failure_from_traceback(trace, self._rank, where()))
+        failure = self._fail(lambda: failure_report.failure_from_traceback(trace, self.rank, where()))
         self.policy.terminate_local_peers(failure)
 
     def _fail(self, describe: Callable[[], Failure]) -> Failure:
@@ -343,15 +312,15 @@ class FailureMonitor:
             observed = self.observe()
             self._heartbeat_ages.update(observed.statuses, elapsed_s)
             if own.failure is None:
-                own.failure = detect_failure(observed, self._hang_timeout_s, self._get_exit_code)
-                if own.failure is not None and own.failure.reported_by == self._rank and own.state == "finished":
+                own.failure = failure_detector.detect_failure(observed, self._hang_timeout_s, self._get_exit_code)
+                if own.failure is not None and own.failure.reported_by == self.rank and own.state == "finished":
                     self.policy.report_after_stage(own.failure)
             self._update_agreements(observed, elapsed_s)
             self._remote_status.publish(self._local_status.read(), own.failure)
             # Between two stages, or in a last hook, this rank blocks no other rank, unless it is the hung rank.
-            failure, must_end = own.failure, own.state == "running"
-            must_end |= failure is not None and failure.kind == "hang" and self._rank in failure.ranks
-        if failure is not None and must_end:
+            failure, must_exit = own.failure, own.state == "running"
+            must_exit |= failure is not None and failure.kind == "hang" and self.rank in failure.ranks
+        if failure is not None and must_exit:
             self.policy.exit_this_rank(failure, self.on_failure)
         return self._agreement is not None and self._agreement.needs_decision
 
@@ -359,7 +328,7 @@ class FailureMonitor:
         """Receives votes, decisions, and stage exits from the statuses, and publishes those that are new."""
         own, agreement, statuses = self._local_status.own, self._agreement, observed.statuses
         before = own.stop_decision, own.stage_exits
-        if self._rank != min(self._peers):
+        if self.rank != min(self._peers):
             own.stop_decision = newest_decision(status.stop_decision for status in statuses.values())
         elif len(statuses) == len(self._peers):
             votes = {rank: status.stop_vote for rank, status in statuses.items()}
@@ -383,7 +352,7 @@ class FailureMonitor:
             # Exits before statuses: a rank may publish its stage exit and then exit its process.
             exited = self._exit_tracker.exited_ranks() | remote.disconnected_ranks()
             return Observation(
-                *(self._rank, self._peers, {**remote.statuses, **self._local_status.read()}),
+                *(self.rank, self._peers, {**remote.statuses, **self._local_status.read()}),
                 *(self._heartbeat_ages.age_s, exited, remote.lost_ranks()),
                 *(remote.unknown_ranks(), remote.closed_ranks()),
             )

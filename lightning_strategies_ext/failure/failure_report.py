@@ -10,13 +10,14 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from torch.distributed import DistBackendError
 
 from lightning_strategies_ext.failure.rank_status import Failure
-from lightning_strategies_ext.failure.thread_activity import frames_of_exception, user_code_frames
+from lightning_strategies_ext.failure.thread_activity import user_code_frames
 
 #: Directory of the files, below the working directory or the Trainer's root directory.
 DIRECTORY = "failures"
@@ -39,29 +40,21 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 def failure_from_exception(exception: BaseException, rank: int, where: str) -> Failure:
     """Returns the failure of this rank by an exception; waits at most a second for the exception's text."""
-    headline, details = texts_of_exception(exception)
+    headline, trace = texts_of_exception(exception)
     advice = advice_of(exception)
-    return Failure(
-        ranks=(rank,),
-        host=socket.gethostname(),
-        time=time.time(),
-        stage_and_step=where,
-        headline=headline.replace(f"{advice}\n", "", 1).strip() if advice else headline.strip(),
-        frames=tuple(user_code_frames(frames_of_exception(exception))[-_MAX_FRAMES:]),
-        details=details[-_MAX_DETAILS:],
-        reported_by=rank,
-        is_self_reported=True,
+    return replace(
+        failure_from_traceback(trace, rank, where),
+        headline=(headline.replace(f"{advice}\n", "", 1) if advice else headline).strip(),
+        frames=tuple(user_code_frames(traceback.extract_tb(exception.__traceback__))[-_MAX_FRAMES:]),
         advice=advice,
     )
 
 
 def failure_from_traceback(trace: str, rank: int, where: str) -> Failure:
     """Returns the failure of this rank with a traceback."""
-    lines = trace.strip().splitlines() or ["it failed"]
-    details = trace[-_MAX_DETAILS:]
-    return Failure(
-        (rank,), socket.gethostname(), time.time(), where, lines[-1], (), details, rank, is_self_reported=True
-    )
+    headline, details = (trace.strip().splitlines() or ["it failed"])[-1], trace[-_MAX_DETAILS:]
+    host, now = socket.gethostname(), time.time()
+    return Failure((rank,), host, now, where, headline, details=details, reported_by=rank, is_self_reported=True)
 
 
 def texts_of_exception(exception: BaseException) -> tuple[str, str]:
@@ -106,13 +99,9 @@ def full_report(failure: Failure) -> str:
 
 
 def write_report(directory: str, failure: Failure, rank: int | None, text: str) -> Path | None:
-    """Appends a text to this rank's file of the failure report.
+    """Appends a text to this rank's file of the failure report, or to the main process's if ``rank`` is None.
 
-    Args:
-        directory: Directory that holds, or will hold, the subdirectory `failures`.
-        failure: First failure. Its time and job name the directory that the ranks share.
-        rank: Global rank of this process; None in the main process.
-        text: Text to append.
+    The ranks share a directory below `failures` in ``directory``, which the time and the job of the failure name.
 
     Returns:
         Path of the file; None if it cannot be written, or if a directory or link in its path belongs to another user.
@@ -161,13 +150,9 @@ def report_at_exit(
 ) -> None:
     """Prints a short report in place of the exception's traceback, if the script does not catch the exception.
 
-    Args:
-        exception: Exception that ends this rank.
-        failure: First failure.
-        rank: Global rank of this process; None in the main process.
-        directory: Directory of the failure report, see :func:`write_report`.
-        is_reporter: Callable that returns whether this rank prints the whole report; other ranks print one line. The
-            failed rank prints a line only under launchers that may terminate the reporter as soon as the rank exits.
+    The rank for which ``is_reporter`` is true prints the whole report; other ranks print one line. The failed rank
+    prints a line only under launchers that may terminate the reporter as soon as the rank exits. For ``rank`` and
+    ``directory``, see :func:`write_report`.
     """
     # Of exceptions that the script has caught, only the last is kept.
     usual: ExceptHook = _replaced.get(sys.excepthook, sys.excepthook)
@@ -181,13 +166,13 @@ def report_at_exit(
         if path is None:
             usual(kind, value, trace)
         if is_reporter():
-            is_other = rank is not None and rank not in failure.ranks
-            ended = f"Rank {rank} exited because {failure.ranks_text} {failure.verb}." if is_other else ""
-            files = ""
+            more = []
+            if rank is not None and rank not in failure.ranks:
+                more.append(f"Rank {rank} exited because {failure.ranks_text} {failure.verb}.")
             if path is not None:
                 each = f"Report of each rank: {path.parent}{os.sep}rank-*.txt"
-                files = f"Worker tracebacks: {path}" if rank is None else each
-            print_report(failure, ended, files)
+                more.append(f"Worker tracebacks: {path}" if rank is None else each)
+            print_report(failure, *more)
         elif rank not in failure.ranks:
             print_line(f"rank {rank} exited because {one_line_cause(failure)}")
         elif not _LAUNCHER_VARIABLES.isdisjoint(os.environ):
@@ -200,7 +185,7 @@ def report_at_exit(
 
 def print_report(failure: Failure, *more: str) -> None:
     """Prints the summary of a failure, once per failure, and more text, between two rules."""
-    text = [words for words in more if words]
+    text = list(more)
     if (failure.ranks, failure.time) not in _shown:
         _shown.add((failure.ranks, failure.time))
         text.insert(0, f"lightning-strategies-ext: {summary(failure)}")
@@ -247,12 +232,7 @@ def _message(exception: BaseException) -> str:
 
 
 def advise(exception: BaseException, advice: str) -> None:
-    """Puts a line of advice before the message of an exception; the failure report begins with it. Once per exception.
-
-    Args:
-        exception: An exception with a message.
-        advice: What the user can do, in one line.
-    """
+    """Puts a line of advice before the message of an exception, once; the failure report begins with it."""
     if advice_of(exception) == "":
         exception.args = (f"{advice}\n{exception.args[0]}", *exception.args[1:])
         vars(exception)[_ADVICE] = advice

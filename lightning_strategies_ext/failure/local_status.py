@@ -29,12 +29,7 @@ _END_OF_STAGE = object()
 class LocalStatus:
     """Statuses of the ranks of this host. Collective among these ranks; the training thread creates it.
 
-    Args:
-        store: Store that the ranks share, for this object alone.
-        rank: Global rank of this process.
-        peers: All ranks.
-        progress: Progress of this rank's collectives.
-        step_source: Callable that returns stage and step as text.
+    The store is for this object alone.
 
     Attributes:
         own: Status of this rank. The caller assigns its state, its stage, and what the rank knows.

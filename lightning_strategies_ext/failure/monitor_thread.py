@@ -65,11 +65,7 @@ class MonitorThread(threading.Thread):
 class ExitTracker:
     """Detects the exits of other processes of this host, which the kernel reports at once, through a pidfd.
 
-    On systems without pidfds, it polls the processes.
-
-    Args:
-        peers: Ranks of this host; this process is not tracked.
-        loop: Selector loop of the thread that an exit wakes.
+    An exit wakes the thread of the selector loop. On systems without pidfds, the processes are polled.
     """
 
     def __init__(self, peers: Mapping[int, Peer], loop: SelectorLoop) -> None:

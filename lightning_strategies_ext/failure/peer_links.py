@@ -84,10 +84,7 @@ class _Link:
 class PeerLinks:
     """The links of one rank, for use by one thread.
 
-    Args:
-        loop: Selector loop of that thread.
-        on_message: Callable that receives a message with the rank of its sender, and returns whether the thread has to
-            check at once.
+    ``on_message`` receives a message with the rank of its sender, and returns whether the thread has to check at once.
 
     Attributes:
         port: Port at which this rank listens; None if it does not.
@@ -117,12 +114,9 @@ class PeerLinks:
         return set(self._links)
 
     def listen(self, ranks: Collection[int], token: str, host: str) -> None:
-        """Listens for connections of ranks that know a token, once each, if this process may listen.
+        """Listens at an address of this host, if this process may: at all addresses if ``host`` is empty.
 
-        Args:
-            ranks: Ranks that may connect.
-            token: Token that they must prove to know.
-            host: Address of this host to listen at; empty for all addresses.
+        The given ranks may connect, once each. They must prove that they know the token.
         """
         is_any = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if ":" in host or is_any else socket.AF_INET
@@ -140,15 +134,8 @@ class PeerLinks:
     ) -> OSError | None:
         """Connects to a rank at one of its addresses; takes at most two seconds for each.
 
-        Args:
-            addresses: Addresses of the rank's host.
-            port: Port at which the rank listens; None if it does not.
-            rank: Global rank of the peer.
-            token: Token of the peer.
-            own_rank: Global rank of this process.
-
         Returns:
-            The error if the connection failed, else None.
+            The error if the connection failed, or if the rank does not listen because its port is None; else None.
         """
         failed = OSError("it does not listen")
         for address in addresses if port is not None else ():
@@ -164,14 +151,10 @@ class PeerLinks:
         return failed
 
     def send(self, message: bytes, *, is_urgent: bool = False) -> bool:
-        """Sends a message to all linked ranks; returns at once.
-
-        Args:
-            message: One line, without its end.
-            is_urgent: Whether peers with a full window receive it too.
+        """Sends a message of one line to all linked ranks; returns at once.
 
         Returns:
-            Whether the message was sent to all linked ranks.
+            Whether all received it: peers with a full window receive only urgent messages.
         """
         is_sent = True
         for link in self._links.values():
@@ -286,13 +269,7 @@ class PeerLinks:
 class CoordinatorEndpoint:
     """Address and credentials of the coordinator. Collective: all ranks create it together; the coordinator listens.
 
-    Args:
-        store: Store that all ranks share.
-        key: Key in the store, for this object alone.
-        peers: All ranks.
-        rank: Global rank of this process.
-        allowed_ranks: Ranks that may connect, once each.
-        links: Links of this rank.
+    The key in the store is for this object alone. The allowed ranks may connect, once each.
 
     Raises:
         RuntimeError: If the value in the store is not signed with the secret of this rank.
@@ -314,9 +291,9 @@ class CoordinatorEndpoint:
         self._secret = job_secret()
         if rank == self._first:
             endpoint = self._listen(store, allowed_ranks)
-            store.set(key, json.dumps([*endpoint, self._sign(json.dumps(endpoint), "")]))
+            store.set(key, json.dumps([*endpoint, self._signature(json.dumps(endpoint), "")]))
         *endpoint, signature = json.loads(store.get(key))
-        if not hmac.compare_digest(signature, self._sign(json.dumps(endpoint), "")):
+        if not hmac.compare_digest(signature, self._signature(json.dumps(endpoint), "")):
             raise RuntimeError(
                 f"Rank {rank} has another secret than rank 0, or another process has written to the store. Set"
                 f" {SECRET} or {SECRET_FILE} to the same value on all hosts, or on none."
@@ -324,12 +301,8 @@ class CoordinatorEndpoint:
         self._token, self._addresses, self._port = endpoint
 
     def connect(self, *, may_have_exited: bool = False) -> None:
-        """Connects to the coordinator; logs a warning if that fails.
-
-        Args:
-            may_have_exited: Whether a refused connection is expected, because the coordinator may have exited.
-        """
-        proof = self._sign(self._token, self._token)
+        """Connects to the coordinator. Logs a warning if that fails, unless it refuses because it may have exited."""
+        proof = self._signature(self._token, self._token)
         error = self._links.connect(self._addresses, self._port, self._first, proof, self._rank)
         if error is not None and not (may_have_exited and isinstance(error, ConnectionRefusedError)):
             log.warning(
@@ -352,10 +325,10 @@ class CoordinatorEndpoint:
             is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
             if address is not None and is_loopback(address) and not is_one_machine:
                 address = None
-        self._links.listen(allowed_ranks, self._sign(token, token), address or "")
+        self._links.listen(allowed_ranks, self._signature(token, token), address or "")
         return token, list(all_addresses) if address is None else [address], self._links.port
 
-    def _sign(self, text: str, without_secret: str) -> str:
+    def _signature(self, text: str, without_secret: str) -> str:
         """Returns a signature with the secret of the job, or ``without_secret`` if the job has none."""
         return hmac.digest(self._secret, text.encode(), "sha256").hex() if self._secret else without_secret
 

@@ -6,15 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_strategies_ext._system.peers import Peer
-from lightning_strategies_ext.failure import failure_report
-from lightning_strategies_ext.failure.failure_detector import (
-    HEARTBEAT_TIMEOUT_S,
-    HeartbeatAges,
-    Observation,
-    diagnose_hang,
-    is_reporter,
-    ranks_done_with_stage,
-)
+from lightning_strategies_ext.failure import failure_detector, failure_report
+from lightning_strategies_ext.failure.failure_detector import HEARTBEAT_TIMEOUT_S, HeartbeatAges, Observation
 from lightning_strategies_ext.failure.local_status import LocalStatus
 from lightning_strategies_ext.failure.process_exit import exit_now, fail_at_exit
 from lightning_strategies_ext.failure.rank_status import Failure, RankStatus
@@ -40,12 +33,6 @@ class ExitAllRanks:
     by its own monitor. An unresponsive rank, which is stopped or whose GIL is held, is killed by the monitor of another
     rank.
 
-    Args:
-        local_status: Statuses of the ranks of this host.
-        observe: Callable that returns what this rank knows of all ranks.
-        abort_collectives: Callable that makes this rank's pending collectives with the given peers raise, if the
-            backend can.
-
     Attributes:
         report_dir: Directory in which the failure report is written, in its subdirectory `failures`.
     """
@@ -69,11 +56,9 @@ class ExitAllRanks:
         self._aborted_at: float | None = None
 
     def exit_this_rank(self, failure: Failure, on_failure: Callable[[], None]) -> None:
-        """Aborts this rank's collectives, and later terminates it. The monitor thread calls this at each check.
+        """Aborts this rank's collectives, and later terminates it; calls ``on_failure`` first.
 
-        Args:
-            failure: First failure.
-            on_failure: Callable for the first call.
+        The monitor thread calls this at each check.
         """
         now = time.monotonic()
         if self._detected_at is None:
@@ -98,7 +83,7 @@ class ExitAllRanks:
         """Reports a failure of other ranks that this rank has detected after it finished its stage."""
         text = failure_report.full_report(failure)
         path = failure_report.write_report(self.report_dir, failure, self._rank, text)
-        failure_report.print_report(failure, f"Where each rank was: {path}" if path is not None else "")
+        failure_report.print_report(failure, *([] if path is None else [f"Where each rank was: {path}"]))
         self.kill_unresponsive(failure)
 
     def kill_unresponsive(self, failure: Failure) -> None:
@@ -108,12 +93,9 @@ class ExitAllRanks:
             _kill(peer, self._local_status)
 
     def prepare_exit(self, failure: Failure, *, was_raised: bool) -> None:
-        """Kills unresponsive ranks before the exit of this process, and reports a failure that the script ignores.
+        """Kills unresponsive ranks before the exit of this process; reports a failure that the script has not received.
 
-        Args:
-            failure: First failure.
-            was_raised: Whether the script received an exception that names the failure. If False, this rank had
-                finished its last stage before it detected the failure.
+        The script receives no exception if this rank had finished its last stage before it detected the failure.
         """
         if not failure.is_self_reported:
             self.kill_unresponsive(failure)
@@ -151,7 +133,7 @@ class ExitAllRanks:
 
     def _kill(self, peers: Sequence[Peer], failure: Failure) -> None:
         # Before the kill: a launcher that detects a killed rank terminates this rank too.
-        if peers and is_reporter(self._observe(), failure):
+        if peers and failure_detector.is_reporter(self._observe(), failure):
             failure_report.print_report(failure)
         for peer in peers:
             failure_report.print_line(
@@ -168,18 +150,14 @@ class ExitAllRanks:
         return True
 
     def _running_local_peers(self) -> list[Peer]:
-        done = ranks_done_with_stage(self._observe()) | {self._rank}
+        done = failure_detector.ranks_done_with_stage(self._observe()) | {self._rank}
         return [peer for rank, peer in self._local_status.peers.items() if rank not in done and peer.is_running()]
 
 
 class KillHungRanks:
     """Policy in elastic training after a hang: one of the ranks that wait kills the hung ranks of its host.
 
-    Args:
-        local_status: Statuses of the ranks of this host.
-        hang_timeout_s: Hang timeout, in seconds.
-        world_size: Number of ranks. If some are on other hosts, all ranks of this host may wait for another host; then
-            none is killed.
+    If the world has ranks on other hosts, all ranks of this host may wait for another host; then none is killed.
     """
 
     def __init__(self, local_status: LocalStatus, hang_timeout_s: float, world_size: int) -> None:
@@ -217,7 +195,7 @@ class KillHungRanks:
         """Returns the failure of ranks that this rank has to kill, or None."""
         alive = {rank: status for rank, status in statuses.items() if self._peers[rank].is_running()}
         observed = Observation(self._rank, self._peers, alive, self._heartbeat_ages.age_s)
-        failure = diagnose_hang(observed, self._hang_timeout_s)
+        failure = failure_detector.diagnose_hang(observed, self._hang_timeout_s)
         ranks = () if failure is None else failure.ranks
         are_all_waiting = len(ranks) == self._world_size
         if not are_all_waiting and any(self._is_in_collective(statuses[rank]) for rank in ranks):

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 #: In a stage, finished with the stage, failed in the stage, or exiting.
@@ -244,18 +245,13 @@ def format_ranks(ranks: Iterable[int], num_ranks: int = 0) -> str:
     """
     ordered = sorted(set(ranks))
     num_ranks = max(num_ranks, len(ordered))
-    ranges: list[list[int]] = []
-    for rank in ordered[:MAX_RANKS_LISTED]:
-        if ranges and ranges[-1][-1] == rank - 1:
-            ranges[-1].append(rank)
-        else:
-            ranges.append([rank])
-    parts = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in ranges]
-    if (num_more := num_ranks - len(ordered[:MAX_RANKS_LISTED])) > 0:
-        parts.append(f"{num_more} more")
-    listed = " and ".join(parts)
-    if len(parts) > 2:
-        listed = f"{', '.join(parts[:-1])}, and {parts[-1]}"
+    parts = []
+    for _, group in groupby(enumerate(ordered[:MAX_RANKS_LISTED]), lambda item: item[1] - item[0]):  # consecutive
+        run = [rank for _, rank in group]
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    if num_ranks > len(ordered[:MAX_RANKS_LISTED]):
+        parts.append(f"{num_ranks - len(ordered[:MAX_RANKS_LISTED])} more")
+    listed = " and ".join(parts) if len(parts) < 3 else f"{', '.join(parts[:-1])}, and {parts[-1]}"
     return f"rank {listed}" if num_ranks == 1 else f"ranks {listed}"
 
 

@@ -37,14 +37,8 @@ _STATUS_NUM_BYTES = WINDOW_NUM_BYTES // 4
 class RemoteStatus:
     """Statuses of the ranks of other hosts; no statuses if all ranks are on one host.
 
-    Collective: all ranks create it together. The monitor thread, which waits in ``loop``, calls :meth:`publish`.
-
-    Args:
-        store: Store that all ranks share.
-        peers: All ranks.
-        rank: Global rank of this process.
-        number: Number that distinguishes this object from others with the same store.
-        loop: Selector loop of the monitor thread.
+    Collective: all ranks create it together, with a number that distinguishes it from others with the same store. The
+    monitor thread, which waits in ``loop``, calls :meth:`publish`.
 
     Attributes:
         statuses: Statuses by rank: of all other hosts' ranks on rank 0, of rank 0 on the leaders of other hosts.
@@ -83,9 +77,7 @@ class RemoteStatus:
     def publish(self, statuses: Mapping[int, RankStatus], failure: Failure | None) -> None:
         """Sends the statuses of this host, if this rank is its leader and they are due; returns at once.
 
-        Args:
-            statuses: Statuses of the ranks of this host, by rank.
-            failure: First failure that this rank knows of, or None.
+        The status of this rank is sent with ``failure``, the first failure that the rank knows of by now.
         """
         if self._coordinator is None:
             return
@@ -157,14 +149,9 @@ class RemoteStatus:
         return self._sent_agreement_state.get(status.rank) != status.agreement_state
 
     def _connect_as_leader(self, failed_s: float, *, may_have_exited: bool = True) -> bool:
-        """Connects if this rank has to, for its host: the lowest rank that runs, or a rank that knows of a failure.
+        """Connects, once, if this rank has to; returns whether it has tried now.
 
-        Args:
-            failed_s: Seconds for which this rank has known of a failure.
-            may_have_exited: Whether rank 0 may have exited, so that a refused connection is expected.
-
-        Returns:
-            Whether this rank has tried to connect now.
+        The lowest rank of a host that runs connects, or a rank that has known of a failure for ``failed_s`` seconds.
         """
         if self._coordinator is None or self._has_connected or self._first in self._local_ranks:
             return False

@@ -15,10 +15,9 @@ import time
 from typing import Any
 
 from lightning_strategies_ext.failure import failure_report
-from lightning_strategies_ext.failure.failure_detector import is_first_surviving_reporter
 from lightning_strategies_ext.failure.failure_monitor import FailureMonitor
 from lightning_strategies_ext.failure.process_exit import fail_at_exit
-from lightning_strategies_ext.failure.rank_status import CollectiveProgress, StageExits, format_ranks, merge_stage_exits
+from lightning_strategies_ext.failure.rank_status import StageExits, format_ranks, merge_stage_exits
 
 #: Seconds that a rank waits in one collective of ``shm`` for a rank that has exited the stage.
 COLLECTIVE_GRACE_S = 1.5
@@ -34,21 +33,15 @@ class StageExitHandler:
 
     Args:
         monitor: Failure monitor of this rank.
-        rank: Global rank of this process.
-        progress: Progress of this rank's collectives.
         ends_with_process: Whether the job ends with the ranks' processes, as with scripts; workers have a main process.
 
     Attributes:
         reason: Why this rank's collectives were aborted, for the user; None if they were not.
     """
 
-    def __init__(
-        self, monitor: FailureMonitor, rank: int, progress: CollectiveProgress, *, ends_with_process: bool
-    ) -> None:
+    def __init__(self, monitor: FailureMonitor, *, ends_with_process: bool) -> None:
         self.monitor = monitor
         self.reason: str | None = None
-        self._rank = rank
-        self._progress = progress
         self._ends_with_process = ends_with_process
         self._is_closed = False
         self._pending_work: Any = None
@@ -56,18 +49,14 @@ class StageExitHandler:
         monitor.on_stage_exits = self._on_stage_exits
         atexit.unregister(_wait_for_others_at_exit)  # the job has another stage
 
-    def announce_exit(self) -> None:
-        """Announces that this rank has finished its stage. A second call, or one after :meth:`close`, is a no-op."""
+    def announce_exit(self, *, has_failed: bool) -> None:
+        """Announces that this rank has finished its stage, or failed in it. A no-op after :meth:`close`."""
         if self._is_closed:
             return
-        self._announce(has_failed=False)
-        if self._ends_with_process:
+        self.close()
+        self.monitor.announce_stage_exit(has_failed=has_failed)
+        if self._ends_with_process and not has_failed:
             atexit.register(_wait_for_others_at_exit, self)  # runs before the process group is destroyed
-
-    def close_after_failure(self) -> None:
-        """Announces that this rank has failed in its stage."""
-        if not self._is_closed:
-            self._announce(has_failed=True)
 
     def explain_collective_error(self) -> str | None:
         """Returns why a collective failed, if another rank had finished the stage and exited; else None."""
@@ -87,7 +76,7 @@ class StageExitHandler:
         while True:
             staying, failed = self.monitor.ranks_in_stage()
             if (failure := self.monitor.wait_for_failure(0.0)) is not None:  # all ranks exit
-                return [] if self._rank in failure.ranks else sorted(failed | set(failure.ranks))
+                return [] if self.monitor.rank in failure.ranks else sorted(failed | set(failure.ranks))
             if not staying:
                 return sorted(failed)
             time.sleep(_POLL_S)
@@ -96,39 +85,38 @@ class StageExitHandler:
         """Ends this rank's part; announces nothing."""
         self._is_closed = True
 
-    def _announce(self, *, has_failed: bool) -> None:
-        self.close()
-        self.monitor.announce_stage_exit(self._progress.num_started(), has_failed=has_failed)
-
     def _on_stage_exits(self, exits: StageExits, elapsed_s: float) -> None:
         """Aborts this rank's collectives if it waits for a rank that has finished the stage; called by the monitor."""
         if self._is_closed or self.reason is not None:
             return
-        now = self._progress.pending_work()
+        now = self.monitor.progress.pending_work()
         self._in_collective_s = (
             self._in_collective_s + elapsed_s if now is not None and now is self._pending_work else 0.0
         )
         self._pending_work = now
-        if self._progress.num_started() > exits.num_started or self._in_collective_s >= COLLECTIVE_GRACE_S:
+        if self.monitor.progress.num_started() > exits.num_started or self._in_collective_s >= COLLECTIVE_GRACE_S:
             self._set_reason(exits)
             self.monitor.policy.abort_own_collectives()
 
     def _set_reason(self, exits: StageExits) -> None:
         others, has = format_ranks(exits.ranks, exits.num_ranks), "has" if exits.num_ranks == 1 else "have"
+        rank = self.monitor.rank
         self.reason = (
-            f"rank {self._rank} is waiting in a collective for {others}, which {has} already finished this stage."
+            f"rank {rank} is waiting in a collective for {others}, which {has} already finished this stage."
             " The ranks processed different numbers of batches or took different code paths. Give"
             " all ranks the same number of batches (`DistributedSampler`, `limit_train_batches=...`)."
         )
-        self.monitor.announce_stage_exit(self._progress.num_started(), has_failed=True)
+        self.monitor.announce_stage_exit(has_failed=True)
 
 
 def _wait_for_others_at_exit(handler: StageExitHandler) -> None:
     failed = handler.wait_for_others()
     if failed:
         failure = handler.monitor.wait_for_failure(REASON_TIMEOUT_S)
-        if failure is not None and is_first_surviving_reporter(handler.monitor.observe(), failure):
-            failure_report.print_report(failure)
+        if failure is not None:
+            observed = handler.monitor.observe()
+            if observed.rank == min(observed.peers.keys() - failure.unable_to_report or failure.ranks):
+                failure_report.print_report(failure)
         ranks = format_ranks(failed)
         failure_report.print_line(f"{ranks} failed after this rank had finished its stage. Exiting with code 1.")
         fail_at_exit()

@@ -45,13 +45,7 @@ class StatusTable:
 
         On Linux the memory is an unnamed memory file, so that no file remains after the ranks exit. On other systems,
         and where /proc is missing or ranks cannot open descriptors there, it is a temporary file that the lowest rank
-        removes in :meth:`close`.
-
-        Args:
-            store: Store that the ranks share.
-            key: Key under which the lowest rank publishes the table, for the ranks of this host alone.
-            rank: Global rank of this process.
-            ranks: Ranks of this host, including this rank.
+        removes in :meth:`close`. The key in the store is for the ranks of this host alone.
 
         Returns:
             The table; None if this rank cannot open the memory of the lowest rank, or the memory belongs to another

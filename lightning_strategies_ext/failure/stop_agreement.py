@@ -3,8 +3,8 @@
 Lightning broadcasts rank 0's decision before every training step, which costs a round trip per step (and a host
 synchronization on a GPU, Lightning issue 21487) and ignores a signal on another rank (issue 20806). Here the training
 thread records only which step it starts. Another thread sends the votes: the failure monitor's
-(:mod:`.failure_monitor`) or, in a world whose ranks may change, that of a :class:`StoreAgreement`.
-After any rank has requested a stop:
+(:mod:`.failure_monitor`) or, in a world whose ranks may change, that of a :class:`StoreAgreement`. After any rank has
+requested a stop:
 
 1. Each rank votes with the last step that it has started. From then on its training thread waits for the decision
    before it starts another step.
@@ -180,14 +180,7 @@ def decide_last_step(votes: Mapping[int, StopVote | None], before: StopDecision 
 
 
 class StoreAgreement(StopAgreement):
-    """A stop agreement that sends the votes over a store, from a thread of its own. Collective.
-
-    Args:
-        store: Store that the ranks of this world share, and no other ranks.
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        is_requested: Whether the ranks know before the first step that they have to stop; the same on all ranks.
-    """
+    """A stop agreement that sends votes over a store, which is for its ranks alone, from a thread of its own."""
 
     def __init__(self, store: Store, rank: int, world_size: int, *, is_requested: bool = False) -> None:
         super().__init__(is_requested=is_requested, notify=lambda: None)

@@ -10,10 +10,10 @@ import sys
 import sysconfig
 import threading
 import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from traceback import FrameSummary, StackSummary
 from types import FrameType
 from typing import NamedTuple
 
@@ -28,11 +28,14 @@ _BYTES_PER_S = 100_000
 #: Seconds with an unchanged stack after which the activity of DataLoader workers is sampled too.
 _WAITS_S = 0.5
 _MAX_FRAMES = 60
-_PACKAGE = str(Path(__file__).parents[1])
 #: Modules in which a thread waits during a debugger session.
 _DEBUGGERS = frozenset({"bdb", "pdb", "cmd", "ipdb", "pudb", "pydevd", "_pydevd_bundle", "debugpy", "remote_pdb"})
-#: Directories without user code: Python, installed packages, and this package.
-_FRAMEWORK_PATHS = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, _PACKAGE)
+#: Paths of files without user code begin so: generated code, Python, installed packages, and this package.
+_FRAMEWORK_PATHS = (
+    "<",
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(__file__).parents[1]),
+)
 
 
 class ResourceUsage(NamedTuple):
@@ -103,7 +106,7 @@ class ThreadActivity:
     def sample(self, elapsed_s: float, has_moved: bool = False) -> None:
         """Takes a sample, ``elapsed_s`` seconds after the last one; ``has_moved`` also if its stack is the same."""
         frames = self._frames()
-        self.module = str(frames[0].f_globals.get("__name__", "")) if frames else ""
+        self.module = _module_of(frames[0]) if frames else ""
         place = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
         counts = self._count()
         is_still = place == self._stack_position and not has_moved
@@ -117,24 +120,27 @@ class ThreadActivity:
     @property
     def is_in_debugger(self) -> bool:
         """Whether the thread is in a Python debugger."""
-        return any(frame.f_globals.get("__name__", "").split(".")[0] in _DEBUGGERS for frame in self._frames())
+        return any(_module_of(frame).split(".")[0] in _DEBUGGERS for frame in self._frames())
 
     def stack(self) -> str:
         """Returns the stack of the thread as text, outermost call first."""
         frames = [(frame, frame.f_lineno) for frame in reversed(self._frames())]
-        return "".join(traceback.StackSummary.extract(iter(frames)).format())
+        return "".join(StackSummary.extract(iter(frames)).format())
 
     def user_frames(self) -> list[str]:
         """Returns the frames of the user's code, each as ``file:line in function``."""
-        frames = [(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in self._frames()]
-        return user_code_frames(frames[::-1])
+        codes = [(frame.f_code, frame.f_lineno) for frame in reversed(self._frames())]
+        return user_code_frames([FrameSummary(c.co_filename, line, c.co_name, lookup_line=False) for c, line in codes])
 
     def _count(self) -> ResourceUsage:
         status: dict[str, str] = {}
         with suppress(OSError):  # /proc is missing
             status = dict(line.split(":\t", 1) for line in self._status_file.read_text().splitlines() if ":\t" in line)
         num_wakes, is_running = int(status.get("voluntary_ctxt_switches", 0)), status.get("State", "").startswith("R")
-        return ResourceUsage(_cpu_seconds(self._ident), num_wakes, _num_bytes_of(self._process), is_running)
+        cpu_s = 0.0
+        with suppress(OSError, AttributeError):  # the thread has exited, or the system has no such clock
+            cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._ident))
+        return ResourceUsage(cpu_s, num_wakes, _num_bytes_of(self._process), is_running)
 
     def _are_dataloader_workers_busy(self, elapsed_s: float) -> bool:
         before, now = self._worker_usage, dict[int, ResourceUsage]()
@@ -146,12 +152,24 @@ class ThreadActivity:
         return any(pid not in before or counts.exceeds(before[pid], elapsed_s) for pid, counts in now.items())
 
     def _frames(self) -> list[FrameType]:
+        """Returns the frames of the thread, the innermost first, and pauses garbage collection meanwhile if necessary.
+
+        Python 3.11 creates an object for each frame that is read. That may start a collection, whose callbacks may let
+        the other thread run; its frame is then freed before the object refers to it, and the process crashes. Before
+        3.11, frames are objects anyway; since 3.12, no collection starts there.
+        """
         frames: list[FrameType] = []
-        with _gc_paused():
+        must_pause = sys.version_info[:2] == (3, 11) and gc.isenabled()
+        if must_pause:
+            gc.disable()
+        try:
             frame = sys._current_frames().get(self._ident)
             while frame is not None and len(frames) < _MAX_FRAMES:
                 frames.append(frame)
                 frame = frame.f_back
+        finally:
+            if must_pause:
+                gc.enable()
         return frames
 
 
@@ -165,49 +183,17 @@ def _num_bytes_of(process: psutil.Process | None) -> int:
 
 def _is_waiting_for_batch(frames: list[FrameType]) -> bool:
     """Returns whether a thread waits for a batch of a torch DataLoader or of Lightning's data fetcher."""
-    names = [str(frame.f_globals.get("__name__", "")) for frame in frames]
     return any(
-        name.startswith(("torch.utils.data.", "torchdata.")) or name.endswith(".loops.fetchers") for name in names
+        name.startswith(("torch.utils.data.", "torchdata.")) or name.endswith(".loops.fetchers")
+        for name in map(_module_of, frames)
     )
 
 
-@contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pauses garbage collection while this thread reads the frames of another thread.
-
-    Python 3.11 creates an object for each frame that is read. That may start a collection, whose callbacks may let the
-    other thread run; its frame is then freed before the object refers to it, and the process crashes. Before 3.11,
-    frames are objects anyway; since 3.12, no collection starts there.
-    """
-    if sys.version_info[:2] != (3, 11) or not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
-def user_code_frames(frames: list[tuple[str, int | None, str]]) -> list[str]:
+def user_code_frames(frames: Sequence[FrameSummary]) -> list[str]:
     """Returns those of the given frames that are user code, or else the last frame, as ``file:line in function``."""
-    users = [frame for frame in frames if not _is_internal(frame[0])]
-    return [f"{file}:{line} in {function}" for file, line, function in users or frames[-1:]]
-
-
-def frames_of_exception(exception: BaseException) -> list[tuple[str, int | None, str]]:
-    """Returns file, line, and function of each frame of an exception's traceback, outermost first."""
-    return [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(exception.__traceback__)]
-
-
-def _is_internal(file: str) -> bool:
-    return file.startswith("<") or any(file.startswith(beginning) for beginning in _FRAMEWORK_PATHS)
-
-
-def _cpu_seconds(ident: int) -> float:
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return 0.0
-    try:
-        return time.clock_gettime(time.pthread_getcpuclockid(ident))
-    except OSError:
-        return 0.0
+    users = [frame for frame in frames if not frame.filename.startswith(_FRAMEWORK_PATHS)]
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in users or frames[-1:]]

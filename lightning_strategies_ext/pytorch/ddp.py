@@ -397,7 +397,7 @@ class DDPStrategy(Unfreezing, BucketsByTrial, Compressed, ParallelStrategy, Ligh
         must_stop = self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
         if self._world.failure_monitor is not None:
-            self._world.handle_stage_exits(DefaultGroupProgress(), is_job=self._worker is None)
+            self._world.handle_stage_exits(is_job=self._worker is None)
         self._evaluate_together(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._keep_in_step(trainer, self._uneven_inputs, self.root_device)

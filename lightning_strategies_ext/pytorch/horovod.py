@@ -308,7 +308,7 @@ class HorovodStrategy(ParallelStrategy):
         must_stop = self.reduce_boolean_decision(self._world.was_stop_requested, all=False)
         self._agree_on_sigterm(trainer, is_requested=must_stop)
         if self._world.failure_monitor is not None:
-            self._world.handle_stage_exits(CollectiveProgress(), is_job=True)
+            self._world.handle_stage_exits(is_job=True)
         self._evaluate_together(trainer)
 
     @override

@@ -52,6 +52,14 @@ def detect_hangs(progress: CollectiveProgress) -> tuple[dict[int, Peer], Elastic
     return peers, monitor
 
 
+def wait_for_statuses(monitor: ElasticMonitor) -> None:
+    """Waits until all ranks have published a status."""
+    deadline = time.monotonic() + LIMIT_S
+    while len(monitor._hang_policy._local_status.read()) < int(os.environ["WORLD_SIZE"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def codes_of(outcomes: list[Outcome]) -> list[int | None]:
     return [outcome.exit_code for outcome in outcomes]
 
@@ -94,7 +102,7 @@ def test_a_stopped_rank_is_killed_by_a_rank_that_has_left_the_world():
 def wait_with_a_rank_that_detects_nothing() -> None:
     rank = int(os.environ["LOCAL_RANK"])
     peers, monitor = detect_hangs(Waits() if rank == 1 else CollectiveProgress())
-    time.sleep(1.0)  # all ranks have published a status
+    wait_for_statuses(monitor)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank == 0:
@@ -133,7 +141,7 @@ def hang_after_the_store_stops(port: int, store_pid: int) -> bool:
     while store.add("ready", 0) < world_size:
         time.sleep(0.01)
     if rank == 1:
-        time.sleep(1.0)  # the statuses of both ranks are published by now
+        wait_for_statuses(monitor)
         os.kill(os.getpid(), signal.SIGSTOP)
     os.kill(store_pid, signal.SIGSTOP)
     agreement.request()  # the thread of the agreement sends it to the store, which does not respond
@@ -259,7 +267,7 @@ def test_collectives_are_aborted_once_another_process_of_the_host_has_exited():
     os.kill(other.pid, signal.SIGKILL)
     assert is_aborted.wait(LIMIT_S)
     other.wait()
-    time.sleep(0.5)
+    monitor._thread.stop()  # after another check
     monitor.leave_world(agreed=False)
     assert calls == ["lightning-strategies-ext failure monitor"]
     assert not never.is_set()

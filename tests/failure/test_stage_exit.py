@@ -158,9 +158,9 @@ def linger_for(
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
     watch = FailureMonitor(store, rank, 2, CollectiveProgress(), lambda peers: None, lambda pid: None)
     watch.begin_stage(None)
-    departure = StageExitHandler(watch, rank, CollectiveProgress(), ends_with_process=False)
+    departure = StageExitHandler(watch, ends_with_process=False)
     if rank == lingering:
-        departure.announce_exit()
+        departure.announce_exit(has_failed=False)
         begin = time.monotonic()
         store.set("one lingers", "")
         result = departure.wait_for_others(), time.monotonic() - begin
@@ -180,6 +180,14 @@ def linger_for(
     return None
 
 
+def announce_exit(departure: StageExitHandler) -> None:
+    departure.announce_exit(has_failed=False)
+
+
+def fail_in_stage(departure: StageExitHandler) -> None:
+    departure.announce_exit(has_failed=True)
+
+
 def raise_an_error(departure: StageExitHandler) -> None:
     departure.monitor.announce_failure(ValueError("no"))
 
@@ -188,18 +196,18 @@ def raise_an_error(departure: StageExitHandler) -> None:
     ("does", "is_failure", "num_hosts", "lingering"),
     [
         *(
-            (StageExitHandler.announce_exit, False, 1, 0),
-            (StageExitHandler.close_after_failure, True, 1, 0),
+            (announce_exit, False, 1, 0),
+            (fail_in_stage, True, 1, 0),
             (raise_an_error, True, 1, 0),
             (None, True, 1, 0),
         ),
         *(
-            (StageExitHandler.announce_exit, False, 2, 0),
+            (announce_exit, False, 2, 0),
             (raise_an_error, True, 2, 0),
-            (StageExitHandler.announce_exit, False, 2, 1),
+            (announce_exit, False, 2, 1),
         ),
         *(
-            (StageExitHandler.close_after_failure, True, 2, 1),
+            (fail_in_stage, True, 2, 1),
             (None, False, 2, 1),
         ),  # who says goodbye is not waited for
     ],
