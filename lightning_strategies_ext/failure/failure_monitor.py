@@ -147,7 +147,7 @@ class FailureMonitor:
     # --- called by the training thread ---
 
     def begin_stage(self, hang_timeout_s: float | None) -> None:
-        """Publishes that this rank begins a stage. Collective: all ranks call it; no hang timeout if it is None."""
+        """Publishes that this rank begins a stage, in which hangs are detected if there is a timeout. Collective."""
         own = self._local_status.own
         with self._lock:
             self._local_status.activity = ThreadActivity(threading.current_thread())
@@ -180,7 +180,7 @@ class FailureMonitor:
             return self._agreement
 
     def announce_stage_exit(self, *, has_failed: bool) -> None:
-        """Publishes that this rank takes part in no more collectives of its stage, which may have failed on it."""
+        """Publishes that this rank has finished its stage or failed in it: it takes part in no more collectives."""
         with self._lock:
             own = self._local_status.own
             own.stage_exit = StageExit(own.stage, self.progress.num_started(), has_failed)
@@ -258,7 +258,7 @@ class FailureMonitor:
     def fail_and_kill_local_peers(self, trace: str) -> None:
         """Publishes that this rank has failed, with a traceback, and kills ranks of this host that do not exit.
 
-        It waits as :meth:`.ExitAllRanks.terminate_local_peers`.
+        For the duration, see :meth:`.ExitAllRanks.terminate_local_peers`.
         """
         where = self._local_status.current_step_text
         failure = self._fail(lambda: failure_report.failure_from_traceback(trace, self.rank, where()))
@@ -347,15 +347,10 @@ class FailureMonitor:
 
     def observe(self) -> Observation:
         """Returns what this rank knows of all ranks."""
-        remote = self._remote_status
         with self._lock:
-            # Exits before statuses: a rank may publish its stage exit and then exit its process.
-            exited = self._exit_tracker.exited_ranks() | remote.disconnected_ranks()
-            return Observation(
-                *(self.rank, self._peers, {**remote.statuses, **self._local_status.read()}),
-                *(self._heartbeat_ages.age_s, exited, remote.lost_ranks()),
-                *(remote.unknown_ranks(), remote.closed_ranks()),
-            )
+            exited_ranks = self._exit_tracker.exited_ranks()  # first, see `add_remote`
+            statuses, ages_s = self._local_status.read(), self._heartbeat_ages.age_s
+            return self._remote_status.add_remote(Observation(self.rank, self._peers, statuses, ages_s, exited_ranks))
 
     def _publish(self, state: RankState | None = None) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 """Peer links: TCP connections between hosts, which the kernel closes when a process exits or a host is unreachable.
 
-The lowest rank, the coordinator, listens; one rank of each other host connects to it. A process that
-exits in good order sends a goodbye first.
+The lowest rank, the coordinator, listens; one rank of each other host connects to it. A process that exits in good
+order sends a goodbye first.
 
 A process that receives nothing for minutes, because it is stopped or its GIL is held, is not lost: its kernel answers
 keepalives as long as its receive buffer has space. A peer with unacknowledged messages therefore receives only what
@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from weakref import WeakSet
 
@@ -58,6 +59,7 @@ _PROCESS_EXIT_ERRNOS = (errno.ECONNRESET, errno.EPIPE)
 _all: "WeakSet[PeerLinks]" = WeakSet()
 
 
+@dataclass
 class _Link:
     """A connection to a rank.
 
@@ -66,12 +68,11 @@ class _Link:
         unacknowledged: Size of each message that the peer has not acknowledged, the oldest first.
     """
 
-    def __init__(self, end: socket.socket, rank: int) -> None:
-        self.socket = end
-        self.rank = rank
-        self.received = b""
-        self.unacknowledged: deque[int] = deque()
-        self._unsent = b""
+    socket: socket.socket
+    rank: int
+    received: bytes = b""
+    unacknowledged: deque[int] = field(default_factory=deque)
+    _unsent: bytes = b""
 
     def send(self, more: bytes = b"") -> None:
         """Sends bytes, and buffered bytes before them, as far as the kernel has space."""

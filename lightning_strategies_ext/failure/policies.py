@@ -90,7 +90,7 @@ class ExitAllRanks:
         """Kills the failed ranks of this host whose own monitors cannot terminate them, such as suspended ones."""
         failed = [peer for rank, peer in self._local_status.peers.items() if rank in failure.ranks]
         for peer in self._unresponsive(failed):
-            _kill(peer, self._local_status)
+            _kill_rank(peer, self._local_status)
 
     def prepare_exit(self, failure: Failure, *, was_raised: bool) -> None:
         """Kills unresponsive ranks before the exit of this process; reports a failure that the script has not received.
@@ -139,7 +139,7 @@ class ExitAllRanks:
             failure_report.print_line(
                 f"rank {peer.rank} (pid {peer.pid}) does not exit by itself; rank {self._rank} kills it."
             )
-            _kill(peer, self._local_status)
+            _kill_rank(peer, self._local_status)
 
     def _wait_for_local_peers(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -217,12 +217,12 @@ class KillHungRanks:
         )
         for rank in failure.ranks:
             if rank != self._rank:
-                _kill(self._peers[rank], self._local_status)
+                _kill_rank(self._peers[rank], self._local_status)
         if self._rank in failure.ranks:  # all ranks wait for each other; the rest would hang again
             exit_now()
         self._suspects = ()  # otherwise the report would be repeated until the processes have exited
 
 
-def _kill(peer: Peer, local_status: LocalStatus) -> None:
+def _kill_rank(peer: Peer, local_status: LocalStatus) -> None:
     """Kills a rank of this host with its DataLoader workers, but not the ranks that it has started."""
     peer.kill([each.pid for each in local_status.peers.values()])

@@ -8,8 +8,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
@@ -18,15 +16,12 @@ from typing import Any, NoReturn
 
 #: Exit code of a process that its failure monitor has terminated.
 MONITOR_EXIT_CODE = 70
-#: Seconds that the exit of a process waits for an abandoned thread.
-STORE_THREAD_EXIT_TIMEOUT_S = 2.0
 #: Priorities of exit handlers in processes of multiprocessing: before the usual handlers, usual, and after them.
 RUN_FIRST, _USUAL, _LAST = 1, 0, -100
 #: Types of files that buffer what is written.
 _WRITERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 _must_fail = _is_quick = False
-_abandoned_threads: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 _previous_excepthook: Any = None
 _excepthook_caller: "Finalize[None] | None" = None
 _handle_uncaught: Callable[[BaseException], BaseException]
@@ -74,16 +69,6 @@ def skip_freeing_at_exit() -> None:
     """Skips the freeing of objects at the exit of the interpreter, in a process that was asked to exit."""
     global _is_quick
     _is_quick = True
-
-
-def abandon_thread(thread: threading.Thread) -> None:
-    """Abandons a thread that may wait for an unavailable store; the exit of this process waits 2 s for the thread.
-
-    A second call for the same thread is a no-op.
-    """
-    if thread not in _abandoned_threads:
-        _abandoned_threads.add(thread)
-        atexit.register(thread.join, STORE_THREAD_EXIT_TIMEOUT_S)
 
 
 def fail_at_exit() -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_strategies_ext._system.connections import HOST_LOSS_TIMEOUT_S
 from lightning_strategies_ext._system.peers import Peer
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
+from lightning_strategies_ext.failure.failure_detector import Observation
 from lightning_strategies_ext.failure.peer_links import WINDOW_NUM_BYTES, CoordinatorEndpoint, PeerLinks
 from lightning_strategies_ext.failure.rank_status import Failure, RankStatus
 
@@ -104,6 +105,18 @@ class RemoteStatus:
             self._unsent.popleft()
         self._links.flush()
 
+    def add_remote(self, local: Observation) -> Observation:
+        """Returns an observation of this host with all that this rank knows of other hosts."""
+        return replace(
+            local,
+            # Exits before statuses: a rank may publish its stage exit and then exit its process.
+            exited_ranks=self._links.disconnected.union(local.exited_ranks),
+            statuses={**self.statuses, **local.statuses},
+            lost_ranks=self.lost_ranks(),
+            unknown_ranks=self.unknown_ranks(),
+            closed_ranks=self._links.closed,
+        )
+
     def lost_ranks(self) -> list[int]:
         """Returns the ranks of a lost host that this rank is linked with, or an empty list."""
         late = time.monotonic() - self._lost_s
@@ -111,14 +124,6 @@ class RemoteStatus:
             rank for rank in self._links.ranks - self._links.kept_alive if self._received_at.get(rank, late) < late
         }
         return self._ranks_on_same_host(min(lost)) if (lost := self._links.unreachable | silent) else []
-
-    def disconnected_ranks(self) -> set[int]:
-        """Returns the ranks of other hosts whose processes have exited without a goodbye."""
-        return self._links.disconnected
-
-    def closed_ranks(self) -> set[int]:
-        """Returns the ranks of other hosts that have sent a goodbye."""
-        return self._links.closed
 
     def unknown_ranks(self) -> set[int]:
         """Returns the ranks of other hosts whose first status rank 0 still expects; empty on other ranks."""

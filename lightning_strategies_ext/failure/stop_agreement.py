@@ -14,6 +14,7 @@ requested a stop:
 Limitation: a rank whose peer has exited stops without an agreement after :data:`DECISION_TIMEOUT_S`.
 """
 
+import atexit
 import json
 import logging
 import os
@@ -25,7 +26,6 @@ from contextlib import suppress
 from torch.distributed import PrefixStore, Store
 from typing_extensions import override
 
-from lightning_strategies_ext.failure.process_exit import abandon_thread
 from lightning_strategies_ext.failure.rank_status import AgreementId, StepIndex, StopDecision, StopVote
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ POLLS_PER_SECOND_OF_STORE = 1000
 #: Seconds that rank 0 waits at the end for the other ranks to read the decision from the store.
 READ_TIMEOUT_S = 5.0
 _READ_POLL_INTERVAL_S = 0.02
+#: Seconds that the exit of a process waits for an abandoned thread, which may wait for an unavailable store.
+THREAD_EXIT_TIMEOUT_S = 2.0
 _REQUESTED = "requested"
 
 
@@ -210,9 +212,10 @@ class StoreAgreement(StopAgreement):
 
     @override
     def abandon(self) -> None:
-        """Ends this rank's part after a failure of another rank, and abandons the thread: the store may not respond."""
+        """Ends this rank's part after a failure of another rank, and abandons the thread. A second call is a no-op."""
+        if not self._is_abandoned:
+            atexit.register(self._thread.join, THREAD_EXIT_TIMEOUT_S)
         super().abandon()
-        abandon_thread(self._thread)
 
     def _run(self) -> None:
         try:

@@ -139,9 +139,9 @@ def test_the_next_rank_of_a_host_replaces_its_leader(ranks):
     ranks.look_until(lambda: (ranks[0].statuses[3].heartbeat, ranks[0].statuses[4].heartbeat) == (9, 9), {}, 2)
     assert ranks[3].statuses.keys() == {0}
     assert ranks[4].statuses == {}
-    assert ranks[0].disconnected_ranks() == set()
+    assert ranks[0]._links.disconnected == set()
     ranks[3]._links.abort()  # as the kernel does when its process ends
-    ranks.look_until(lambda: ranks[0].disconnected_ranks() == {3}, {}, 2, 3)
+    ranks.look_until(lambda: ranks[0]._links.disconnected == {3}, {}, 2, 3)
 
 
 def test_a_rank_sends_a_failure_that_the_unresponsive_leader_of_its_host_does_not_send(ranks, monkeypatch):
