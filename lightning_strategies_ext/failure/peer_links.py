@@ -25,14 +25,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from lightning_strategies_ext._system.connections import (
-    SECRET,
-    SECRET_FILE,
-    enable_keepalive,
-    exempt,
-    job_secret,
-    store_address,
-)
+from lightning_strategies_ext._system import connections
 from lightning_strategies_ext._system.peers import Peer, is_loopback
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
 
@@ -194,10 +187,10 @@ class PeerLinks:
         self._links, self._unauthenticated, self._listener = {}, {}, None
 
     def _register(self, end: socket.socket, rank: int) -> _Link:
-        exempt(end)  # an abort of collectives keeps the link
+        connections.exempt(end)  # an abort of collectives keeps the link
         self._links[rank] = link = _Link(end, rank)
         self._loop.add(end, partial(self._receive, link))
-        if enable_keepalive(end):
+        if connections.enable_keepalive(end):
             self.kept_alive.add(rank)
         return link
 
@@ -289,7 +282,7 @@ class CoordinatorEndpoint:
         self._peers = peers
         self._rank = rank
         self._first = min(peers)
-        self._secret = job_secret()
+        self._secret = connections.job_secret()
         if rank == self._first:
             endpoint = self._listen(store, allowed_ranks)
             store.set(key, json.dumps([*endpoint, self._signature(json.dumps(endpoint), "")]))
@@ -297,7 +290,7 @@ class CoordinatorEndpoint:
         if not hmac.compare_digest(signature, self._signature(json.dumps(endpoint), "")):
             raise RuntimeError(
                 f"Rank {rank} has another secret than rank 0, or another process has written to the store. Set"
-                f" {SECRET} or {SECRET_FILE} to the same value on all hosts, or on none."
+                f" {connections.SECRET} or {connections.SECRET_FILE} to the same value on all hosts, or on none."
             )
         self._token, self._addresses, self._port = endpoint
 
@@ -316,12 +309,11 @@ class CoordinatorEndpoint:
     def _listen(self, store: dist.Store, allowed_ranks: Collection[int]) -> tuple[str, list[str], int | None]:
         """Listens at the address of the store if that is on this host, else at all addresses.
 
-        Returns:
-            The token, the addresses, and the port.
+        Returns the token, the addresses, and the port.
         """
         token = secrets.token_hex(16)
         address, all_addresses = None, self._peers[self._rank].addresses
-        if (of_store := store_address(store)) is not None:
+        if (of_store := connections.store_address(store)) is not None:
             address = _local_address_towards(*of_store)
             is_one_machine = all(peer.addresses == all_addresses for peer in self._peers.values())
             if address is not None and is_loopback(address) and not is_one_machine:

@@ -28,13 +28,11 @@ _handle_uncaught: Callable[[BaseException], BaseException]
 
 
 def register_exit_handler(function: Callable[[], None], priority: int = _USUAL) -> "Finalize[None]":
-    """Registers a function that this process calls once at its exit; forked processes do not call it.
+    """Registers a function that this process calls once at its exit; ``cancel`` of the returned handler removes it.
 
-    Before Python 3.14, a process of multiprocessing exits without ``atexit`` handlers. It calls multiprocessing's
-    finalizers instead, those with a high priority first, also while an uncaught exception propagates.
-
-    Returns:
-        The handler; its ``cancel`` removes it.
+    Forked processes do not call it. Before Python 3.14, a process of multiprocessing exits without ``atexit`` handlers.
+    It calls multiprocessing's finalizers instead, those with a high priority first, also while an uncaught exception
+    propagates.
     """
     finalizer = _ExitHandler(None, function, exitpriority=priority)
     atexit.register(finalizer)

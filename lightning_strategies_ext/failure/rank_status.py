@@ -256,11 +256,7 @@ def format_ranks(ranks: Iterable[int], num_ranks: int = 0) -> str:
 
 
 def merge_stage_exits(statuses: Collection[RankStatus], stage: int) -> StageExits | None:
-    """Merges what the ranks know of exits from a stage; exits with a failure do not count.
-
-    Returns:
-        The stage exits, or None if no rank has exited the stage.
-    """
+    """Merges what ranks know of exits from a stage, except those with a failure; None if no rank has exited it."""
     of_stage = [status.stage_exits for status in statuses if status.stage_exits and status.stage_exits.stage == stage]
     for status in statuses:
         own = status.stage_exit

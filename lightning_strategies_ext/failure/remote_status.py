@@ -142,11 +142,9 @@ class RemoteStatus:
             if self._connect_as_leader(LEADER_DETECTION_S):
                 own = replace(self._local_statuses[self._rank], failure=self._published_failure)
                 self._links.send(own.dump(WINDOW_NUM_BYTES))
-            while (
-                not self._links.is_acknowledged(without=failed)
-                and not self.lost_ranks()
-                and time.monotonic() < deadline
-            ):
+            while time.monotonic() < deadline and not self._links.is_acknowledged(without=failed):
+                if self.lost_ranks():
+                    break
                 self._loop.wait(_POLL_S)
         self._links.close()
 

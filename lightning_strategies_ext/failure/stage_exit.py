@@ -90,9 +90,8 @@ class StageExitHandler:
         if self._is_closed or self.reason is not None:
             return
         now = self.monitor.progress.pending_work()
-        self._in_collective_s = (
-            self._in_collective_s + elapsed_s if now is not None and now is self._pending_work else 0.0
-        )
+        is_same = now is not None and now is self._pending_work
+        self._in_collective_s = self._in_collective_s + elapsed_s if is_same else 0.0
         self._pending_work = now
         if self.monitor.progress.num_started() > exits.num_started or self._in_collective_s >= COLLECTIVE_GRACE_S:
             self._set_reason(exits)
