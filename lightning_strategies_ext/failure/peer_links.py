@@ -295,7 +295,7 @@ class CoordinatorEndpoint:
         self._token, self._addresses, self._port = endpoint
 
     def connect(self, *, may_have_exited: bool = False) -> None:
-        """Connects to the coordinator. Logs a warning if that fails, unless it refuses because it may have exited."""
+        """Connects to the coordinator; logs a warning if that fails, except a refusal if it ``may_have_exited``."""
         proof = self._signature(self._token, self._token)
         error = self._links.connect(self._addresses, self._port, self._first, proof, self._rank)
         if error is not None and not (may_have_exited and isinstance(error, ConnectionRefusedError)):

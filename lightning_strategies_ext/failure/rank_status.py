@@ -149,7 +149,7 @@ class Failure:
 
 @dataclass
 class RankStatus:
-    """The status that a rank publishes.
+    """The status that a rank publishes. The rank updates its own status in place; received statuses do not change.
 
     Attributes:
         rank: Global rank.
@@ -217,9 +217,11 @@ class RankStatus:
     @classmethod
     def load(cls, content: bytes) -> "RankStatus":
         """Returns the status that :meth:`dump` has encoded."""
-        values = json.loads(content, object_hook=_with_tuples)
-        records = {name: record(**values[name]) for name, record in _RECORDS.items() if values[name] is not None}
-        return cls(**(values | records))
+        values = json.loads(content)
+        for name, record in _RECORDS.items():
+            if values[name] is not None:
+                values[name] = record(**_with_tuples(values[name]))
+        return cls(**_with_tuples(values))
 
 
 _RECORDS: Mapping[str, Callable[..., Any]] = {

@@ -104,7 +104,10 @@ class ThreadActivity:
         self.module = ""
 
     def sample(self, elapsed_s: float, has_moved: bool = False) -> None:
-        """Takes a sample, ``elapsed_s`` seconds after the last one; ``has_moved`` also if its stack is the same."""
+        """Takes a sample, ``elapsed_s`` seconds after the last one, without time in which the process was suspended.
+
+        With ``has_moved``, the thread counts as active even if its stack is the same.
+        """
         frames = self._frames()
         self.module = _module_of(frames[0]) if frames else ""
         place = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
