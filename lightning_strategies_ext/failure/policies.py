@@ -56,7 +56,7 @@ class ExitAllRanks:
         self._aborted_at: float | None = None
 
     def exit_this_rank(self, failure: Failure, on_failure: Callable[[], None]) -> None:
-        """Calls ``on_failure``, aborts this rank's collectives, and later terminates it, one step at each check."""
+        """Calls ``on_failure``, aborts the collectives of this rank, and later terminates it; a step at each check."""
         now = time.monotonic()
         if self._detected_at is None:
             self._detected_at = now
