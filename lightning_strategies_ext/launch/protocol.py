@@ -28,7 +28,8 @@ While an elastic task runs, its workers leave one world and join the next::
     JoinPending         →                                when another worker waits to join
 
 On Ray, messages are calls of an actor's methods. Messages that cannot wait until a method returns travel over a link:
-those of an elastic task, :class:`SendSignal`, :class:`PeerLost`, and :class:`WorkerOutput`.
+those of an elastic task, :class:`SendSignal`, :class:`PeerLost`, and :class:`WorkerOutput`. A worker on Ray reports its
+:class:`WorkerHostInfo` before :class:`WorkerSetup`.
 
 A closed channel or link means that the other process has exited.
 """
@@ -167,6 +168,26 @@ class PeerLost:
 
 
 # --- from a worker to the main process ---
+
+
+@dataclass(frozen=True)
+class WorkerHostInfo:
+    """Process and host of a worker on Ray, which only the worker knows.
+
+    Attributes:
+        host: Ray's id of the host.
+        address: Address of the host that other hosts can reach.
+        interface: Network interface with that address, or None if it is unknown.
+        port: Port that the worker has reserved.
+        versions: Versions of the packages that must be equal in all processes.
+    """
+
+    pid: int
+    host: str
+    address: str
+    interface: str | None
+    port: int
+    versions: dict[str, str]
 
 
 @dataclass
@@ -315,11 +336,7 @@ class EndOfResults:
 
 @dataclass
 class ReadyToJoin:
-    """Request for a :class:`RankAssignment`, of a worker that is in no world or has left its world.
-
-    Attributes:
-        reason: Why the worker has left its world, if the ranks have not agreed to leave.
-    """
+    """Request for a :class:`RankAssignment`; the reason is why the worker has left its world without an agreement."""
 
     reason: str | None = None
 
@@ -374,8 +391,7 @@ def decode(kind: int, data: bytes) -> LinkMessage:
     if name == "JoinedWorld":
         return JoinedWorld(Member.of(fields["member"]))
     if name == "WorldMembers":
-        members = fields["members"]
-        return WorldMembers(None if members is None else [Member.of(member) for member in members])
+        return WorldMembers(fields["members"] and [Member.of(member) for member in fields["members"]])
     if name not in _OF_JSON:
         raise ValueError(f"unknown message {name!r}")
     if name == "RankAssignment" and isinstance(fields["store"], list):

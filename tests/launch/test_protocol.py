@@ -39,6 +39,7 @@ from lightning_strategies_ext.launch.protocol import (
     TaskDone,
     TaskFailed,
     TensorChunk,
+    WorkerHostInfo,
     WorkerOutput,
     WorkerRankInfo,
     WorkerSetup,
@@ -89,7 +90,7 @@ def test_the_cases_are_all_messages() -> None:
     classes = {cls for cls in vars(protocol).values() if is_dataclass(cls) and cls.__module__ == protocol.__name__}
     to_worker = {*get_args(MessageToWorker), *get_args(LinkMessageToWorker)}
     assert {*map(type, TO_WORKER)} == {*get_args(MessageToWorker)}
-    assert {*map(type, TO_MAIN), WorkerOutput} == classes - to_worker - {WorkerRankInfo, EncodedValue}
+    assert {*map(type, TO_MAIN), WorkerOutput} == classes - to_worker - {WorkerRankInfo, WorkerHostInfo, EncodedValue}
     assert {*map(type, LINK_TO_WORKER)} == {*get_args(LinkMessageToWorker)}
     assert {*map(type, LINK_TO_MAIN), WorkerOutput} == {*get_args(LinkMessageToMain)}
     assert not to_worker & {*map(type, TO_MAIN), WorkerOutput}, "each message has one direction"

@@ -42,6 +42,7 @@ from lightning_strategies_ext.launch.protocol import (
     SendSignal,
     TaskFailed,
     TensorChunk,
+    WorkerHostInfo,
     WorkerOutput,
     WorkerSetup,
     decode,
@@ -132,27 +133,6 @@ class ActorReply:
     payload: RayPayload
     is_only_read: bool
     num_output_bytes: int
-
-
-@dataclass(frozen=True)
-class WorkerHostInfo:
-    """Process and host of a worker on Ray, which only the worker knows.
-
-    Attributes:
-        pid: Process id.
-        host: Ray's id of the host.
-        address: Address of the host that other hosts can reach.
-        interface: Network interface with that address, or None if it is unknown.
-        port: Port that the worker has reserved.
-        versions: Versions of the packages that must be equal in all processes.
-    """
-
-    pid: int
-    host: str
-    address: str
-    interface: str | None
-    port: int
-    versions: dict[str, str]
 
 
 class WorkerActor:

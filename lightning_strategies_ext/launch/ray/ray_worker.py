@@ -28,9 +28,10 @@ from lightning_strategies_ext.launch.protocol import (
     SendSignal,
     Shutdown,
     TaskFailed,
+    WorkerHostInfo,
     WorkerRankInfo,
 )
-from lightning_strategies_ext.launch.ray.actor import ActorReply, RayPayload, WorkerHostInfo
+from lightning_strategies_ext.launch.ray.actor import ActorReply, RayPayload
 from lightning_strategies_ext.launch.ray.worker_link import LinkServer, RelayedLinkServer, WorkerLink
 
 log = logging.getLogger(__name__)

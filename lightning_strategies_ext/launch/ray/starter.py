@@ -23,9 +23,9 @@ from lightning_strategies_ext.interpreters import current_options_as_variables
 from lightning_strategies_ext.launch.processes.process_settings import RemoteProcessSettings, selected
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter, WorkerState
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask
-from lightning_strategies_ext.launch.protocol import WorkerRankInfo, WorkerSetup
+from lightning_strategies_ext.launch.protocol import WorkerHostInfo, WorkerRankInfo, WorkerSetup
 from lightning_strategies_ext.launch.ray import cluster
-from lightning_strategies_ext.launch.ray.actor import LinkRelayActor, RayPayload, WorkerActor, WorkerHostInfo, versions
+from lightning_strategies_ext.launch.ray.actor import LinkRelayActor, RayPayload, WorkerActor, versions
 from lightning_strategies_ext.launch.ray.cluster import ResourceDemand
 from lightning_strategies_ext.launch.ray.ray_worker import (
     RayWorker,
