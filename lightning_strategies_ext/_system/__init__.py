@@ -1,1 +1,1 @@
-"""Helpers of the operating system: processes, sockets, memory, files of the user."""
+"""Helpers of the operating system: processes and interpreters, sockets, memory, files of the user."""

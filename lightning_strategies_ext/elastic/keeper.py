@@ -28,9 +28,9 @@ from pathlib import Path
 import psutil
 
 from lightning_strategies_ext._system import user_cache
+from lightning_strategies_ext._system.interpreters import python_module
 from lightning_strategies_ext._system.peers import host_identity, is_of_this_user, is_running, start_time
 from lightning_strategies_ext._system.selector_loop import SelectorLoop
-from lightning_strategies_ext.interpreters import python_module
 
 #: What torchrun says to its ranks about the job.
 RUN_ID = "TORCHELASTIC_RUN_ID"

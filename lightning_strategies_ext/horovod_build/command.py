@@ -12,6 +12,7 @@ from types import FrameType
 from rich.console import Console
 
 from lightning_strategies_ext._system import user_cache
+from lightning_strategies_ext._system.interpreters import python_module
 from lightning_strategies_ext.horovod_build.cache import WheelCache
 from lightning_strategies_ext.horovod_build.fixes import UnknownSourceError, apply_fixes
 from lightning_strategies_ext.horovod_build.installed import COMMAND, horovod_problem, marker, torch_version
@@ -20,7 +21,6 @@ from lightning_strategies_ext.horovod_build.proof import ProofError, launchers, 
 from lightning_strategies_ext.horovod_build.requirements import Toolchain, find_toolchain
 from lightning_strategies_ext.horovod_build.source import HOROVOD_VERSION, SourceError, fetch_source
 from lightning_strategies_ext.horovod_build.wheel import BuildError, build_wheel
-from lightning_strategies_ext.interpreters import python_module
 
 SUCCESS, FAILED, MISSING = 0, 1, 2
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from lightning_strategies_ext._system.interpreters import python_module
 from lightning_strategies_ext.horovod_build.requirements import Toolchain, cuda_directory, nccl_directory
 from lightning_strategies_ext.horovod_build.source import with_build_packages
-from lightning_strategies_ext.interpreters import python_module
 
 _TAIL_LINES = 40
 #: What follows fills more lines than we show: setuptools says where it called CMake, and pip repeats its own command.

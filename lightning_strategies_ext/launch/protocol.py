@@ -9,17 +9,18 @@
                         ←      Pong                      before a worker is used again
     RunTask, the task   →                                a forked worker may inherit the task instead
                         ←      TaskDone, TaskFailed
-    PullResult          →                                of a worker that has results, until the last one
+    PullResult          →                                to a worker that has results, once for each result
                         ←      a result, EndOfResults, TaskFailed
     SaveState           →                                if the results cannot be pulled
                         ←      StateSaved, TaskFailed
     Shutdown            →                                once, at any time
 
-The results of a stage are some :class:`TensorChunk` and one :class:`StageDiff`; those of ``predict`` also one
-:class:`PredictionPlan` and some :class:`PredictionChunk`, from all workers. The result of a function is one
-:class:`FunctionResult`.
+The worker of rank 0 sends what a stage has changed: some :class:`TensorChunk` and one :class:`StageDiff`. After
+``predict``, each worker then sends one :class:`PredictionPlan` and some :class:`PredictionChunk`. The result of a
+function is one :class:`FunctionResult`, of the worker of rank 0.
 
-While an elastic task runs, its workers leave one world and join the next::
+A *world* is the fixed set of ranks that are connected with each other. While an elastic task runs, its workers leave
+one world and join the next (:mod:`.elastic_pool`)::
 
                         ←      ReadyToJoin               when the worker is in no world
     RankAssignment      →                                when all workers of the next world are ready
@@ -27,11 +28,14 @@ While an elastic task runs, its workers leave one world and join the next::
     WorldMembers        →                                when all have joined, or one has exited
     JoinPending         →                                when another worker waits to join
 
-On Ray, messages are calls of an actor's methods. Messages that cannot wait until a method returns travel over a link:
-those of an elastic task, :class:`SendSignal`, :class:`PeerLost`, and :class:`WorkerOutput`. A worker on Ray reports its
-:class:`WorkerHostInfo` before :class:`WorkerSetup`.
+Messages travel over a channel between two processes of one host (:mod:`.transport.channel`). On Ray, they are calls of
+an actor's methods, and messages that cannot wait until a method returns travel over a link (:mod:`.ray.worker_link`):
+the messages of an elastic task, :class:`SendSignal`, :class:`PeerLost`, and :class:`WorkerOutput`. A worker on Ray
+reports its :class:`WorkerHostInfo` before :class:`WorkerSetup`. A closed channel or link means that the other process
+has exited.
 
-A closed channel or link means that the other process has exited.
+A *shared object* is an object that the main process and the worker both have, such as a layer of the module. Messages
+refer to it by its number in :class:`.SharedObjects`.
 """
 
 import json
@@ -95,7 +99,7 @@ class RunTask:
 
     Attributes:
         settings: State of the main process to apply first.
-        is_continuation: Whether the task continues where an earlier one ended.
+        is_continuation: Whether this is not the first task of the worker group, so that the process group exists.
         is_inherited: Whether the worker has inherited the task in a fork; otherwise the next message contains it.
         is_joining: Whether the other workers are running the task already.
     """
@@ -252,18 +256,24 @@ class StateSaved:
 
 @dataclass
 class TensorChunk:
-    """A result: tensors of the module, or slices of large ones, by (name, shape, first element)."""
+    """A result: tensors of the module, or slices of large ones.
+
+    Attributes:
+        tensors: Tensors by name, shape of the whole tensor, and index of the slice's first element in the flattened
+            tensor, which is None for a whole tensor.
+    """
 
     tensors: dict[tuple[str, torch.Size, int | None], Tensor]
 
 
 @dataclass
 class EncodedValue:
-    """A value for the main process, and the new states of the main process's own objects in it.
+    """A value for the main process, and the new states of the shared objects that it contains.
 
     Attributes:
-        value: The value, in which these objects are numbers.
-        states: (number, state) of each of these objects, unless an earlier value has it.
+        value: The value. It refers to shared objects by their numbers.
+        states: Lists of pairs (number, state), one pair for each shared object that no earlier value has. The first
+            list has the objects in ``value``, and each further list has those in the states of the list before.
     """
 
     value: Pickled
@@ -272,14 +282,14 @@ class EncodedValue:
 
 @dataclass
 class StageDiff:
-    """What a stage has changed, without the tensors of its module: the last result of a stage, except predictions.
+    """What a stage has changed, without the tensors of its module: the last result before any predictions.
 
     Attributes:
         classes: (number of a shared object, its new class).
         attributes: (number of a shared object, attribute, value); the value is None if the attribute was removed.
         training: Changes of the module's tree; after ``fit`` also optimizers, schedulers, and the state of the gradient
-            exchange. Encoded together, since they refer to each other.
-        modes: ``training`` of each submodule by name.
+            exchange. They are encoded together, because they refer to each other.
+        modes: Attribute ``training`` of each submodule by name.
         trainable: ``requires_grad`` of each parameter by name.
         loaders: Positions of the training loaders that have a ``state_dict``.
         precision: State of the precision plugin.

@@ -25,13 +25,13 @@ from typing_extensions import override
 from lightning_strategies_ext import discovery, host_store, rank_variables
 from lightning_strategies_ext._lightning import launching
 from lightning_strategies_ext._system.gpu_sync import sees_one_gpu
+from lightning_strategies_ext._system.interpreters import current_options, python_module
 from lightning_strategies_ext.failure.failure_detector import describe_exit
 from lightning_strategies_ext.failure.failure_monitor import current_monitor, known_failure
 from lightning_strategies_ext.failure.failure_report import print_line, print_report
 from lightning_strategies_ext.failure.policies import GRACE_S, KILL_MARGIN_S
 from lightning_strategies_ext.failure.process_exit import exit_now, fail_at_exit
 from lightning_strategies_ext.failure.rank_status import format_ranks
-from lightning_strategies_ext.interpreters import current_options, python_module
 from lightning_strategies_ext.launch.strategy_protocols import LaunchableStrategy, announcing_failures
 
 #: Seconds between two checks whether a process has exited.

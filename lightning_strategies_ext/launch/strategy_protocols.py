@@ -1,4 +1,7 @@
-"""What launchers use of strategies, for the Trainer and for Fabric, and what a strategy uses in a worker."""
+"""Contracts between launchers and strategies, for the Trainer and for Fabric, and what a strategy uses in a worker.
+
+In a worker, a strategy receives a :class:`WorkerContext` and, in elastic training, a :class:`WorkerMembership`.
+"""
 
 import select
 import time

@@ -1,4 +1,8 @@
-"""Worker group: the workers of one strategy, started when they are first needed and replaced when they are unusable."""
+"""Worker group: the workers of one strategy, started when they are first needed and replaced when they are unusable.
+
+A group keeps the pool of its workers (:mod:`.pool`) from one task to the next. The pool runs each task, and stops all
+workers together after Ctrl-C.
+"""
 
 import logging
 import os

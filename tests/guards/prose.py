@@ -21,7 +21,6 @@ CONVERTED = (
     "lightning_strategies_ext/elastic/restarted.py",
     "lightning_strategies_ext/failure",
     "lightning_strategies_ext/launch",
-    "lightning_strategies_ext/interpreters.py",
     "lightning_strategies_ext/stage_context.py",
     "docs/glossary.md",
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_strategies_ext.interpreters import current_options_as_variables, python
+from lightning_strategies_ext._system.interpreters import current_options_as_variables, python
 from tests.support.ranks import run_script
 from tests.support.ray_clusters import needs_ray
 
@@ -63,7 +63,7 @@ def test_ranks_have_the_options_of_the_main_process_and_do_not_warn(names: list[
 PRINT = "import json, sys; print(json.dumps([list(sys.flags), sorted(sys._xoptions), sys.warnoptions]))"
 START = f"""
 import subprocess, sys
-from lightning_strategies_ext.interpreters import current_options, python
+from lightning_strategies_ext._system.interpreters import current_options, python
 command = python({PRINT!r}, options=current_options())
 print(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_strategies_ext._system.interpreters import module_path, python, python_module
 from lightning_strategies_ext.horovod_build import source
-from lightning_strategies_ext.interpreters import module_path, python, python_module
 from tests.support.ranks import REPOSITORY, run_script
 from tests.support.ray_clusters import needs_ray
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 from lightning_strategies_ext._system import peers
-from lightning_strategies_ext.interpreters import current_options, python_module
+from lightning_strategies_ext._system.interpreters import current_options, python_module
 
 #: A request is a process ID, for its exit code, or 0, for a new process. The reply is the exit code or a process ID.
 _NUMBER = struct.Struct("!i")

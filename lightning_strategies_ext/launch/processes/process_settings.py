@@ -1,4 +1,8 @@
-"""State that workers receive from the main process: directory, environment variables, random states, torch settings."""
+"""State that workers receive from the main process: directory, environment variables, random states, torch settings.
+
+The environment variables that depend on the rank are chosen in :mod:`.worker_group`, the variables that leave this host
+in :func:`selected`, and the options of the interpreter in :mod:`.interpreters`.
+"""
 
 import os
 import random

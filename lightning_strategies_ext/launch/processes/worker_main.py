@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_strategies_ext._system.interpreters import current_options, python
 from lightning_strategies_ext._system.peers import is_running, start_time
-from lightning_strategies_ext.interpreters import current_options, python
 from lightning_strategies_ext.launch.processes.process_settings import RngState, is_interactive
 from lightning_strategies_ext.launch.protocol import (
     EndOfResults,

@@ -1,4 +1,4 @@
-"""Worker processes of this host, and the three ways to start them."""
+"""Worker processes of this host: the three ways to start them, their exit codes and signals, and the error after an exit."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""The Ray cluster of this process, and the resources that workers need there.
+"""The Ray cluster of this process, and whether it can ever have the resources that workers need.
 
 This module connects to a cluster of the user, or starts one on this machine. It imports Ray only within functions.
 
@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lightning_strategies_ext.interpreters import module_path
+from lightning_strategies_ext._system.interpreters import module_path
 from lightning_strategies_ext.registry import UnavailableHereError
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from typing_extensions import override
 
 from lightning_strategies_ext import rank_variables
-from lightning_strategies_ext.interpreters import current_options_as_variables
+from lightning_strategies_ext._system.interpreters import current_options_as_variables
 from lightning_strategies_ext.launch.processes.process_settings import RemoteProcessSettings, selected
 from lightning_strategies_ext.launch.processes.worker_interface import WorkerStarter, WorkerState
 from lightning_strategies_ext.launch.processes.worker_main import WorkerTask

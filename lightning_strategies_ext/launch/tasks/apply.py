@@ -1,4 +1,4 @@
-"""Last step of a stage's results: the changes are applied to the main process's objects."""
+"""Third of three modules for a stage's results: applies the changes to the main process's objects."""
 
 import logging
 import weakref
@@ -47,9 +47,11 @@ _warned: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary(
 def apply(results: Iterator[Any], trainer: Any, shared: SharedObjects) -> Any:
     """Applies the results of a stage to the main process's objects, and returns the stage's return value.
 
-    Identity: objects of the user, such as modules, parameters, callbacks, and containers, are updated in place and
-    remain the same objects. Aliasing: tensors of the module keep their memory, into which new values are copied, unless
-    their shape or dtype has changed. Memory: one chunk of tensors at a time exists beside the module.
+    - Identity: objects of the user, such as modules, parameters, callbacks, and containers, are updated in place and
+      remain the same objects.
+    - Aliasing: tensors of the module keep their memory, into which new values are copied, unless their shape or dtype
+      has changed.
+    - Memory: one chunk of tensors at a time exists next to the module.
 
     Args:
         results: Items of :func:`.diff`, as they arrive; read up to the :class:`.StageDiff`.

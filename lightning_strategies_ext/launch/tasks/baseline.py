@@ -1,4 +1,4 @@
-"""First step of a stage's results: the state before the stage, which the first worker captures.
+"""First of three modules for a stage's results: captures the state before a stage, and finds what has changed.
 
 The results consist of attributes, not of a ``state_dict``, so that they include attributes that no checkpoint has: all
 attributes of callbacks and loggers, and those attributes of the LightningModule, its submodules, and the datamodule,
@@ -31,6 +31,7 @@ from lightning_strategies_ext.launch.transport.pickling import SharedObjects, du
 from lightning_strategies_ext.launch.transport.reducers import names_of_computed
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_strategies_ext")
+#: Depth to which nested containers are counted, and length from which the elements of a container are not.
 _DEPTH = 4
 _MANY = 1000
 
@@ -38,10 +39,10 @@ _MANY = 1000
 class StageBaseline:
     """State before a stage.
 
-    Identity: the baseline refers to the Trainer's own objects, and keeps those of the message alive. Aliasing: tensors
-    are recorded by the address of their data, so that a tensor that gets other memory counts as changed. Memory: no
-    tensor is copied, as the memory files of the message keep the values before the stage; digests of small attributes
-    are all that is added.
+    - Identity: the baseline refers to the Trainer's own objects, and keeps the objects of the message alive.
+    - Aliasing: tensors are recorded by the address of their data, so that a tensor that gets other memory is changed.
+    - Memory: no tensor is copied, because the memory files of the message keep the values before the stage. Only
+      digests of attributes are added.
 
     Args:
         trainer: The Trainer.
@@ -57,7 +58,7 @@ class StageBaseline:
         self.tree = ModuleTree(module)
         self.shared = shared
         self._received = received
-        # Fingerprints have the contents of the objects in the message, not their numbers.
+        # A fingerprint covers the contents of an object that the message has, where a result would have its number.
         self._shared_by_name = replace(shared, in_message={})
         # The stage sets the Trainer's datamodule later.
         datamodules = {id(obj): obj for obj in shared.objects if isinstance(obj, LightningDataModule)}

@@ -1,4 +1,4 @@
-"""Second step of a stage's results: what the stage has changed, compared with the baseline."""
+"""Second of three modules for a stage's results: encodes what the stage has changed, which the baseline finds."""
 
 import logging
 from collections.abc import Iterator
@@ -32,11 +32,12 @@ CHUNK_NUM_BYTES = 32 << 20
 def diff(trainer: Any, baseline: StageBaseline, value: Any) -> Iterator[TensorChunk | StageDiff]:
     """Yields what a stage has changed: the module's changed tensors in chunks, and then one :class:`.StageDiff`.
 
-    Identity: objects that the main process has are encoded as numbers, so that they remain the user's own objects. New
-    objects are encoded by value. Aliasing: objects and tensors that share memory within one encoded value share it in
-    the main process, and tensors of the module keep the memory that they have there. Memory: each item is created when
-    it is requested, a chunk has at most :data:`CHUNK_NUM_BYTES` unless a tensor cannot be split, and unchanged tensors
-    are left out.
+    - Identity: objects that the main process has are encoded as numbers, so that they remain the user's own objects. New
+      objects are encoded by value.
+    - Aliasing: objects and tensors that share memory within one encoded value share it in the main process, and tensors
+      of the module keep the memory that they have there.
+    - Memory: each item is created when it is requested, a chunk has at most :data:`CHUNK_NUM_BYTES` unless a tensor
+      cannot be split, and unchanged tensors are left out.
 
     An attribute that cannot be pickled (an open file, a progress bar, a thread) keeps its value in the main process.
 

@@ -71,10 +71,10 @@ class ModuleTree:
                 yield holder, parts
 
     def _parts_as_sent(self, module: Module) -> Iterator[tuple[Module, Parts]]:
-        """Yields each module with its parts, and in place of a buffer the sent one that it has replaced.
+        """Yields each module with its parts. A buffer that has replaced a sent buffer is yielded as the sent buffer.
 
-        The sent buffer then receives its values. A new parameter replaces the sent one, because the optimizers refer to
-        the new one.
+        The sent buffer then receives the values of the new one in the main process. A new parameter, however, replaces
+        the sent parameter, because the optimizers refer to the new one.
         """
         now = {id(tensor) for tensor in tensors_of(module).values()}
         for holder in module.modules():

@@ -91,7 +91,7 @@ def merge_predictions(plans: list[PredictionPlan], outputs: list[Iterator[Any]])
         ranks = [KeyedOutputs(own, islice(of_rank, len(own))) for own, of_rank in zip(keys, outputs, strict=True)]
         merged.append(in_dataset_order(ranks, batch_size))
     for of_rank in outputs:
-        next(of_rank, None)
+        next(of_rank, None)  # reads the reply that ends the results
     return merged[0] if len(merged) == 1 else merged
 
 

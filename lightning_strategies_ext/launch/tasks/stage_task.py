@@ -105,7 +105,7 @@ class StageTask(WorkerTask):
         if session.rank == 0 or is_elastic:  # any worker may be rank 0 at the end
             in_message = self.shared.in_message or identity_preserved(message.received_objects)
             baseline = StageBaseline(trainer, replace(self.shared, in_message=in_message), received)
-        session.save = partial(_save, trainer)
+        session.save = partial(_save, trainer)  # for a `SaveState`, if the results of the stage cannot be pulled
         context = WorkerContext(
             session.is_continuation, received, session.channel, session.is_joining, session.rank_info
         )
@@ -152,8 +152,9 @@ class StageTask(WorkerTask):
             timeout_s: Maximum time that rank 0 may take for each result, in seconds.
         """
         results = pool.pull(0, timeout_s)
-        value = apply(results, self.trainer, self.shared)
+        value = apply(results, self.trainer, self.shared)  # leaves the predictions of rank 0 in `results`
         sources = [results if rank == 0 else pool.pull(rank) for rank in sorted(has_results)]
+        # For a worker without predictions, `next` reads the reply that ends the results.
         plans = [plan for plan in (next(source, None) for source in sources) if plan is not None]
         return merge_predictions(plans, [outputs_in(source) for source in sources]) if plans else value
 
