@@ -1,4 +1,4 @@
-"""Worker processes of this host: the three ways to start them, their exit codes and signals, and the error after an exit."""
+"""Worker processes of this host: the three ways to start them, and the error that describes how one has exited."""
 
 import multiprocessing
 import os

@@ -32,8 +32,8 @@ CHUNK_NUM_BYTES = 32 << 20
 def diff(trainer: Any, baseline: StageBaseline, value: Any) -> Iterator[TensorChunk | StageDiff]:
     """Yields what a stage has changed: the module's changed tensors in chunks, and then one :class:`.StageDiff`.
 
-    - Identity: objects that the main process has are encoded as numbers, so that they remain the user's own objects. New
-      objects are encoded by value.
+    - Identity: objects that the main process has are encoded as numbers, so that they remain the user's own objects.
+      New objects are encoded by value.
     - Aliasing: objects and tensors that share memory within one encoded value share it in the main process, and tensors
       of the module keep the memory that they have there.
     - Memory: each item is created when it is requested, a chunk has at most :data:`CHUNK_NUM_BYTES` unless a tensor
