@@ -231,6 +231,42 @@ def test_the_error_of_a_worker_fails_the_task_and_the_others_receive_no_rank() -
     assert RankAssignment(None) in run.workers["b"].sent
 
 
+def test_a_worker_that_fails_while_it_waits_for_a_rank_receives_none_after_its_reply() -> None:
+    def script(worker: ScriptedWorker, message: Any) -> bool:
+        if message == WorldMembers(["a", "b"]):  # type: ignore[list-item]
+            if worker.name == "b":
+                worker.exit()
+            else:
+                worker.replies += [ReadyToJoin("b is lost"), None, TaskFailed.of(OSError("no space"), has_results=True)]
+            return True
+        if worker.name == "c":
+            worker.replies += [*[None] * 20, TaskFailed.of(OSError("too late to join"))]
+        return worker.name == "c"
+
+    run = Run(2, script, min_workers=2)
+    outcome = run.outcome()
+    assert isinstance(outcome.error, WorkerRaisedError)
+    assert outcome.has_results == {0}
+    assert RankAssignment(None) not in run.workers["a"].sent
+
+
+def test_the_first_exit_is_the_cause_if_the_replacement_exits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(worker: ScriptedWorker, message: Any) -> bool:
+        if message == WorldMembers(["a", "b"]):  # type: ignore[list-item]
+            if worker.name == "b":
+                worker.exit()
+            else:
+                worker.replies += [*[None] * 6, TaskFailed.of(OSError("lost"))]
+            return True
+        if worker.name == "c":
+            worker.has_exited = True
+            worker.replies.append(WorkerDiedError("rank 1 exited with exit code 1", 1, 4711, 1, None))
+        return worker.name in ("c", "d")
+
+    monkeypatch.setattr(elastic_pool, "GRACE_S", 0.01)  # d never replies
+    assert str(Run(2, script).outcome().error).startswith("rank 1 was killed")
+
+
 def test_a_late_reply_for_a_world_that_was_given_up_does_not_enter_the_next_world() -> None:
     def script(worker: ScriptedWorker, message: Any) -> bool:
         num_ranks = sum(isinstance(sent, RankAssignment) for sent in worker.sent)

@@ -5,6 +5,7 @@ import os
 import pickle
 import socket
 import threading
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from lightning_strategies_ext._system.frames import FrameTooLongError
-from lightning_strategies_ext.launch.transport import memory_files
+from lightning_strategies_ext.launch.tasks.object_changes import OwnState
+from lightning_strategies_ext.launch.transport import channel, memory_files
 from lightning_strategies_ext.launch.transport.channel import Channel, PreparedMessage, ReceivedMessage
 from lightning_strategies_ext.launch.transport.memory_files import MemoryFile, ReceivedBuffers
 from lightning_strategies_ext.launch.transport.pickling import SharedObjects, dump
@@ -252,3 +254,42 @@ def test_a_message_that_does_not_fit_into_the_free_memory_goes_through_a_file(mo
     (tensor,) = received_with_buffers([torch.arange(1 << 24)])[1]
     assert torch.equal(tensor, torch.arange(1 << 24))
     assert "bytes are needed, and 1,048,576 are free" in caplog.text
+
+
+def test_a_message_that_cannot_be_prepared_leaves_no_descriptor(monkeypatch) -> None:
+    def raise_too_many(handle: Any) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(channel, "locate", raise_too_many)
+    pickled = dump([torch.zeros(10).share_memory_(), torch.ones(10)])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="too many open files"):
+            PreparedMessage(pickled)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class RefusesState:
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("not this state")
+
+
+class RefusingSet(RefusesState, set):
+    pass
+
+
+class RefusingDeque(RefusesState, deque):
+    pass
+
+
+class RefusingList(RefusesState, list):
+    pass
+
+
+@pytest.mark.parametrize("kind", [RefusingSet, RefusingDeque, RefusingList])
+def test_an_object_that_cannot_be_restored_keeps_its_elements(kind: type) -> None:
+    obj = kind([1, 2, 3])
+    with pytest.raises(ValueError, match="not this state"):
+        OwnState({"new": 2}, []).restore(obj)
+    assert list(obj) == [1, 2, 3]
+    assert vars(obj) == {}

@@ -1,16 +1,22 @@
 """States of a worker, and the replies and calls that change them."""
 
+import socket
+import subprocess
 from itertools import product
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from lightning_strategies_ext import DDPSpawnStrategy
 from lightning_strategies_ext.exceptions import WorkerDiedError
+from lightning_strategies_ext.launch.processes.pool import WorkerPool
 from lightning_strategies_ext.launch.processes.process_settings import ProcessSettings, RngState
 from lightning_strategies_ext.launch.processes.worker_interface import Worker, WorkerState
+from lightning_strategies_ext.launch.processes.worker_process import ProcessStarter, WorkerProcess
 from lightning_strategies_ext.launch.protocol import ReadyToJoin, RunTask, TaskDone, TaskFailed
+from lightning_strategies_ext.launch.transport.channel import Channel
 
 STARTING, IDLE, RUNNING, FAILED, EXITED = WorkerState
 ALLOWED = {
@@ -99,3 +105,32 @@ def test_processes_pass_through_the_states(start_method: Any) -> None:
         strategy.spawn(raise_on_rank_1)
     assert [worker.state for worker in workers] == [EXITED, EXITED]
     assert not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.processes
+def test_a_worker_that_has_closed_its_channel_and_does_not_exit_counts_as_exited() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        worker = WorkerProcess(0, Channel(ours), process.pid, process.poll)
+        try:
+            assert isinstance(worker.wait_for_message(30), WorkerDiedError)
+        finally:
+            process.kill()
+            worker.close()
+
+
+@pytest.mark.processes
+def test_no_process_remains_if_a_worker_cannot_be_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[WorkerProcess] = []
+
+    def interrupt(worker: WorkerProcess, message: Any) -> None:
+        started.append(worker)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WorkerProcess, "send", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        WorkerPool(2, ProcessStarter("spawn", "lightning_strategies_ext.pytorch"))
+    (worker,) = started
+    assert worker.state is EXITED
+    assert not psutil.pid_exists(worker.pid)

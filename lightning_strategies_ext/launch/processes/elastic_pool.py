@@ -347,16 +347,21 @@ class _ElasticRun:
         """Waits for the other workers to fail as well, and returns the exception of the first failure."""
         self._collect_replies(GRACE_S)
         # No exits from before the newest world, which would not be the cause.
-        replies: dict[int, TaskReply] = {exit_error.error_index: exit_error for exit_error in self.exit_errors}
+        replies: dict[int, TaskReply] = {}
+        for exit_error in self.exit_errors:
+            replies.setdefault(exit_error.error_index, exit_error)
         for rank, reply in self.pool.replies.items():
-            if self.pool.workers[rank] not in self.leaving:
+            is_later_exit = rank in replies and isinstance(reply, WorkerDiedError)  # of a replacement
+            if self.pool.workers[rank] not in self.leaving and not is_later_exit:
                 replies[rank] = reply
         return self.pool.error_of(replies) if isinstance(error, WorkerRaisedError) else error
 
     def _collect_replies(self, timeout_s: float) -> None:
         """Waits for missing replies, and kills workers that do not reply. Workers that wait for a rank receive none."""
         for worker in self.ready:
-            worker.send(RankAssignment(None))
+            if worker.state is WorkerState.RUNNING:
+                worker.send(RankAssignment(None))
+        self.ready.clear()
         self.pool.collect_replies(timeout_s, on_message=self._refuse_rank)
         self.pool.kill_running()
 

@@ -114,8 +114,8 @@ class Worker(Protocol):
         """
         reply = self._next_message()
         if type(reply) in _STATES_AFTER_REPLIES:
+            self.reply, self.replied_at = reply, time.monotonic()  # first, as Ctrl-C may interrupt this method
             self.enter(_STATES_AFTER_REPLIES[type(reply)])
-            self.reply, self.replied_at = reply, time.monotonic()
         return reply
 
     def wait_for_message(self, timeout_s: float | None = None) -> Any:

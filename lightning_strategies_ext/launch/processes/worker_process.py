@@ -33,6 +33,9 @@ from lightning_strategies_ext.launch.transport.pickling import MainByValuePickle
 
 WorkerStartMethod = Literal["spawn", "fork", "forkserver"]
 
+#: Seconds that a worker has to exit after it has closed its channel, before it counts as exited.
+_EXIT_AFTER_CLOSE_S = 1.0
+
 
 class WorkerProcess(Worker):
     """A worker process of this host.
@@ -70,8 +73,11 @@ class WorkerProcess(Worker):
     def _next_message(self) -> Any:
         has_exited = not self.is_alive()  # checked first: the worker may reply and then exit
         if wait([self._channel.socket], 0):
-            with suppress(EOFError, OSError):  # it has exited before or within a message
+            try:
                 return self._channel.receive()
+            except (EOFError, OSError):  # it exits, before or within a message
+                self.wait(_EXIT_AFTER_CLOSE_S)
+                return self._exit_error()
         return self._exit_error() if has_exited else None
 
     def _exit_error(self) -> WorkerDiedError:
@@ -185,12 +191,18 @@ class ProcessStarter(WorkerStarter):
         return self._start(dead.rank, None)
 
     def _start(self, rank: int, inherited_task: WorkerTask | None) -> WorkerProcess:
+        setup = WorkerSetup(rank, None if self.forks else worker_main.preparation_data())
         ours, theirs = socket.socketpair()
         with theirs:
             pid, exit_code = self._start_process(theirs, inherited_task)
         worker = WorkerProcess(rank, Channel(ours), pid, exit_code)
-        worker.send(WorkerSetup(rank, None if self.forks else worker_main.preparation_data()))
-        worker.enter(WorkerState.IDLE)  # the socket keeps messages until the worker reads them
+        try:
+            worker.send(setup)
+            worker.enter(WorkerState.IDLE)  # the socket keeps messages until the worker reads them
+        except BaseException:  # the pool does not have the worker yet
+            worker.kill()
+            worker.close()
+            raise
         return worker
 
     def _start_process(

@@ -195,11 +195,14 @@ class RayWorker(Worker):
             log.warning("Worker %d has not started. Free resources in Ray: %s.", self.rank, free_resources_text())
             self._warn_at = inf
         has_exited = not self.is_alive()  # checked first: the worker may reply and then exit
-        if self.link.messages:
+        if self.state is not WorkerState.RUNNING:
+            self.link.messages.clear()  # arrived after the reply to the task, over the other connection
+        elif self.link.messages:
             self._wake_up()  # there may be more messages
             return self.link.messages.popleft()
         if has_exited and self._error is None and self._waiting is not None:
-            wait_until(self._waiting, _SHORT_REASON_S if self._is_elastic else _REASON_S)
+            has_little_time = self._is_elastic and self.state is WorkerState.RUNNING
+            wait_until(self._waiting, _SHORT_REASON_S if has_little_time else _REASON_S)
         if self._waiting is not None and self._waiting.done():
             done, self._waiting = self._waiting, None
             return self._message_of(done) if self._steps is None else self._continue_startup(self._steps, done)

@@ -131,9 +131,7 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
         return obj.detach(), None
     if isinstance(obj, np.ndarray):
         return obj[...], None
-    # In a tuple, which is immutable, objects may have changed.
-    kinds = {list: list, deque: list, dict: dict, set: set, tuple: tuple}
-    contents = next((copy(obj) for kind, copy in kinds.items() if isinstance(obj, kind)), None)
+    contents = _contents_of(obj)  # in a tuple, which is immutable, objects may have changed
     if has_custom_pickling(obj):
         state = get_state(obj)
         return contents, OwnState(state, left_out_of(obj, state))
@@ -141,6 +139,12 @@ def _state_of(obj: Any) -> tuple[Any, Any]:
         attributes, slots = dict(getattr(obj, "__dict__", {})) or None, in_slots(obj)
         return contents, OwnState((attributes, slots) if slots else attributes, [])
     return contents, all_attributes(obj)
+
+
+def _contents_of(obj: Any) -> Any:
+    """Returns a copy of the elements of a container, or None for other objects."""
+    kinds = {list: list, deque: list, dict: dict, set: set, tuple: tuple}
+    return next((copy(obj) for kind, copy in kinds.items() if isinstance(obj, kind)), None)
 
 
 def _update(obj: Any, contents: Any, attributes: Any) -> None:
@@ -267,7 +271,7 @@ class OwnState:
             Exception: Any exception of the object's class; the object is unchanged then.
         """
         before = all_attributes(obj)
-        elements = obj.copy() if isinstance(obj, (list, dict)) else ()
+        elements = _contents_of(obj)
         kept = set(kept)
         try:
             self._make(obj, kept)

@@ -61,7 +61,7 @@ class StageTask(WorkerTask):
         self.shared = _shared_objects(trainer, [args, kwargs])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "shared": replace(self.shared, in_message={})}
+        return {**vars(self), "shared": replace(self.shared, in_message={}, never=())}
 
     def pickled(self, pickler: Pickler = None) -> Pickled:
         """Pickles the task, and records the objects that the workers receive.
@@ -104,7 +104,8 @@ class StageTask(WorkerTask):
         is_elastic = self.restart_policy is not None
         if session.rank == 0 or is_elastic:  # any worker may be rank 0 at the end
             in_message = self.shared.in_message or identity_preserved(message.received_objects)
-            baseline = StageBaseline(trainer, replace(self.shared, in_message=in_message), received)
+            shared = replace(self.shared, in_message=in_message, never=_UNSENDABLE_TYPES)
+            baseline = StageBaseline(trainer, shared, received)
         session.save = partial(_save, trainer)  # for a `SaveState`, if the results of the stage cannot be pulled
         context = WorkerContext(
             session.is_continuation, received, session.channel, session.is_joining, session.rank_info

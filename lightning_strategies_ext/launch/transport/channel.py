@@ -59,6 +59,8 @@ class PreparedMessage:
         self._inline = pickled.data
         if not pickled.buffers and len(pickled.data) <= MAX_INLINE_BYTES:
             return
+        located = {number: locate(handle) for number, handle in pickled.handles.items()}
+        self._fds = [place for place in located.values() if isinstance(place, int)]
         written = {number: buffer for number, buffer in enumerate(pickled.buffers) if number not in pickled.handles}
         cached = {} if cache is None else cache.files_for(written)
         small = [number for number in written if number not in cached]
@@ -67,11 +69,7 @@ class PreparedMessage:
         # Location of each buffer: a file and its span there; the names of shared memory; None for a descriptor.
         locations: dict[int, Any] = {number: (0, span) for span, number in enumerate(small, 1)}
         locations.update((number, (self._files.index(file), 0)) for number, file in cached.items())
-        for number, handle in pickled.handles.items():
-            located = locate(handle)
-            locations[number] = None if isinstance(located, int) else located
-            if isinstance(located, int):
-                self._fds.append(located)
+        locations.update((number, None if isinstance(place, int) else place) for number, place in located.items())
         spans = [file.spans for file in self._files]
         self._inline = pickle.dumps((spans, [locations[number] for number in range(len(pickled.buffers))]))
 
