@@ -7,17 +7,17 @@ NAME = "shm"
 
 
 def is_available() -> bool:
-    """Whether this operating system has what the group is made of."""
+    """Returns whether this operating system supports the group; only Linux does."""
     return sys.platform == "linux"
 
 
 def register(backends: Any) -> None:
-    """Makes ``torch.distributed.init_process_group("shm")`` work. Costs microseconds; a second call does nothing.
+    """Registers the backend ``shm`` with torch.distributed. Takes microseconds; repeated calls are no-ops.
 
-    Importing the package does it, see :mod:`lightning_strategies_ext.discovery`.
+    The import of this package calls it, see :mod:`lightning_strategies_ext.discovery`.
 
     Args:
-        backends: torch's class ``Backend``, given since torch may still be importing itself.
+        backends: torch's class ``Backend``, passed because torch may still be importing itself.
     """
     if is_available() and not hasattr(backends, NAME.upper()):
         backends.register_backend(NAME, _create, extended_api=True, devices=["cpu"])

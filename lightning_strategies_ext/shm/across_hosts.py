@@ -1,4 +1,4 @@
-"""The all-reduce of ranks on several hosts: in each host, between the first ranks of the hosts, in each host again."""
+"""All-reduce over several hosts: reduction in each host, all-reduce of their first ranks, broadcast in each host."""
 
 import time
 from collections.abc import Generator, Sequence
@@ -16,17 +16,17 @@ from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import SPIN_S, Rounds
 from lightning_strategies_ext.shm.work import Exchange
 
-#: What is exchanged between hosts at once, while what comes next is added up inside, and what came before is spread.
+#: Size of one inter-host transfer, in bytes; meanwhile, hosts broadcast the previous piece and reduce the next piece.
 _PIECE_NUM_BYTES: Final = 2**23
 
 
 class AllReduceAcrossHosts:
-    """The all-reduces of one rank.
+    """Runs the all-reduces of one rank.
 
     Args:
-        rounds: Of the ranks of this host.
-        compiled: What adds up inside the host faster than rounds do, if there is a compiled library.
-        leaders: A gloo group of the first rank of each host, if this rank is one of them.
+        rounds: Rounds of the ranks of this host.
+        compiled: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
+        leaders: gloo group of the first rank of each host; None if this rank is not one of them.
     """
 
     def __init__(self, rounds: Rounds, compiled: CompiledAllReduce | None, leaders: Any) -> None:
@@ -34,27 +34,27 @@ class AllReduceAcrossHosts:
         self._compiled = compiled
         self._leaders = leaders
         self._between: Any = None
-        #: What waits for others of this host.
+        #: Object that waits for ranks of this host: the rounds or, during its operations, the native all-reduce.
         self._inside: Exchange = rounds
         self._waits_between = False
 
     @property
     def spin_s(self) -> float:
-        """How long its caller shall look for others before it sleeps, in seconds."""
+        """Time for which the caller polls before it sleeps, in seconds."""
         return SPIN_S if self._waits_between else self._inside.spin_s
 
     def go_through(
         self, flats: Sequence[Tensor], reductions: Sequence[Reduction], deadline: float
     ) -> Generator[None, None, None]:
-        """Reduces tensors in place, one after the other; yields where it has to wait for others.
+        """Reduces tensors in place, one after the other; yields whenever other ranks are not ready yet.
 
         Args:
-            flats: One row each.
-            reductions: One for each.
-            deadline: Until when others may be waited for, on the monotonic clock, in seconds.
+            flats: Tensors with one dimension.
+            reductions: Reduction of each tensor.
+            deadline: Time on the monotonic clock until which this rank waits for others, in seconds.
 
         Raises:
-            RuntimeError: What the rounds, or gloo, have raised.
+            RuntimeError: If a round or an operation of gloo has failed.
         """
         before: Tensor | None = None
         for flat, reduction in zip(flats, reductions, strict=True):
@@ -64,7 +64,7 @@ class AllReduceAcrossHosts:
                 yield from self._finish_between()
                 if self._leaders is not None:
                     self._begin_between(piece, undivided, deadline)
-                if before is not None:  # while this one is on its way
+                if before is not None:  # during the inter-host transfer of this piece
                     yield from self._spread_inside(before, deadline)
                 before = piece
         yield from self._finish_between()
@@ -74,11 +74,11 @@ class AllReduceAcrossHosts:
             reduction.divide(flat)
 
     def wait(self, deadline: float) -> None:
-        """Sleeps until something came from the ranks that are waited for, of this host or another.
+        """Sleeps until data has arrived from the ranks that this rank waits for, on this host or on others.
 
         Raises:
-            PeerLostError: If one of this host is gone.
-            TimeoutError: If nothing came before the deadline.
+            PeerLostError: If an awaited rank of this host has exited or left the group.
+            TimeoutError: If no data has arrived before the deadline.
         """
         if not self._waits_between:
             self._inside.wait(deadline)
@@ -123,7 +123,7 @@ class AllReduceAcrossHosts:
         finally:
             self._waits_between = False
         between, self._between = self._between, None
-        between.wait()  # raises what has gone wrong
+        between.wait()  # raises if it has failed
         if isinstance(between, OneShotAllReduce):
             between.combine()
 

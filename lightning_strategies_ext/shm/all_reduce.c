@@ -1,45 +1,45 @@
-/* All-reduce between the ranks of one host, through counters and slots in their segments of shared memory: a direct
- * reduce-scatter and all-gather, in which each rank reduces its share of a tensor straight from all ranks' copies and
- * reads the other shares straight from those who have reduced them.
+/* All-reduce between the ranks of one host, through counters and slots in their segments of shared memory. It is a
+ * direct reduce-scatter and all-gather: each rank reduces its share of a tensor directly from the data of all ranks,
+ * and reads the other shares directly from the ranks that have reduced them.
  *
- * A tensor goes in pieces. Each rank lays its piece out in a slot of its segment ("A"), reduces its share of all ranks'
- * pieces into its tensor and into its slot ("B", in the place of its own share, which nobody else needs), and copies the
- * shares of the others. A small tensor is laid out whole and reduced whole by everyone, without B. One counter per rank
- * tells how many events it has published:
+ * A tensor is split into pieces. Each rank writes its piece into a slot of its segment ("A"), reduces its share of all
+ * ranks' pieces into its tensor and into its slot ("B", at the position of its own share, which no other rank reads in
+ * A), and copies the shares of the other ranks. A small tensor is written and reduced as a whole by every rank, without
+ * B. One counter per rank states how many events the rank has published:
  *
- *     step     waits, of all, for   reduces its share   copies the others' shares   lays out    publishes
- *     begin    -                    -                   -                           A(0) A(1)   event 1
- *     0        event 1              A(0) to B(0)        -                           A(2)        event 2
- *     1        event 1              A(1) to B(1)        -                           A(3)        event 3
- *     k        event k              A(k) to B(k)        B(k - 2)                    A(k + 2)    event k + 2
+ *     step     waits for all ranks'  reduces its share   copies other shares   writes      publishes
+ *     begin    -                     -                   -                     A(0) A(1)   event 1
+ *     0        event 1               A(0) to B(0)        -                     A(2)        event 2
+ *     1        event 1               A(1) to B(1)        -                     A(3)        event 3
+ *     k        event k               A(k) to B(k)        B(k - 2)              A(k + 2)    event k + 2
  *
- * So ranks may be a step apart without waiting. The counter is stored and loaded as sequentially consistent: what was
- * laid out before an event can be read after it has been seen, on every processor.
+ * Ranks can therefore be one step apart without waiting. Stores and loads of the counter are sequentially consistent:
+ * on every processor, a rank that has read an event can read all data that was written before the event.
  *
- * Four slots are enough, and nobody waits for leave to write:
+ * Four slots suffice, and no rank waits for permission to write:
  *
- *     what is written     goes to the slot of        which is free, since
- *     A(k + 2), step k    A(k - 2)                   all have reduced that: I have seen their event k
- *                         B(k - 2), around it        others may still have to copy it, and it lies elsewhere in the slot
- *     B(k), step k        B(k - 4)                   all have copied that in step k - 2
- *     A(0), A(1)          A, B of the last tensor    they go to the slots after its last two pieces; event 1 of a rank
- *                                                    tells that it has done with that tensor
+ *     data                overwrites                 safe because
+ *     A(k + 2), step k    A(k - 2)                   all ranks have reduced it: this rank has read their event k
+ *                         not B(k - 2)               other ranks may still copy it, but it is elsewhere in the slot
+ *     B(k), step k        B(k - 4)                   all ranks have copied it in step k - 2
+ *     A(0), A(1)          A, B of the last tensor    they use the slots after its last two pieces; event 1 of a rank
+ *                                                    implies that the rank has finished that tensor
  *
- * A tensor whose result belongs into memory that the ranks share ("copies": one per rank, each mapped by all ranks) goes
- * whole, without slots. Each rank lays the shares of the others out in its own copy, and then reduces its share from all
- * copies into all of them. Nothing is copied back:
+ * If the result belongs in shared memory ("copies": one per rank, each mapped by all ranks), the tensor is not split
+ * and uses no slots. Each rank writes the shares of the other ranks into its own copy, and then reduces its share from
+ * all copies into all copies. No result is copied back:
  *
- *     step     waits, of all, for   reduces its share      lays out                          publishes
- *     begin    -                    -                      the others' shares, own copy      event 1
- *     0        event 1              into all copies        -                                 event 2
- *     1        event 2              -                      -                                 -
+ *     step     waits for all ranks'  reduces its share   writes                          publishes
+ *     begin    -                     -                   other shares, into own copy     event 1
+ *     0        event 1               into all copies     -                               event 2
+ *     1        event 2               -                   -                               -
  *
- * Between event 2 of all ranks and event 1 of the next use, a rank's copy is its own to read and write.
+ * Between event 2 of all ranks and event 1 of the next use, a rank may read and write its copy.
  *
- * A rank that waits looks for a while, then goes to sleep by Dekker's handshake: it says in its board what it waits for,
- * looks at the counters once more, and leaves it to its caller to sleep on its sockets. Who publishes that stores its
- * counter, then looks for the note, takes it from the board and sends a message. All four are sequentially consistent:
- * one of the two sees the other.
+ * A rank that waits polls for a while, then sleeps, with Dekker's handshake: it stores the awaited event in its control
+ * block (`note`), reads the counters again, and its caller sleeps on the sockets. A rank that publishes stores its
+ * counter, then reads the notes, clears a note for this event and sends a message. All four accesses are sequentially
+ * consistent: at least one of the two ranks reads what the other has stored.
  */
 
 #include <sched.h>
@@ -53,11 +53,11 @@
 enum { SLOTS = 4, LINE = 64, MAX_RANKS = 64, BLOCK = 512, WAKE_BYTES = 16, LOOKS = 4 };
 enum { DONE = 0, WAITS = 1, MISMATCH = 2 }; /* MISMATCH + a rank */
 
-/* At the start of each rank's segment; the slots follow at a page's distance. */
+/* Control block at the start of each rank's segment; the slots begin one page after it. */
 typedef struct {
-    _Alignas(LINE) _Atomic uint64_t published; /* events so far */
-    _Alignas(LINE) _Atomic uint64_t note;      /* event that is slept for, times 256, plus the rank it must come from, plus 1 */
-    _Alignas(LINE) uint64_t calls[2];          /* what the last two tensors are, to compare */
+    _Alignas(LINE) _Atomic uint64_t published; /* number of events */
+    _Alignas(LINE) _Atomic uint64_t note;      /* awaited event, times 256, plus the rank that publishes it, plus 1 */
+    _Alignas(LINE) uint64_t calls[2];          /* the last two operations, to compare */
 } Board;
 
 typedef void (*Reduce)(void *out, void *copy, const char *const *parts, int num_parts, size_t n, int is_average);
@@ -69,18 +69,18 @@ typedef struct {
     size_t slot_bytes;
     int links[MAX_RANKS];
     char wake[WAKE_BYTES];
-    uint64_t events, pieces, tensors; /* so far, the same on all ranks between tensors */
-    /* the tensor at hand */
+    uint64_t events, pieces, tensors; /* counts, equal on all ranks between tensors */
+    /* the current tensor */
     char *tensor;
-    char *copies[MAX_RANKS]; /* where the results belong, if has_copies */
+    char *copies[MAX_RANKS]; /* memory for the results, if has_copies */
     size_t num_bytes, item_bytes, num_pieces, piece_bytes, share_bytes, step;
     int is_average, is_whole, has_copies, has_compared;
     Reduce reduce;
     uint64_t first_event, awaited;
 } Group;
 
-/* The parts are added in the order of the ranks, so that all get the same bits. `out` may be one of them, and is then
- * read before it is written, item by item, which is what tells the compiler that it may take many items at once. */
+/* The parts are added in rank order, so that results are bitwise equal on all ranks. `out` may be one of the parts:
+ * each item is read before it is written. INDEPENDENT declares this, so that the compiler can vectorize the loop. */
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -140,7 +140,7 @@ REDUCE(reduce_double, double)
 REDUCE(reduce_int32, int32_t)
 REDUCE(reduce_int64, int64_t)
 
-/* In the order of the types of the Python side. */
+/* In the order of `_TYPES` in native.py. */
 static const struct {
     Reduce reduce;
     size_t item_bytes;
@@ -169,8 +169,8 @@ static uint64_t now_ns(void)
 
 static size_t up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-/* A rank's share of a piece: where it starts in the tensor, in bytes, and how many there are. Shares are at the same place
- * in each piece of a tensor, since the next piece in a slot is laid out around the share in it. */
+/* A rank's share of a piece: its offset in the tensor and its size, in bytes. Shares have the same position in all
+ * pieces of a tensor, because the next piece in a slot is written around the share in it. */
 typedef struct {
     size_t start, bytes;
 } Span;
@@ -182,7 +182,7 @@ static Span share_of(const Group *g, size_t piece, int rank)
     return (Span){start, left < g->share_bytes ? left : g->share_bytes};
 }
 
-/* Where a rank has laid out a span of a piece. */
+/* Returns the address of a span of a piece in a rank's slot. */
 static char *slot_of(const Group *g, int rank, size_t piece, Span span)
 {
     char *slot = g->slots[rank] + (g->pieces + piece) % SLOTS * g->slot_bytes;
@@ -199,7 +199,7 @@ static void publish(Group *g)
         uint64_t note = atomic_load(&g->boards[rank]->note);
         if ((note & 255) == (uint64_t)g->rank + 1 && note >> 8 <= g->events
             && atomic_compare_exchange_strong(&g->boards[rank]->note, &note, 0))
-            /* Where it cannot be sent, the peer has messages to wake it, or is gone. */
+            /* If sending fails, the peer has other messages that wake it, or has exited. */
             (void)!send(g->links[rank], g->wake, WAKE_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
 }
@@ -234,7 +234,7 @@ static void reduce_span(Group *g, size_t piece, Span span)
     g->reduce(into, copy, parts, g->size, span.bytes / g->item_bytes, g->is_average);
 }
 
-/* For a tensor with copies, which is one piece: lays out the shares of the other ranks. */
+/* Writes the shares of the other ranks into this rank's copy. A tensor with copies is one piece. */
 static void lay_out_in_copy(Group *g)
 {
     for (int rank = 0; rank < g->size; rank++) {
@@ -300,15 +300,16 @@ static int look_for_all(Group *g, uint64_t event, uint64_t spin_ns)
                 return 1;
             pause_a_moment();
         }
-        sched_yield(); /* to a rank that has to share this core, or to whatever else there is to do */
+        sched_yield(); /* to a rank or another process on the same core */
     } while (now_ns() < end);
     return have_all(g);
 }
 
-/* What the group's memory holds, which its owner provides. */
+/* Returns the size of a Group, for which the caller allocates memory. */
 size_t all_reduce_group_bytes(void) { return sizeof(Group); }
 
-/* areas: each rank's board, its slots `board_bytes` behind. links: sockets to the others. wake: the message to send. */
+/* Initializes a Group. areas: each rank's control block, with its slots at the offset `board_bytes`. links: sockets to
+ * the other ranks. wake: message that wakes a rank. */
 void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t board_bytes, size_t slot_bytes,
               const int *links, const char *wake)
 {
@@ -324,8 +325,8 @@ void all_reduce_open(Group *g, int rank, int size, char *const *areas, size_t bo
     memcpy(g->wake, wake, WAKE_BYTES);
 }
 
-/* Begins to reduce a tensor, which must not be empty; the one before has ended. The result goes into the copies, one per
- * rank, of which this rank's may be the tensor itself; without copies it goes into the tensor. */
+/* Begins to reduce a nonempty tensor, after the previous operation has ended. The result is written to the copies, one
+ * per rank; this rank's copy may be the tensor itself. Without copies, the result is written to the tensor. */
 void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is_average, size_t whole_bytes,
                       char *const *copies)
 {
@@ -333,7 +334,7 @@ void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is
     g->reduce = TYPES[type].reduce;
     g->item_bytes = TYPES[type].item_bytes;
     g->num_bytes = num_items * g->item_bytes;
-    /* Shares are whole lines, so that ranks do not share any; pieces have one size, so that shares have. */
+    /* Shares are whole cache lines, so that no two ranks write to one line. Pieces, and so shares, have one size. */
     size_t unit = LINE * (size_t)g->size, most = g->slot_bytes / unit * unit;
     size_t count = copies ? 1 : up(g->num_bytes, most) / most;
     g->piece_bytes = up((g->num_bytes + count - 1) / count, unit);
@@ -358,10 +359,10 @@ void all_reduce_begin(Group *g, char *tensor, size_t num_items, int type, int is
     publish(g);
 }
 
-/* What a rank has begun: number of items, times 256, plus twice the type, plus whether it is an average. */
+/* Returns the operation of a rank: number of items, times 256, plus twice the type, plus whether it is an average. */
 uint64_t all_reduce_call(const Group *g, int rank) { return g->boards[rank]->calls[g->tensors % 2]; }
 
-/* Goes on until it is done, or must wait for longer than `spin_ns`, or a rank has begun with another kind of tensor. */
+/* Continues until the end, or a wait longer than `spin_ns`, or until a rank has begun a different operation. */
 int all_reduce_advance(Group *g, uint64_t spin_ns)
 {
     size_t num_steps = g->is_whole ? 1 : g->has_copies ? 2 : g->num_pieces + 2;
@@ -379,18 +380,18 @@ int all_reduce_advance(Group *g, uint64_t spin_ns)
         }
         do_step(g, g->step);
     }
-    g->pieces += g->has_copies ? 0 : g->num_pieces; /* which have used slots */
+    g->pieces += g->has_copies ? 0 : g->num_pieces; /* only these have used slots */
     g->tensors++;
     return DONE;
 }
 
-/* Whether this rank waits for something that a rank has not laid out yet. */
+/* Returns whether this rank waits for an event that a rank has not published yet. */
 int all_reduce_awaits(const Group *g, int rank)
 {
     return rank != g->rank && atomic_load(&g->boards[rank]->published) < g->awaited;
 }
 
-/* Leaves a note of what this rank is going to sleep for; the rank that it must come from, or -1 if it has come. */
+/* Stores a note of the awaited event. Returns the rank that must publish it, or -1 if no rank is missing. */
 int all_reduce_fall_asleep(Group *g)
 {
     Board *own = g->boards[g->rank];
@@ -405,5 +406,5 @@ int all_reduce_fall_asleep(Group *g)
     return -1;
 }
 
-/* Takes the note away. */
+/* Clears the note. */
 void all_reduce_wake_up(Group *g) { atomic_store(&g->boards[g->rank]->note, 0); }

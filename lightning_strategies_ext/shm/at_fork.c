@@ -1,7 +1,7 @@
-/* A lock that nobody else holds when a process is forked; see forking.py, which says which and why.
+/* Holds a lock while a process is forked; forking.py explains which lock, and why.
 
-   Whoever forks takes it before, and lets go of it after, in both processes. It is taken for a second at most: where it
-   is not to be had, the process is forked as it would be without this. */
+   The forking thread acquires the lock before the fork, and releases it afterwards in both processes. It waits for one
+   second at most; after that the process is forked without the lock. */
 
 #include <pthread.h>
 
@@ -19,7 +19,7 @@ static void after(void)
     is_held = 0;
 }
 
-/* Takes that lock for each fork from here on, by the functions given; called once. 0, or the number of an error. */
+/* Makes each later fork hold the lock, with the given functions; called once. Returns 0 or an error number. */
 int at_fork_hold(void *the_lock, void *its_acquire, void *its_release)
 {
     lock = the_lock;

@@ -1,7 +1,7 @@
-"""For how long calls hold up who starts an operation, while somebody wants to know.
+"""Records how long calls block the threads that start operations, while recording is on.
 
-A short operation ends within the call that starts it, and a longer one is worked on there for up to a millisecond (see
-:mod:`.execution`). To whoever has started it asynchronously, that looks like computation.
+A short operation ends within the call that starts it; a longer one is executed there for up to a millisecond (see
+:mod:`.execution`). To the caller of an asynchronous operation, this time looks like computation.
 """
 
 import threading
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """One that has started an operation; times are those of ``time.time_ns()``.
+    """A call that has started an operation. Times are those of ``time.time_ns()``.
 
     Attributes:
-        thread: That has called, as ``threading.get_ident()`` names it.
-        begin_ns: When.
-        end_ns: When it was let go on.
+        thread: Identifier of the calling thread, from ``threading.get_ident()``.
+        begin_ns: Time at which the call began.
+        end_ns: Time at which the call returned.
     """
 
     thread: int
@@ -29,13 +29,13 @@ _taken: list[Call] | None = None
 
 
 def take(is_on: bool) -> None:
-    """Begins or ends to take times, of all groups of this process."""
+    """Turns recording on or off for all process groups of this process, and drops recorded calls."""
     global _taken
     _taken = [] if is_on else None
 
 
 def taken() -> list[Call]:
-    """What has been taken since the last time; nothing unless :func:`take` was called."""
+    """Returns and clears the recorded calls; empty unless :func:`take` has turned recording on."""
     if not _taken:
         return []
     calls = list(_taken)
@@ -44,7 +44,7 @@ def taken() -> list[Call]:
 
 
 def timed(call: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """What takes the time of a call, if somebody wants to know; else what is given."""
+    """Returns a context that records the time of a call if recording is on; else the given context."""
     return call if _taken is None else _timed(call, _taken)
 
 

@@ -1,4 +1,4 @@
-"""Calls: numbers that say which collective a rank is in, of what, so that ranks can compare."""
+"""Operation numbers: which collective a rank has started, and for which dtype, so that ranks can compare them."""
 
 from collections.abc import Sequence
 from enum import IntEnum, auto
@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp
 
 
 class Kind(IntEnum):
-    """The collectives that go in rounds."""
+    """Collectives that consist of rounds."""
 
     ALL_REDUCE = auto()
     REDUCE = auto()
@@ -22,25 +22,25 @@ class Kind(IntEnum):
     BARRIER = auto()
 
 
-#: Kinds whose root is part of the call.
+#: Kinds whose number includes a root.
 _ROOTED: Final = (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER)
-#: In orders that are the same on all ranks, which have the same torch. 0 stands for none.
+#: In orders that are equal on all ranks, because all ranks have the same torch. Number 0 means none.
 _DTYPES: Final = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 _DTYPE_NUMBERS: Final = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 _OPS: Final = sorted(ReduceOp.RedOpType.__members__)
 _OP_NUMBERS: Final = {name: number for number, name in enumerate(_OPS, start=1)}
-#: How many kinds, reductions, dtypes and roots a number of 32 bits tells apart.
+#: Numbers of kinds, reductions, dtypes, and roots that an operation number of 32 bits distinguishes.
 _MOST_KINDS, _MOST_OPS, _MOST_DTYPES, _MOST_ROOTS = 16, 16, 256, 65536
 
 
 def number_of(kind: Kind, tensors: Sequence[Tensor], op: Any = None, root: int = 0) -> int:
-    """The number of a collective.
+    """Returns the number of an operation.
 
     Args:
-        kind: Which.
-        tensors: Of these the dtype of the first counts.
-        op: How it reduces, if it does.
-        root: The rank that has a part of its own, if one has.
+        kind: Kind of the collective.
+        tensors: Tensors of the operation; only the dtype of the first tensor is used.
+        op: Reduction operator, or None.
+        root: Rank of the root in the group, if the collective has one.
     """
     dtype_number = _DTYPE_NUMBERS[tensors[0].dtype] if tensors else 0
     op_number = 0 if op is None else _OP_NUMBERS[op.name]
@@ -48,7 +48,7 @@ def number_of(kind: Kind, tensors: Sequence[Tensor], op: Any = None, root: int =
 
 
 def described(number: int) -> str:
-    """What a number says."""
+    """Returns a description of an operation number, for messages."""
     rest, kind = divmod(number, _MOST_KINDS)
     rest, op = divmod(rest, _MOST_OPS)
     root, dtype = divmod(rest, _MOST_DTYPES)

@@ -1,16 +1,17 @@
-"""Collectives as sequences of rounds. What each does on all ranks is torch.distributed's; here is how it travels.
+"""Algorithms: collectives as sequences of rounds. Their results are those of torch.distributed.
 
-All work on flat, contiguous tensors of one dtype. Large tensors go in pieces of a slot's size, of which two are under
-way while a third is read.
+All algorithms work on flat, contiguous tensors of one dtype. Large tensors are split into pieces of a slot's size; two pieces are
+published while a third is read.
 
 =================  =====================================================================================
-all-reduce         2 ranks, or small: each publishes all it has, each reduces all, in one round a piece.
-                   Otherwise each reduces its share of a piece and publishes that, in two rounds a piece.
-reduce-scatter     each publishes all it has, each reduces its share
-broadcast          the source publishes
-all-gather         each publishes all it has, each copies all
-gather, scatter    the same, and only the root reads, or only the root publishes
-barrier            a round of nothing
+all-reduce         2 ranks, or a small tensor: each rank publishes its tensor and reduces all tensors, in
+                   one round per piece. Otherwise each rank reduces its share of a piece and publishes the
+                   result, in two rounds per piece.
+reduce-scatter     Each rank publishes its tensor and reduces its share of all tensors.
+broadcast          The root publishes its tensor.
+all-gather         Each rank publishes its tensor and copies all tensors.
+gather, scatter    As all-gather, but only the root reads, or only the root publishes.
+barrier            One round without data.
 =================  =====================================================================================
 """
 
@@ -23,33 +24,33 @@ from torch import Tensor
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.shm.rounds import LOOKAHEAD, Rounds, Step
 
-#: Shares smaller than this are not worth a second round, in bytes.
+#: Minimum size of a share in bytes; smaller shares are not worth a second round.
 _MIN_SHARE_NUM_BYTES: Final = 16 * 1024
 
 Plan = tuple[Sequence[Step], int]
 
 
 def joined(plans: Sequence[Plan]) -> Plan:
-    """Several plans as one, carried out one after the other."""
+    """Returns one plan that executes several plans one after the other."""
     if len(plans) == 1:
         return plans[0]
     return [step for steps, _ in plans for step in steps], min(lookahead for _, lookahead in plans)
 
 
 def all_reduce(rounds: Rounds, tensor: Tensor, reduction: Reduction) -> Plan:
-    """Reduces ``tensor`` of all ranks into that of each."""
+    """Plans the reduction of ``tensor`` over all ranks, in place on every rank."""
     if rounds.size > 2 and tensor.nbytes >= rounds.size * _MIN_SHARE_NUM_BYTES:
         return _all_reduce_by_shares(rounds, tensor, reduction)
     return _reduce_whole(rounds, tensor, reduction, is_reader=True)
 
 
 def reduce(rounds: Rounds, tensor: Tensor, root: int, reduction: Reduction) -> Plan:
-    """Reduces ``tensor`` of all ranks into that of the root."""
+    """Plans the reduction of ``tensor`` over all ranks, in place on the root."""
     return _reduce_whole(rounds, tensor, reduction, is_reader=rounds.rank == root)
 
 
 def broadcast(rounds: Rounds, tensor: Tensor, root: int) -> Plan:
-    """Copies the root's ``tensor`` to all ranks."""
+    """Plans the copy of the root's ``tensor`` to all ranks."""
     steps = []
     for piece in _bytes_of(tensor).split(rounds.slot_num_bytes):
 
@@ -63,13 +64,13 @@ def broadcast(rounds: Rounds, tensor: Tensor, root: int) -> Plan:
 
 
 def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, readers: Sequence[int] | None = None) -> Plan:
-    """Copies ``tensor`` of each rank into ``outputs`` of all, which have its size.
+    """Plans the copy of each rank's ``tensor`` to all ranks, or to some ranks.
 
     Args:
-        rounds: The ranks.
-        outputs: One per rank; not looked at by ranks that do not read.
-        tensor: This rank's.
-        readers: The ranks that get it; all if None.
+        rounds: Rounds of the ranks.
+        outputs: One tensor per rank, of the size of ``tensor``; ignored on ranks that do not read.
+        tensor: Tensor of this rank.
+        readers: Ranks that receive the tensors; all ranks if None.
     """
     is_reader = readers is None or rounds.rank in readers
     pieces = [_bytes_of(output).split(rounds.slot_num_bytes) for output in outputs] if is_reader else []
@@ -85,7 +86,7 @@ def all_gather(rounds: Rounds, outputs: Sequence[Tensor], tensor: Tensor, reader
 
 
 def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int) -> Plan:
-    """Copies each of the root's ``inputs`` into ``output`` of the rank that has its number."""
+    """Plans the copy of the root's ``inputs[i]`` to ``output`` of rank i."""
     share = max(1, rounds.slot_num_bytes // rounds.size)
     into = _bytes_of(output).split(share)
     parts = [_bytes_of(tensor).split(share) for tensor in inputs] if rounds.rank == root else []
@@ -105,7 +106,7 @@ def scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], root: int)
 
 
 def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Plan:
-    """Reduces ``inputs`` of all ranks, each into ``output`` of the rank that has its number."""
+    """Plans the reduction of ``inputs[i]`` over all ranks to ``output`` of rank i."""
     share = max(1, rounds.slot_num_bytes // rounds.size // output.element_size())
     parts = [tensor.split(share) for tensor in inputs]
     steps = []
@@ -123,7 +124,7 @@ def reduce_scatter(rounds: Rounds, output: Tensor, inputs: Sequence[Tensor], red
 
 
 def barrier(rounds: Rounds) -> Plan:
-    """Ends on no rank before it has begun on all."""
+    """Plans a round without data, which no rank finishes before all ranks have started it."""
     return [Step([0] * rounds.size, _copying(torch.empty(0)), lambda views: None)], LOOKAHEAD
 
 
@@ -161,7 +162,7 @@ def _all_reduce_by_shares(rounds: Rounds, tensor: Tensor, reduction: Reduction) 
         gathers.append(Step([share.nbytes for share in shares], _copying(_bytes_of(own)), copy_others))
     if len(scatters) == 1:
         return [scatters[0], gathers[0]], 1
-    # A share is published once its piece has been read, which must be two rounds before: see `Rounds`.
+    # With a lookahead of two rounds, a share is published at least two rounds after the round that reads its piece.
     steps = [scatters[0]]
     for scatter_step, gather_step in zip(scatters[1:], gathers, strict=False):
         steps += [scatter_step, gather_step]

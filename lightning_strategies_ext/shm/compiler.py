@@ -1,6 +1,6 @@
-"""The compiler: what turns :data:`SOURCES` into a library, at first use on a machine or when a wheel is built.
+"""Compiler: builds the native library from :data:`SOURCES`, at first use on a machine or for a wheel.
 
-The build hook runs this file by itself, so it imports nothing of this package.
+The build hook runs this file alone, so it imports nothing from this package.
 """
 
 import os
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Final
 
 SOURCE: Final = Path(__file__).with_name("all_reduce.c")
-#: All that is in the library.
+#: Sources of the native library.
 SOURCES: Final = (SOURCE, SOURCE.with_name("at_fork.c"))
-# No contraction of operations, and sums that wrap: the bits must be those that torch computes.
+# No contraction of operations, and integers that wrap around: results must be bitwise equal to those of torch.
 FLAGS: Final = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-pthread", "-fwrapv", "-ffp-contract=off")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120.0
 
 
 class NotCompiledError(Exception):
-    """Raised where there is no compiled library; says why."""
+    """Raised when no native library is available. The message states why."""
 
 
 def command() -> list[str]:
-    """What calls the C compiler: the environment variable ``CC``, else the first of the usual names that is there.
+    """Returns the command of the C compiler: the environment variable ``CC``, else the first usual name that exists.
 
     Raises:
-        NotCompiledError: If there is none.
+        NotCompiledError: If no compiler is found.
     """
     named = shlex.split(os.environ.get("CC", ""))
     for words in [named] if named else [[name] for name in _COMPILERS]:
@@ -38,12 +38,12 @@ def command() -> list[str]:
 
 
 def compile_library(compiler: Sequence[str], into: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Compiles the library.
+    """Compiles the native library.
 
     Args:
-        compiler: The words that call the compiler.
-        into: The file to make.
-        environment: Variables for the compiler, in place of those of this process.
+        compiler: Command of the compiler.
+        into: Path of the library to create.
+        environment: Environment variables of the compiler; those of this process if None.
 
     Raises:
         NotCompiledError: If the compiler does not run, or fails.

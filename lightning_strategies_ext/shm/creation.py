@@ -1,4 +1,4 @@
-"""How a ``shm`` process group comes to be: who is on which host, whether there is shared memory, who talks to whom."""
+"""Creation of a ``shm`` process group: finds the ranks of each host, allocates their memory, and connects them."""
 
 import ctypes
 import itertools
@@ -27,24 +27,24 @@ from lightning_strategies_ext.shm.rendezvous import Rendezvous
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.segments import DIRECTORY, Segment, chosen_num_bytes, create, mapped
 
-#: What has been said already, which is not said for each group.
+#: Messages that have been printed, which are not repeated for each group.
 _said: set[str] = set()
 
 
 def create_process_group(torch_options: Any, options: ShmOptions | None) -> Any:
-    """What torch.distributed calls for the backend ``shm``, on all ranks of the group together.
+    """Creates a process group for the backend ``shm``. torch.distributed calls it on all ranks of the group.
 
     Args:
-        torch_options: What torch says of the group.
-        options: The user's.
+        torch_options: Options from torch, such as rank, size, and store of the group.
+        options: Options of the user, or None.
 
     Returns:
-        The group; a gloo backend where a rank gets no shared memory, which rank 0 says on standard error.
+        The group; a gloo backend if a rank cannot allocate shared memory, which rank 0 reports on standard error.
 
     Raises:
-        PermissionError: If another user has taken the place of a rank.
-        TypeError: If the options are not :class:`ShmOptions`.
-        TimeoutError: If a rank does not come.
+        PermissionError: If ranks of one host belong to different users.
+        TypeError: If ``options`` is not a :class:`ShmOptions`.
+        TimeoutError: If a rank does not connect before the timeout.
     """
     if options is not None and not isinstance(options, ShmOptions):
         raise TypeError(f"`pg_options={options!r}`: the backend 'shm' takes a ShmOptions, or None.")
@@ -101,7 +101,7 @@ def _share_memory(
     numbers: Iterator[int],
     num_bytes: int,
 ) -> list[Tensor]:
-    """Maps further shared memory of each rank; see :meth:`.ShmProcessGroup.share_memory`."""
+    """Implements :meth:`.ShmProcessGroup.share_memory`."""
     deadline = time.monotonic() + timeout.total_seconds()
     rendezvous = Rendezvous(rank, size, dist.PrefixStore(f"shm/memory/{next(numbers)}", store))
     try:
@@ -123,10 +123,11 @@ def _share_memory(
 
 @cache
 def _keep_dynamo_out() -> None:
-    """Has torch.compile leave the group's methods alone, which C++ code calls while a module is being traced.
+    """Excludes the group's methods from tracing by torch.compile.
 
-    DDP broadcasts buffers so; dynamo would trace our method and fail on a process group that it cannot look into. The
-    name is not public; it is there from torch 2.5 to 2.15. Where it is gone, the import of dynamo must not fail for it.
+    C++ code calls them while a module is traced: DDP broadcasts buffers that way. Dynamo would trace the method and
+    fail, because it does not support the process group. ``trace_rules.add`` is private and exists in torch 2.5 to 2.15;
+    without it, the import of dynamo must not fail.
     """
 
     def leave_alone(rules: Any) -> None:
@@ -155,7 +156,10 @@ def _try_to_create(num_bytes: int, rank: int) -> tuple[int | None, str]:
 
 
 def _lack_of_room(num_bytes: int, rank: int) -> str:
-    """Returns why there is no room; empty if half of the free memory remains for others, such as DataLoader workers."""
+    """Returns an error message if less than half of the free memory would remain; else an empty string.
+
+    The remaining memory is for other uses, such as DataLoader workers.
+    """
     space = os.statvfs(DIRECTORY)
     if 2 * num_bytes <= space.f_bavail * space.f_frsize:
         return ""
@@ -163,7 +167,7 @@ def _lack_of_room(num_bytes: int, rank: int) -> str:
 
 
 def _leaders_of(said: list[dict[str, Any]]) -> list[int]:
-    """The first rank of each host."""
+    """Returns the first rank of each host."""
     first: dict[str, int] = {}
     for rank, words in enumerate(said):
         first.setdefault(words["host"], rank)

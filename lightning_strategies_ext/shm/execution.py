@@ -1,10 +1,9 @@
-"""Execution: who carries out the operations of a process group, and when.
+"""Execution: which thread executes the operations of a process group, and when.
 
-Operations are carried out one after the other, in the order in which they were started. The thread that starts one
-works on it as long as it gets on: an exchange in which the ranks are in step so ends before the call returns, and no
-other thread is woken for it. Where it would have to sleep until others come, an operation that was started
-asynchronously is left to a thread of the group, and the caller goes on to compute. Who waits for a result takes part in
-the work.
+Operations are executed one after the other, in the order in which they were started. The thread that starts an
+operation executes it until it would have to wait. An operation for which all ranks are ready therefore ends before the
+call returns, and wakes no other thread. If an asynchronous operation has to wait longer, a thread of the group takes
+over and the caller continues. A thread that waits for a result helps to execute the operation.
 """
 
 import math
@@ -24,32 +23,32 @@ from lightning_strategies_ext.shm.native import CompiledAllReduce, SharedCopies
 from lightning_strategies_ext.shm.rounds import Rounds
 from lightning_strategies_ext.shm.work import ShmWork
 
-#: How long the caller of an asynchronous operation sleeps for others, in seconds, before it leaves the rest to a
-#: thread. On a host whose cores are busy a thread that is woken waits for its turn, at each piece of a large tensor:
-#: a step with 4 MB of gradients then took up to three times as long.
+#: Seconds for which the caller of an asynchronous operation waits for other ranks before a thread takes over. On a host
+#: with busy cores, that thread waits for a core at each piece of a large tensor: without this wait, a step with 4 MB of
+#: gradients took up to three times as long.
 MAX_CALLER_BLOCK_S: Final = 1e-3
-#: C++ code that keeps a handle keeps its C++ half only; what is left when the Python half is gone waits for ever. DDP's
-#: `join` does so with the handle of a single float. So the last handles of tensors up to this size, in bytes, are held.
+#: C++ code that stores a handle stores only its C++ part; without the Python part a wait never returns. DDP's `join`
+#: does so for a single float. The last handles of tensors up to this size, in bytes, are therefore kept alive.
 _SMALL_NUM_BYTES: Final = 64
 _NUM_SMALL: Final = 256
-#: How long the thread that carries out operations has to say for whom it has waited too long, in seconds, before one
-#: that waits for it says that it has waited too long.
+#: Seconds after a deadline in which the executing thread can raise its error, which names the awaited ranks, before a
+#: thread that waits for it raises a less specific error.
 _OTHERS_WORD_S: Final = 0.5
-#: torch before 2.7 loses the Python half of every handle that it asks for in C++. Those are held until somebody waits;
-#: who starts operations and never waits for them is forgotten after so many.
+#: torch before 2.7 drops the Python part of every handle that C++ code requests. Such handles are kept alive until a
+#: thread waits for them; if a caller never waits, only this many.
 _LOSES_HANDLES: Final = torch.__version__ < "2.7"
 _MOST_UNCLAIMED: Final = 1024
 
 
 class Execution:
-    """Carries out the operations of one group in one process.
+    """Executes the operations of one process group in one process.
 
     Args:
-        rounds: What they are made of.
+        rounds: Rounds of the group.
 
     Attributes:
-        futures: Held while a future is made or fulfilled.
-        unclaimed: Handles that nobody has waited for yet, where torch loses them.
+        futures: Lock that is held while a future is created or fulfilled.
+        unclaimed: Handles that no thread has waited for yet, if torch drops their Python part.
     """
 
     def __init__(self, rounds: Rounds) -> None:
@@ -64,15 +63,16 @@ class Execution:
         self._is_starting_thread = threading.Lock()
         self._broken: str | None = None
         self._is_closed = False
-        #: What a synchronous operation gives that has ended at once: all of them are alike.
+        #: Handle of every synchronous operation that ends at once.
         self._ended = ShmWork("all_reduce", None, rounds, [], 0.0, self)
         _open.add(self)
 
     def start(self, work: ShmWork, is_asynchronous: bool) -> None:
-        """Starts an operation; returns when it has ended, or at once where it is asynchronous and must wait.
+        """Starts an operation. Returns when it has ended; an asynchronous operation may continue afterwards.
 
         Raises:
-            torch.distributed.DistBackendError: If it has failed, unless it is asynchronous: then its handle raises.
+            torch.distributed.DistBackendError: If a synchronous operation has failed; the handle of an asynchronous
+                operation raises this error instead.
         """
         self._queue.append(work)
         self._begin_queue(work, is_asynchronous)
@@ -85,17 +85,18 @@ class Execution:
         timeout: timedelta,
         copies: SharedCopies | None = None,
     ) -> ShmWork:
-        """All-reduces one tensor as :meth:`start` does, in fewer steps if nothing has to be waited for.
+        """All-reduces one tensor like :meth:`start`, with less overhead if all ranks are ready.
 
         Args:
-            compiled: What carries it out.
-            tensor: Contiguous, and such that it can.
-            opts: The caller's.
-            timeout: If these have none.
-            copies: For the result; None if it belongs into the tensor.
+            compiled: All-reduce of the native library.
+            tensor: Contiguous tensor that the native library supports.
+            opts: Options of the caller.
+            timeout: Timeout of the operation if ``opts`` has none.
+            copies: Memory for the result; None to reduce the tensor in place.
 
         Raises:
-            torch.distributed.DistBackendError: As :meth:`start`.
+            torch.distributed.DistBackendError: If a synchronous operation has failed; the handle of an asynchronous
+                operation raises this error instead.
         """
         work: ShmWork | None = None
         call = compiled.call_for(tensor, opts.reduceOp, copies)
@@ -108,9 +109,9 @@ class Execution:
                         return self._held(ShmWork("all_reduce", None, compiled, [tensor], 0.0, self))
                     progress = compiled.go_on(call)
                     work = ShmWork("all_reduce", progress, compiled, [tensor], deadline_of(opts, timeout), self)
-                    # It has begun: what another thread has queued in the meantime comes after it.
+                    # The operation has begun, so it precedes operations that other threads have queued meanwhile.
                     self._queue.appendleft(work)
-            except BaseException as caught:  # the user's Ctrl-C
+            except BaseException as caught:  # including Ctrl-C of the user
                 self._break(f"all_reduce: {str(caught) or type(caught).__name__}")
                 raise
             finally:
@@ -124,7 +125,7 @@ class Execution:
         return work
 
     def _begin_queue(self, work: ShmWork, is_asynchronous: bool) -> None:
-        # What a future calls in our own thread has nobody else to carry out what it starts.
+        # Operations that a future's callback starts in the group's thread have no other thread that executes them.
         if not is_asynchronous or threading.current_thread() is self._thread:
             self.complete(self._held(work) if is_asynchronous else work)
             work.check()
@@ -146,7 +147,7 @@ class Execution:
         return work
 
     def complete(self, work: ShmWork, until: float = math.inf) -> bool:
-        """Returns when an operation has ended; False if it has not at some time, on the monotonic clock in seconds."""
+        """Waits until an operation has ended, as described in :meth:`.Completion.complete`; helps to execute it."""
         while not work.is_completed():
             now = time.monotonic()
             if now >= until:
@@ -159,24 +160,25 @@ class Execution:
                     self._is_running.release()
                 else:
                     self._carry_out_first(until)
-            elif work.deadline <= until:  # another thread is at it, and has more time than this one
+            elif work.deadline <= until:  # another thread executes it, with a later deadline
                 self._break(f"{work.name}: it has not ended in the time that it was given")
         return True
 
     @property
     def waiting_for(self) -> ShmWork | None:
-        """The operation that has begun and not ended, if there is one."""
+        """The first operation that has started and not ended, or None."""
         try:
             return self._queue[0]
         except IndexError:
             return None
 
     def close(self) -> None:
-        """Leaves the other ranks. What is under way fails. A second call does nothing."""
+        """Leaves the group. Operations in progress fail. Repeated calls are no-ops."""
         self._is_closed = True
         self._broken = self._broken or "it was shut down"
         self._rounds.leave()
-        # Who waits for a peer finds the connection shut; the descriptor must not become another file's under its hands.
+        # A thread that waits for a peer detects the shutdown. The socket is closed only afterwards, so that its
+        # descriptor is not reused for another file during the wait.
         if self._is_running.acquire(timeout=1.0):
             self._rounds.close()
             self._is_running.release()
@@ -184,15 +186,15 @@ class Execution:
         self._todo.release()
 
     def _carry_out_first(self, until: float) -> bool:
-        """Works on the operation that is first in the queue; True if it has ended, or if there was none.
+        """Advances the first operation of the queue. Returns whether it has ended, or the queue is empty.
 
-        Called with the lock held, which it releases: what hangs on the future of an operation may start others.
+        The caller holds the lock, and this method releases it: callbacks of the future may start other operations.
         """
         ended: ShmWork | None = None
         try:
             if self._queue and self._has_ended(self._queue[0], until):
                 ended = self._queue.popleft()
-        except BaseException:  # the user's Ctrl-C
+        except BaseException:  # such as Ctrl-C of the user
             ended = self._queue.popleft()
             raise
         finally:
@@ -207,7 +209,7 @@ class Execution:
             error = DistBackendError(f"{work.name}: this process group has failed before: {self._broken}")
         else:
             try:
-                # Tensors that were made in inference mode can be written to only in it.
+                # Tensors that were created in inference mode can be written only in inference mode.
                 with torch.inference_mode():
                     if not self._go_on(work, until):
                         return False
@@ -229,7 +231,7 @@ class Execution:
             if now < spin_until:
                 os.sched_yield()
                 continue
-            # What is queued behind it may have less time.
+            # Operations later in the queue may have earlier deadlines.
             deadline = min(queued.deadline for queued in tuple(self._queue))
             try:
                 work.exchange.wait(min(deadline, until))
@@ -268,12 +270,12 @@ class Execution:
 
 
 def is_asynchronous(opts: Any) -> bool:
-    """Whether the caller goes on while the operation does; so it may where options do not say it (torch before 2.8)."""
+    """Returns whether an operation is asynchronous; True for options that do not state it (torch before 2.8)."""
     return bool(getattr(opts, "asyncOp", True))
 
 
 def deadline_of(opts: Any, timeout: timedelta) -> float:
-    """Until when an operation may take, on the monotonic clock, in seconds: by its own timeout, or its group's."""
+    """Returns the deadline of an operation on the monotonic clock, in seconds, by its own timeout or its group's."""
     seconds = opts.timeout.total_seconds()
     return time.monotonic() + (seconds if seconds > 0 else timeout.total_seconds())
 
@@ -284,17 +286,17 @@ _open: "weakref.WeakSet[Execution]" = weakref.WeakSet()
 def _disown_all() -> None:
     for execution in _open:
         execution._broken = "it is of the process that this one was forked from"
-        # A thread that is not here may have held them.
+        # Threads of the parent, which do not exist in this process, may have held the locks.
         execution._is_running, execution._is_starting_thread = threading.Lock(), threading.Lock()
         execution.futures = threading.Lock()
 
 
-# A forked child has the shared memory too: what it would write there, the others would take for its parent's.
+# A forked child has the shared memory, too: peers would mistake its data for data of its parent.
 if hasattr(os, "register_at_fork"):  # Windows forks nothing
     os.register_at_fork(after_in_child=_disown_all)
 
 
 def close_all() -> None:
-    """Leaves the other ranks of all groups of this process, whoever holds these."""
+    """Closes all ``shm`` process groups of this process, also those that are still referenced."""
     for execution in list(_open):
         execution.close()

@@ -1,4 +1,4 @@
-"""The gloo group beside a ``shm`` one: what it is told, and what is handed to it."""
+"""gloo backend of a ``shm`` process group, and the decorator that passes collectives to it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,16 +13,18 @@ Collective = TypeVar("Collective", bound=Callable[..., Any])
 
 
 class GlooBeside(dist.ProcessGroupGloo):
-    """The gloo backend beside a group. It is what torch tells of a new timeout, which is the whole group's.
+    """gloo backend of a ``shm`` process group.
+
+    torch passes a new timeout only to this backend; it applies to the whole group.
 
     Args:
-        store: The group's.
-        rank: Of this process.
+        store: Store of the group.
+        rank: Rank of this process.
         size: Number of ranks.
-        timeout: Of each operation.
+        timeout: Timeout of each operation.
 
     Attributes:
-        timeout: The same, as it is now.
+        timeout: Current timeout of each operation.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -35,28 +37,28 @@ class GlooBeside(dist.ProcessGroupGloo):
 
 
 class AllOf(dist.Work):
-    """Several of its handles as one."""
+    """Several handles of gloo as one handle."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         super().__init__()
         self._works = works
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """Returns whether all operations have ended."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Waits for one after the other, for each as long."""
+        """Waits for one operation after the other; the timeout applies to each."""
         for work in self._works:
             work.wait() if timeout <= timedelta(0) else work.wait(timeout)
         return True
 
 
 def or_by_dispatcher(name: str) -> Callable[[Collective], Collective]:
-    """Hands over to gloo, by torch's dispatcher, a collective that meets a tensor which only the dispatcher can take.
+    """Makes a collective call gloo through torch's dispatcher for tensors that only the dispatcher supports.
 
     Args:
-        name: Of the collective, as a method of torch's own process groups.
+        name: Name of the collective as a method of torch's own process groups.
     """
 
     def decorate(collective: Collective) -> Collective:

@@ -1,11 +1,13 @@
-"""Links: what carries signals and small messages between the ranks of one host.
+"""Links: signals and small messages between the ranks of one host.
 
-Every two ranks hold the ends of a Unix socket that keeps messages apart (``SOCK_SEQPACKET``). It was chosen over flags
-in shared memory, which are faster, for what the kernel promises about it on every processor: who has received a message
-sees all that the sender wrote before, in shared memory too; who waits sleeps, and is woken; and when a process ends,
-however it does, its peers are told at once.
+Each pair of ranks is connected by a Unix socket that preserves message boundaries (``SOCK_SEQPACKET``). Flags in shared
+memory would be faster, but for sockets the kernel guarantees, on every processor:
 
-What it does not promise: that a peer which is stopped, and not dead, is noticed before the timeout.
+- A rank that has received a message sees everything that the sender wrote before, also in shared memory.
+- A rank that waits sleeps, and is woken.
+- When a process exits, in any way, its peers are notified at once.
+
+Limitations: A peer that is stopped, but has not exited, is detected only by the timeout.
 """
 
 import os
@@ -22,15 +24,15 @@ from typing import Final
 
 from torch.distributed import DistBackendError
 
-#: Kind of message, number of the round, which collective, number of bytes of the whole operation.
+#: Kind of the message, round number, operation number, size of the whole operation in bytes.
 HEADER: Final = struct.Struct("<BxHIQ")
-#: Most bytes that travel in the message itself.
+#: Maximum number of bytes that are sent in the message itself.
 INLINE_NUM_BYTES: Final = 16 * 1024
 MESSAGE_NUM_BYTES: Final = HEADER.size + INLINE_NUM_BYTES
-#: Kinds of messages: of a round, the last words of a rank that leaves, for good reasons or for bad ones, and one that
-#: only wakes a rank, which sees in shared memory what for.
+#: Kinds of messages: data of a round, the last message of a rank that leaves normally or after an error, and a message
+#: that only wakes a rank, whose data is in shared memory.
 ROUND, LEFT, BROKEN, WAKE = range(4)
-#: The system's poll counts milliseconds in an int, which ends after 24 days.
+#: poll(2) takes milliseconds as an int, which overflows after 24 days.
 _LONGEST_POLL_S: Final = 86_400.0
 
 
@@ -39,9 +41,9 @@ class LinkedRank:
     """Another rank of this host.
 
     Attributes:
-        rank: In the group.
-        global_rank: In the default group, as the user knows it.
-        pid: Of its process.
+        rank: Rank in the group.
+        global_rank: Rank in the default group, for messages to the user.
+        pid: ID of the process.
     """
 
     rank: int
@@ -53,10 +55,10 @@ class LinkedRank:
 
 
 class PeerLostError(DistBackendError):
-    """Raised where a rank waits for one that has ended, has left the group, or has met an error.
+    """Raised when a rank waits for a peer that has exited, left the group, or failed.
 
     Attributes:
-        peer: Which.
+        peer: The peer, or None.
     """
 
     def __init__(self, message: str, peer: LinkedRank | None = None) -> None:
@@ -65,10 +67,10 @@ class PeerLostError(DistBackendError):
 
 
 class Links:
-    """The links of one rank to its peers.
+    """Links of one rank to its peers.
 
     Args:
-        sockets: One connected socket per peer.
+        sockets: Connected socket of each peer.
     """
 
     def __init__(self, sockets: dict[LinkedRank, socket.socket]) -> None:
@@ -82,8 +84,8 @@ class Links:
         """Sends one message.
 
         Raises:
-            PeerLostError: If the peer is gone.
-            TimeoutError: If it has not taken what was sent before, up to the deadline.
+            PeerLostError: If the peer has exited or left the group.
+            TimeoutError: If the peer has not received earlier messages before the deadline.
         """
         link = self._sockets[peer]
         while True:
@@ -98,17 +100,17 @@ class Links:
             except (BrokenPipeError, ConnectionError):
                 self._read_early(peer)
                 if self._early[peer]:
-                    return  # it has said all it had to, and left: the receiving side will tell
+                    return  # the peer had sent its messages before it left; `receive` raises later
                 raise self._lost(peer) from None
 
     def receive(self, peer: LinkedRank, into: memoryview) -> int:
-        """Takes the next message of a peer, if there is one.
+        """Receives the next message of a peer, if one has arrived.
 
         Returns:
-            Its number of bytes; 0 if there is none yet.
+            Size of the message in bytes; 0 if none has arrived.
 
         Raises:
-            PeerLostError: If the peer is gone, or says that it has left or failed.
+            PeerLostError: If the peer has exited, left the group, or failed.
         """
         early = self._early[peer]
         if early:
@@ -129,7 +131,7 @@ class Links:
         return max(num_bytes, 0)
 
     def has_message(self, peer: LinkedRank) -> bool:
-        """Whether there is something to :meth:`receive`, or the peer is gone; forgets what has only woken this rank."""
+        """Returns whether :meth:`receive` would return a message or raise; discards messages of kind WAKE."""
         link = self._sockets[peer]
         while not self._early[peer] and peer not in self._gone:
             try:
@@ -143,19 +145,19 @@ class Links:
         return True
 
     def fileno(self, peer: LinkedRank) -> int:
-        """The descriptor of the socket to a peer."""
+        """Returns the descriptor of the socket to a peer."""
         return self._sockets[peer].fileno()
 
     def wait(self, awaited: Sequence[LinkedRank], deadline: float) -> None:
-        """Sleeps until the first of some peers has sent something, or one of them is gone.
+        """Sleeps until the first awaited peer has sent a message, or any of them has exited or left the group.
 
         Args:
-            awaited: The peers whose message is missing.
-            deadline: On the monotonic clock, in seconds.
+            awaited: Peers whose message is missing.
+            deadline: Time on the monotonic clock, in seconds.
 
         Raises:
-            PeerLostError: If one that is awaited is gone.
-            TimeoutError: If nothing came before the deadline.
+            PeerLostError: If an awaited peer has exited or left the group.
+            TimeoutError: If no message has arrived before the deadline.
         """
         first, *others = awaited
         for peer in awaited:
@@ -165,7 +167,7 @@ class Links:
         poller = select.poll()
         poller.register(self._sockets[first], select.POLLIN | select.POLLRDHUP)
         for peer in others:
-            # Their messages are read when it is their turn; that they are gone must be known at once.
+            # Messages of these peers are read later, but their exit must be detected at once.
             if peer not in self._gone:
                 poller.register(self._sockets[peer], select.POLLRDHUP)
         events = polled(poller, deadline)
@@ -179,7 +181,7 @@ class Links:
                 self._check_may_come(peer)
 
     def shut(self, kind: int, reason: str = "") -> None:
-        """Leaves the peers, with a last word to each. A second call does nothing."""
+        """Leaves the peers: sends each a last message and shuts down the links. Repeated calls are no-ops."""
         for link in self._sockets.values():
             with suppress(OSError):
                 link.sendmsg([HEADER.pack(kind, 0, 0, 0), reason.encode()[:4000]], (), socket.MSG_DONTWAIT)
@@ -188,13 +190,13 @@ class Links:
         self._gone.update(self._sockets)
 
     def close(self) -> None:
-        """Closes the sockets; also for a child that was forked, whose parent goes on to use its own."""
+        """Closes the sockets. In a forked child, the parent's links stay connected."""
         for link in self._sockets.values():
             link.close()
         self._gone.update(self._sockets)
 
     def _check_may_come(self, peer: LinkedRank) -> None:
-        """Refuses to wait for what a peer that is gone has not sent."""
+        """Raises PeerLostError if the peer has exited or left the group without another message."""
         early = self._early[peer]
         if early:
             self._check_goes_on(peer, early[0])
@@ -209,7 +211,7 @@ class Links:
             raise PeerLostError(f"{peer} has failed: {said}", peer)
 
     def _read_early(self, peer: LinkedRank) -> None:
-        """Keeps what a peer that is gone had sent before."""
+        """Reads and stores the messages that a peer has sent before it exited or left the group."""
         while peer not in self._gone:
             into = bytearray(MESSAGE_NUM_BYTES)
             num_bytes = self._take(peer, memoryview(into))
@@ -221,14 +223,14 @@ class Links:
                 self._early[peer].append(bytes(into[:num_bytes]))
 
     def _take(self, peer: LinkedRank, into: memoryview) -> int:
-        """Reads one message: its number of bytes, 0 at the end, -1 if there is none yet."""
+        """Reads one message. Returns its size in bytes, 0 at the end of the stream, -1 if none has arrived."""
         for _ in range(2):
             try:
                 return self._sockets[peer].recv_into(into, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return -1
             except ConnectionResetError:
-                # Said once by a peer that left with messages unread; what it has sent before comes after that.
+                # Raised once if the peer left with unread messages; its own messages can be read afterwards.
                 continue
             except OSError:
                 return 0
@@ -246,13 +248,13 @@ def _close_all() -> None:
         links.close()
 
 
-# Else the workers of a rank's DataLoader would hold its links open when the rank has died.
+# Otherwise DataLoader workers would keep a rank's links open after the rank has exited.
 if hasattr(os, "register_at_fork"):  # Windows forks nothing
     os.register_at_fork(after_in_child=_close_all)
 
 
 def polled(poller: "select.poll", deadline: float) -> list[tuple[int, int]]:
-    """The events that come before a deadline, on the monotonic clock in seconds; none if none does."""
+    """Returns the events that occur before a deadline, on the monotonic clock in seconds; empty if none occurs."""
     while True:
         left_s = max(0.0, deadline - time.monotonic())
         events = poller.poll(min(left_s, _LONGEST_POLL_S) * 1e3)

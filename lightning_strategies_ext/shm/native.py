@@ -1,7 +1,7 @@
-"""All-reduces of the ranks of one host, carried out by the compiled library (``all_reduce.c``, which says how).
+"""All-reduces of the ranks of one host by the native library; ``all_reduce.c`` describes the algorithm.
 
-Rounds do the same, and everything else; the compiled way costs a microsecond where they cost some fifty. Sockets serve
-it for what they are good at: a rank that waits long sleeps on them, is woken through them, and hears of a peer's end.
+Rounds support the same operations, and all others, but take about 50 microseconds where the library takes one. The
+library uses sockets only for long waits: a rank sleeps on them, is woken through them, and detects the exit of a peer.
 """
 
 import ctypes
@@ -16,24 +16,24 @@ from lightning_strategies_ext.shm.links import HEADER, MESSAGE_NUM_BYTES, WAKE, 
 from lightning_strategies_ext.shm.rounds import SPIN_S
 from lightning_strategies_ext.shm.segments import BOARD_NUM_BYTES, Segment
 
-#: Ranks of one host that the library has room for.
+#: Maximum number of ranks on one host that the library supports.
 MAX_RANKS: Final = 64
 _DONE, _WAITS, _MISMATCH = range(3)
 _TYPES: Final = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 _IS_AVERAGE: Final = {ReduceOp.SUM: False, ReduceOp.AVG: True}
 _TYPE_NAMES: Final = [str(dtype).removeprefix("torch.") for dtype in _TYPES]
 _SPIN_NS: Final = int(SPIN_S * 1e9)
-#: A tensor up to this size, in bytes times the other ranks, is read whole by all of them.
+#: Maximum size in bytes, times the number of other ranks, of a tensor that every rank reduces as a whole.
 _WHOLE_NUM_BYTES: Final = 32 * 1024
 
 
 class SharedCopies(NamedTuple):
-    """Memory for the result of all-reduces: a copy per rank, in memory that all ranks of the host have mapped.
+    """Memory for the results of all-reduces: one copy per rank, in memory that all ranks of the host have mapped.
 
     Attributes:
-        own: This rank's copy, contiguous.
-        pointers: The addresses of all copies in this process, in rank order.
-        memory: What keeps the copies of all ranks mapped.
+        own: Copy of this rank, contiguous.
+        pointers: Addresses of all copies in this process, in rank order.
+        memory: Tensors that keep the copies of all ranks mapped.
     """
 
     own: Tensor
@@ -42,7 +42,7 @@ class SharedCopies(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One all-reduce, in the library's terms; the tensors are held as long as their memory is read or written to."""
+    """Arguments of one all-reduce for the library, with the tensors whose memory it reads and writes."""
 
     tensor: Tensor
     pointer: int
@@ -53,17 +53,17 @@ class Call(NamedTuple):
 
 
 class CompiledAllReduce:
-    """The compiled all-reduces of one rank.
+    """Runs the all-reduces of one rank with the native library.
 
     Args:
-        library: As :func:`.compilation.library` gives it.
-        rank: Of this process, among those of the host.
-        peers: The others, by their rank there.
-        links: To them.
-        segments: Everyone's, in rank order.
+        library: Library from :func:`.native_build.library`.
+        rank: Index of this rank among the ranks of the host.
+        peers: Other ranks of the host, by their index.
+        links: Links to the peers.
+        segments: Segments of all ranks of the host, by their index.
 
     Attributes:
-        spin_s: How long its caller shall look for others: not at all, the library does.
+        spin_s: Time for which the caller polls before it sleeps, in seconds: zero, because the library polls.
     """
 
     spin_s: Final = 0.0
@@ -81,7 +81,7 @@ class CompiledAllReduce:
         self._size = len(segments)
         self._peers = peers
         self._links = links
-        self._segments = segments  # mapped as long as the library may write to them
+        self._segments = segments  # stay mapped, because the library may write to them
         self._message = memoryview(bytearray(MESSAGE_NUM_BYTES))
         self._whole_num_bytes = _WHOLE_NUM_BYTES // max(1, self._size - 1)
         self._group = ctypes.create_string_buffer(library.all_reduce_group_bytes())
@@ -101,17 +101,17 @@ class CompiledAllReduce:
 
     @staticmethod
     def does(tensor: Tensor, op: Any) -> bool:
-        """Whether the library can reduce such a tensor; what it cannot do is done in rounds, on all ranks alike."""
+        """Returns whether the library supports a tensor and an operator. If not, all ranks use rounds."""
         return tensor.dtype in _TYPES and getattr(op, "op", op) in _IS_AVERAGE and tensor.numel() > 0
 
     @staticmethod
     def call_for(flat: Tensor, op: Any, copies: SharedCopies | None = None) -> Call:
-        """What :meth:`begin` takes, found out before anything is begun.
+        """Returns the argument of :meth:`begin`; raises before an operation has begun.
 
         Args:
-            flat: Contiguous, on the CPU, and such that :meth:`does` says yes.
-            op: SUM, or AVG.
-            copies: Of the size of the tensor, for the result; None if it belongs into the tensor.
+            flat: Contiguous tensor on the CPU that :meth:`does` supports.
+            op: Reduction operator: SUM or AVG.
+            copies: Memory for the result, of the size of the tensor; None to reduce the tensor in place.
 
         Raises:
             RuntimeError: If the tensor has no memory.
@@ -120,20 +120,20 @@ class CompiledAllReduce:
         return Call(flat, flat.data_ptr(), flat.numel(), _TYPES[flat.dtype], is_average, copies)
 
     def begin(self, call: Call) -> bool:
-        """Begins to reduce a tensor; True if that is done already, else :meth:`go_on` goes on."""
+        """Begins to reduce a tensor. Returns whether it is finished; otherwise :meth:`go_on` continues."""
         _, *numbers, copies = call
         pointers = None if copies is None else copies.pointers
         self._library.all_reduce_begin(self._group, *numbers, self._whole_num_bytes, pointers)
         return bool(self._library.all_reduce_advance(self._group, _SPIN_NS) == _DONE)
 
     def go_on(self, call: Call) -> Generator[None, None, None]:
-        """Goes on where :meth:`begin` had to stop; yields where it has to wait for others.
+        """Continues after :meth:`begin`; yields whenever other ranks are not ready yet.
 
         Args:
-            call: The one that has begun. Its memory is held until the end.
+            call: Operation that has begun. Its memory stays alive until the end.
 
         Raises:
-            DistBackendError: If a rank reduces a tensor of another size or dtype, or with another op.
+            DistBackendError: If a rank reduces a tensor of another size or dtype, or with another operator.
         """
         while (state := self._library.all_reduce_advance(self._group, _SPIN_NS)) != _DONE:
             if state != _WAITS:
@@ -141,18 +141,18 @@ class CompiledAllReduce:
             yield
 
     def go_through(self, calls: Sequence[Call]) -> Generator[None, None, None]:
-        """Reduces tensors in place, one after the other; as :meth:`begin` and :meth:`go_on` do."""
+        """Reduces tensors in place, one after the other, with :meth:`begin` and :meth:`go_on`."""
         for call in calls:
             if not self.begin(call):
                 yield from self.go_on(call)
 
     def wait(self, deadline: float) -> None:
-        """Sleeps until a rank that is waited for has laid something out.
+        """Sleeps until an awaited rank has published data.
 
         Raises:
-            PeerLostError: If one is gone.
-            TimeoutError: If nothing came before the deadline.
-            DistBackendError: If one is in another collective.
+            PeerLostError: If an awaited rank has exited or left the group.
+            TimeoutError: If no data has arrived before the deadline.
+            DistBackendError: If an awaited rank is in another collective.
         """
         place = self._library.all_reduce_fall_asleep(self._group)
         if place < 0:
@@ -163,13 +163,13 @@ class CompiledAllReduce:
             self._links.wait([self._peers[other] for other in awaited], deadline)
             has_message = self._links.has_message(first)
         except PeerLostError as error:
-            # One that is gone may have laid out all it had to, while this process had no core to see it.
+            # The peer may have published all its data before it exited, while this process had no core to read it.
             if any(self._peers[other] == error.peer and self._awaits(other) for other in awaited):
                 raise
             return
         finally:
             self._library.all_reduce_wake_up(self._group)
-        # Before any message that a rank sends, all that it has laid out can be seen.
+        # When a message has arrived, all data that its sender published before is visible.
         if has_message and self._awaits(place):
             self._links.receive(first, self._message)
             raise DistBackendError(f"the ranks do not call the same collectives: {first} is not in this all-reduce")

@@ -1,8 +1,9 @@
-"""Compilation: how what is written in C becomes a library, once per machine and version.
+"""Build of the native library, once per machine and version.
 
-A wheel for this machine has it. Else it is made by whoever needs it first, which takes a C compiler and nothing else,
-neither Python's headers nor torch's, and kept in the user's cache under a name that says all it depends on. Where there
-is no such place, or one that other users can write to, each process makes its own.
+A wheel for this machine contains the library. Otherwise the first process that needs the library compiles it, with a C
+compiler and without headers of Python or torch. It is stored in the user's cache, under a name that identifies
+everything it depends on. If there is no cache directory, or other users can write to it, each process compiles its own
+library.
 """
 
 import ctypes
@@ -18,18 +19,18 @@ from lightning_strategies_ext._system import user_cache
 from lightning_strategies_ext.shm import compiler
 from lightning_strategies_ext.shm.compiler import FLAGS, SOURCE, SOURCES, NotCompiledError
 
-#: Set to 0, Python does what the compiled library would.
+#: Environment variable; with the value 0, Python code replaces the native library.
 VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_COMPILED"
-#: Where a wheel that was built for one kind of machine has the library.
+#: Path of the library in a wheel for one platform.
 IN_WHEEL: Final = SOURCE.with_suffix(".so")
 
 
 class Library(NamedTuple):
-    """What was compiled.
+    """A loaded native library.
 
     Attributes:
         functions: The library.
-        not_kept: Why it is compiled by each process; empty if it is kept for the next one.
+        not_kept: Why each process compiles the library; empty if it is stored for later processes.
     """
 
     functions: ctypes.CDLL
@@ -38,10 +39,10 @@ class Library(NamedTuple):
 
 @cache
 def library() -> Library:
-    """Loads the library of the wheel, or else compiles one if need be. A second call costs nothing.
+    """Loads the library of the wheel, or else the stored one; compiles it if necessary. Later calls return the same.
 
     Raises:
-        NotCompiledError: If the user has turned it off, or there is no compiler, or it fails.
+        NotCompiledError: If the user has disabled the library, there is no compiler, or the compiler fails.
     """
     if os.environ.get(VARIABLE, "1") == "0":
         raise NotCompiledError(f"{VARIABLE}=0")
@@ -49,7 +50,7 @@ def library() -> Library:
         try:
             return Library(_load(IN_WHEEL), "")
         except NotCompiledError:
-            pass  # it is for another C library than that of this system
+            pass  # it was built for another C library than that of this system
     not_kept = ""
     kept: Path | None = None
     try:
@@ -58,7 +59,7 @@ def library() -> Library:
     except FileNotFoundError as error:
         not_kept = "" if kept is not None else str(error)
     except NotCompiledError:
-        pass  # what is no library is made anew
+        pass  # the file is not a library: compile it again
     except OSError as error:
         kept, not_kept = None, str(error)
     return _compiled(kept, not_kept)

@@ -1,8 +1,8 @@
-"""One-shot all-reduce over gloo: each rank sends what it has to every other, and adds up for itself.
+"""One-shot all-reduce over gloo: each rank sends its tensor to all other ranks, and reduces all tensors itself.
 
-gloo's own all-reduce is a ring, each message of which costs a handshake and a thread's turn, twice per rank: 4 KiB took
-1.9 ms between two hosts and 5.5 ms between four, where this takes 0.2 and 2.8 (network namespaces of one machine with
-two cores, torch 2.13). It sends more: all of the tensor to each rank. So it is for short tensors.
+gloo's own all-reduce is a ring with two messages per rank, each with a handshake and a thread switch. For 4 KiB it took
+1.9 ms between two hosts and 5.5 ms between four; the one-shot all-reduce took 0.2 ms and 2.8 ms (network namespaces of
+one machine with two cores, torch 2.13). It sends more data, the whole tensor to each rank, so it is for small tensors.
 """
 
 from datetime import timedelta
@@ -14,33 +14,34 @@ from torch import Tensor
 
 from lightning_strategies_ext.shm.reduction import Reduction
 
-#: What a rank sends at most; with more, gloo's ring was as fast or faster.
+#: Maximum number of bytes that a rank sends; with more, gloo's ring was as fast or faster.
 _MOST_NUM_BYTES: Final = 2**18
-#: What leaves a host more than with a ring, at most: at 100 Mbit/s it takes the time that is saved.
+#: Maximum number of bytes that a host sends in addition to those of a ring; at 100 Mbit/s, more would take longer than
+#: the time saved.
 _MOST_MORE_NUM_BYTES: Final = 2**15
 
 
 def is_short(num_bytes: float, num_ranks: int, num_sharing: int = 1) -> bool:
-    """Whether a one-shot all-reduce is the faster one.
+    """Returns whether a one-shot all-reduce is faster than a ring.
 
     Args:
-        num_bytes: Of what each rank has.
-        num_ranks: That add up.
-        num_sharing: Ranks of a host that do so at once, each with ranks of other hosts.
+        num_bytes: Size of each rank's tensor, in bytes.
+        num_ranks: Number of ranks in the all-reduce.
+        num_sharing: Number of ranks per host that all-reduce at the same time, each with ranks of other hosts.
     """
     num_sent, by_ring = (num_ranks - 1) * num_bytes, 2 * (num_ranks - 1) / num_ranks * num_bytes
     return num_sent <= _MOST_NUM_BYTES and num_sharing * (num_sent - by_ring) <= _MOST_MORE_NUM_BYTES
 
 
 class OneShotAllReduce:
-    """One all-reduce, in place, that is under way. Ranks combine in the order of their ranks, and so get the same bits.
+    """An all-reduce in progress, in place. All ranks reduce in rank order, so their results are bitwise equal.
 
     Args:
-        group: Of gloo: torch's process group, or the backend itself.
-        flat: Of one dimension, contiguous; it is read now, and written to by :meth:`combine`.
-        reduction: How tensors are combined.
-        timeout: Of the exchange, where torch lets gloo have one for it (2.13 does, 2.5 does not); else, and if None, it
-            is the group's.
+        group: gloo group: torch's process group, or the backend itself.
+        flat: Contiguous tensor with one dimension; read at once, overwritten by :meth:`combine`.
+        reduction: Reduction of the tensors.
+        timeout: Timeout of the operation, if torch supports one for gloo (2.13 does, 2.5 does not). Otherwise, and if
+            None, the timeout of the group applies.
     """
 
     def __init__(self, group: Any, flat: Tensor, reduction: Reduction, timeout: timedelta | None = None) -> None:
@@ -55,18 +56,18 @@ class OneShotAllReduce:
         self._work = group.alltoall_base(self._got, given, [], [], options)
 
     def is_completed(self) -> bool:
-        """Whether all has come, or the exchange has failed."""
+        """Returns whether all tensors have arrived, or the operation has failed."""
         done: bool = self._work.is_completed()
         return done
 
     def wait(self, *timeout: timedelta) -> None:
-        """Waits until all has come.
+        """Waits until all tensors have arrived.
 
         Raises:
-            RuntimeError: What gloo raises, also when the time is over.
+            RuntimeError: If gloo has failed or the timeout has expired.
         """
         self._work.wait(*timeout)
 
     def combine(self) -> None:
-        """Reduces what has come."""
+        """Reduces the received tensors."""
         self._reduction(self._got.chunk(self._num_ranks), self._flat)

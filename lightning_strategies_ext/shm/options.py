@@ -1,4 +1,4 @@
-"""What the user may set of a ``shm`` process group."""
+"""Options of a ``shm`` process group."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,15 @@ from lightning_strategies_ext.shm.segments import chosen_num_bytes
 
 @dataclass
 class ShmOptions:
-    """What ``torch.distributed.init_process_group("shm", pg_options=...)`` takes.
+    """Options for ``torch.distributed.init_process_group("shm", pg_options=...)``.
 
     Attributes:
-        segment_num_bytes: Shared memory that each rank takes, in bytes; None takes it from the environment variable
-            ``LIGHTNING_STRATEGIES_EXT_SHM_BYTES``, else 2 MiB, or 8 MiB where there are more ranks than cores.
+        segment_num_bytes: Size of each rank's shared memory, in bytes. If None, the environment variable
+            ``LIGHTNING_STRATEGIES_EXT_SHM_BYTES`` sets it; the default is 2 MiB, or 8 MiB if there are more ranks than
+            cores.
 
     Raises:
-        ValueError: If it is no number, or too small.
+        ValueError: If the size is not a number, or too small.
     """
 
     segment_num_bytes: int | None = None

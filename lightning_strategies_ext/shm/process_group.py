@@ -1,11 +1,11 @@
 """The ``shm`` process group: torch.distributed's collectives for CPU tensors of the ranks of one host.
 
-What it does not do itself is done by a gloo group beside it: point to point, all-to-all, sparse tensors,
-``allgather_coalesced``, and whatever torch may add. So is what needs torch's dispatcher, since it is no tensor with
-memory: a DTensor is refused, and tensors that trace are traced, as with gloo. Ranks of several hosts all-reduce inside
-each host here and between hosts over gloo, by one rank each; their other collectives go over gloo as a whole.
+A gloo group executes the other operations: point-to-point, all-to-all, sparse tensors, ``allgather_coalesced``, and
+future ones of torch. Tensors without memory, which need torch's dispatcher, go to gloo, too: it rejects a DTensor, and
+tracing works as with gloo. With several hosts, an all-reduce uses shared memory inside each host, and gloo between the
+first ranks of the hosts. All other collectives over several hosts use gloo only.
 """
-# torch's stubs describe calls of a C++ class; torch.distributed calls a Python class in one way only, as here.
+# torch's stubs describe calls of a C++ class; torch.distributed calls a Python class only with these signatures.
 # mypy: disable-error-code="override,assignment,call-arg"
 
 import weakref
@@ -37,20 +37,20 @@ _NOT_RECORDED: Final[AbstractContextManager[Any]] = nullcontext()
 
 
 class ShmProcessGroup(dist.ProcessGroup):
-    """A process group whose ranks share memory; made by :func:`.creation.create_process_group`.
+    """A process group whose ranks share memory, created by :func:`.creation.create_process_group`.
 
     Args:
-        rank: Of this process.
+        rank: Rank of this process.
         size: Number of ranks.
-        execution: What carries operations out.
-        rounds: Of the ranks of this host.
-        compiled: What all-reduces in this host faster than rounds do, if there is a compiled library.
-        share_memory: Maps memory of a size in bytes for :meth:`share_memory`.
-        gloo: A backend of all ranks, for what is not done here.
-        leaders: A gloo group of the first rank of each host, if there are several and this rank is one of them.
+        execution: Object that executes operations.
+        rounds: Rounds of the ranks of this host.
+        compiled: All-reduce of the native library among the ranks of this host, faster than rounds; None without it.
+        share_memory: Function that maps memory of a size in bytes for :meth:`share_memory`.
+        gloo: Backend of all ranks, for other operations.
+        leaders: gloo group of the first rank of each host; None if there is one host, or this rank is not a first rank.
 
     Attributes:
-        gloo: A group of torch's own with that backend.
+        gloo: torch's own process group with the backend ``gloo``.
         spans_hosts: Whether the ranks are on several hosts.
     """
 
@@ -66,12 +66,12 @@ class ShmProcessGroup(dist.ProcessGroup):
         leaders: Any,
     ) -> None:
         super().__init__(rank, size)
-        # What is not overridden here goes to the backend of the tensors' device. torch's way from here to there
-        # deadlocks on the GIL now and then; from a group that is none of Python's it does not.
+        # Methods that are not overridden go to the backend of the tensors' device. From this group, torch's path to the
+        # backend deadlocks on the GIL occasionally; from a group without a Python class it does not.
         self.gloo = dist.ProcessGroup(rank, size)
         for group in (self, self.gloo):
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-            if hasattr(group, "_set_default_backend"):  # the flight recorder of torch 2.15 asks for it
+            if hasattr(group, "_set_default_backend"):  # the flight recorder of torch 2.15 requires it
                 group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._backend = gloo
         self._execution = execution
@@ -83,41 +83,42 @@ class ShmProcessGroup(dist.ProcessGroup):
         self._finalizer = weakref.finalize(self, execution.close)
 
     def getBackendName(self) -> str:  # noqa: N802 - as torch calls it
-        """Gives "shm"."""
+        """Returns the name of the backend, "shm"."""
         return "shm"
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiled library all-reduces, for float32 and float64 tensors at least."""
+        """Whether the native library runs all-reduces, at least of float32 and float64 tensors."""
         return self._compiled is not None
 
     def share_memory(self, num_bytes: int) -> list[Tensor]:
-        """Maps further shared memory of each rank; called by all ranks, which are on one host, together.
+        """Maps further shared memory of each rank. Collective: all ranks call it; all must be on one host.
 
         Args:
-            num_bytes: The size of the memory of each rank.
+            num_bytes: Size of each rank's memory, in bytes.
 
         Returns:
-            The memory of each rank, in rank order, as zeros of dtype uint8. It is freed with the tensors of all ranks.
+            Memory of each rank, in rank order, as zeros of dtype uint8. It is freed with the tensors of all ranks.
 
         Raises:
-            MemoryError: On all ranks, if one has no room for it in ``/dev/shm``, or if the memory of all ranks takes
-                more than half of the room.
-            DistBackendError: If a rank has ended.
-            TimeoutError: If a rank does not come.
+            MemoryError: On all ranks, if a rank cannot allocate its memory in ``/dev/shm``, or if the memory of all
+                ranks exceeds half of the free space.
+            DistBackendError: If a rank has exited.
+            TimeoutError: If a rank does not call it before the timeout.
         """
         return self._share_memory(num_bytes)
 
     def all_reduce_into(self, copies: SharedCopies, tensor: Tensor, opts: dist.AllreduceOptions) -> ShmWork:
-        """Reduces a tensor over all ranks into memory that they share. The tensor is only read.
+        """Reduces a tensor over all ranks into memory that they share. Does not modify the tensor.
 
         Args:
-            copies: Of the size and dtype of the tensor.
-            tensor: Contiguous, on the CPU, with one element at least. It may be this rank's copy.
-            opts: SUM or AVG.
+            copies: Memory for the result, of the size and dtype of the tensor.
+            tensor: Contiguous, nonempty tensor on the CPU; may be this rank's copy, which receives the result.
+            opts: Options with the operator SUM or AVG.
 
         Raises:
-            torch.distributed.DistBackendError: If it has failed, unless it is asynchronous: then its handle raises.
+            torch.distributed.DistBackendError: If a synchronous operation has failed; the handle of an asynchronous
+                operation raises this error instead.
         """
         assert self._compiled is not None
         with _recorded("all_reduce"):
@@ -125,19 +126,19 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     @property
     def waiting_for(self) -> ShmWork | None:
-        """The operation that this rank is at, if it is at one."""
+        """The first operation of this rank that has started and not ended, or None."""
         return self._execution.waiting_for
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of the operations that are started from now on."""
+        """Sets the timeout of operations that are started later."""
         self._backend._set_default_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Leaves the other ranks; what is under way here or there fails. A second call does nothing."""
+        """Leaves the group; operations in progress fail, on this rank and on others. Repeated calls are no-ops."""
         self._finalizer()
 
     def abort(self) -> None:
-        """The same as :meth:`shutdown`."""
+        """Does the same as :meth:`shutdown`."""
         self._finalizer()
 
     # --- collectives, as torch.distributed calls them ---
@@ -145,7 +146,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
         compiled = self._compiled
-        # The way that nearly all go is kept short: between two large tensors nothing of it is in the core's caches.
+        # Nearly all calls take this path. It is short because a large tensor evicts its code from the core's caches.
         if compiled is not None and len(args) == 2 and type(args[1]) is dist.AllreduceOptions and type(args[0]) is list:
             tensor, opts = args[0][0], args[1]
             if is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and compiled.does(tensor, opts.reduceOp):
@@ -189,7 +190,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @or_in_short(dist.ReduceOptions, ["tensor"], ["root", "op", "timeout"])
     @or_by_dispatcher("reduce")
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
-        """Reduces a tensor over all ranks into that of the root."""
+        """Reduces a tensor over all ranks, in place on the root."""
         opts = opts or dist.ReduceOptions()
         if self.spans_hosts:
             return self.gloo.reduce(list(tensors), opts)
@@ -233,14 +234,14 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     @or_by_dispatcher("_allgather_base")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Copies each rank's tensor to all ranks, one after the other in one tensor."""
+        """Concatenates the tensors of all ranks into one tensor, on all ranks."""
         if self.spans_hosts:
             return self.gloo._allgather_base(output, input, opts or AllgatherOptions())
         return self._all_gather_singles([output], [input], opts)
 
     @or_by_dispatcher("allgather_into_tensor_coalesced")
     def all_gather_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        """Does what :meth:`all_gather_single` does for each of some tensors."""
+        """Does the same as :meth:`all_gather_single` for several tensors."""
         return _of_each(self._all_gather_singles(outputs, inputs, opts), outputs)
 
     def _all_gather_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
@@ -279,7 +280,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @or_in_short(dist.ScatterOptions, ["output_tensor", "input_tensors"], ["root", "timeout"])
     @or_by_dispatcher("scatter")
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
-        """Copies each of the root's tensors to the rank that has its number."""
+        """Copies the root's i-th tensor to rank i."""
         opts = opts or dist.ScatterOptions()
         if self.spans_hosts:
             return self.gloo.scatter(list(outputs), [list(tensors) for tensors in inputs], opts)
@@ -295,7 +296,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     @or_in_short(dist.ReduceScatterOptions, ["output", "input"], ["op", "timeout"])
     @or_by_dispatcher("reduce_scatter")
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Any:
-        """Reduces each of the tensors over all ranks into that of the rank that has its number."""
+        """Reduces each tensor over all ranks; rank i receives the result of the i-th tensor."""
         opts = opts or dist.ReduceScatterOptions()
         is_uneven = any(part.numel() != outputs[0].numel() for part in inputs[0])
         if self.spans_hosts or is_uneven:
@@ -309,14 +310,14 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     @or_by_dispatcher("_reduce_scatter_base")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Reduces a tensor over all ranks and gives each rank its part."""
+        """Reduces a tensor over all ranks; rank i receives the i-th part of the result."""
         return self._reduce_scatter_singles([output], [input], opts)
 
     @or_by_dispatcher("reduce_scatter_tensor_coalesced")
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
-        """Does what :meth:`reduce_scatter_single` does for each of some tensors."""
+        """Does the same as :meth:`reduce_scatter_single` for several tensors."""
         return _of_each(self._reduce_scatter_singles(outputs, inputs, opts), outputs)
 
     def _reduce_scatter_singles(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Any:
@@ -340,26 +341,26 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     @or_in_short(dist.BarrierOptions, [], ["timeout"])
     def barrier(self, opts: Any = None) -> Any:
-        """Ends on no rank before it has begun on all."""
+        """Waits until all ranks have started the barrier."""
         opts = opts or dist.BarrierOptions()
         if self.spans_hosts or is_tracing():
             return self.gloo.barrier(opts)
         return self._start(Kind.BARRIER, lambda _: collectives.barrier(self._rounds), [], [], opts)
 
-    # --- what gloo does ---
+    # --- operations of gloo ---
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> Any:
-        """Gives each rank its part of a tensor."""
+        """Sends the i-th part of a tensor to rank i."""
         return self.gloo.alltoall_base(output, input, output_sizes, input_sizes, opts or dist.AllToAllOptions())
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        """Gives each rank its tensor."""
+        """Sends the i-th tensor to rank i."""
         return self.gloo.alltoall(list(outputs), list(inputs), opts or dist.AllToAllOptions())
 
     def allgather_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        """Copies tensors of each rank to all ranks."""
+        """Copies the tensors of each rank to all ranks."""
         return self.gloo.allgather_coalesced(list(outputs), list(inputs), opts or AllgatherOptions())
 
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> Any:
@@ -374,14 +375,14 @@ class ShmProcessGroup(dist.ProcessGroup):
         """Receives a tensor from any rank."""
         return self.gloo.recv_anysource(list(tensors), tag)
 
-    # As torch before 2.13 calls them.
+    # Names in torch before 2.13.
     alltoall_base = all_to_all_single
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # --- how they are started ---
+    # --- start of operations ---
 
     def _start(
         self,
@@ -395,17 +396,17 @@ class ShmProcessGroup(dist.ProcessGroup):
         root: int = 0,
         written: Sequence[Tensor] | None = None,
     ) -> ShmWork:
-        """Starts a collective that goes in rounds.
+        """Starts a collective that consists of rounds.
 
         Args:
-            kind: Which.
-            make_plan: Makes its rounds of the tensors as rows.
-            tensors: All that it reads or writes.
-            outputs: What its future gives.
-            opts: The caller's.
-            op: How it reduces, if it does.
-            root: The rank that has a part of its own, if one has.
-            written: Those of the tensors that this rank's part changes; the outputs if None.
+            kind: Kind of the collective.
+            make_plan: Function that returns the plan for the flattened tensors.
+            tensors: All tensors that the collective reads or writes.
+            outputs: Tensors that the future returns.
+            opts: Options of the caller.
+            op: Reduction operator, or None.
+            root: Rank of the root in the group, if the collective has one.
+            written: Tensors that this rank modifies; the outputs if None.
         """
         name = kind.name.lower()
         with torch.inference_mode():
@@ -442,7 +443,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
 
 def _of_each(work: Any, outputs: Sequence[Tensor]) -> Any:
-    """The handle of a coalesced operation, for which C++ code waits once per tensor."""
+    """Returns the handle of a coalesced operation, for which C++ code waits once per tensor."""
     work.num_claims = len(outputs)
     return work
 

@@ -1,7 +1,7 @@
-"""Reductions: how the tensors of several ranks become one, always in the order of their ranks.
+"""Reductions of the tensors of several ranks, always in rank order.
 
-The order is fixed so that every rank computes the same bits, in every run. For two ranks it makes no difference to the
-sum, which so equals gloo's bit for bit; for three or more, gloo has another order.
+In a fixed order, results are bitwise equal on every rank and in every run. The sum of two ranks does not depend on the
+order, so it is bitwise equal to gloo's. For three or more ranks, gloo uses another order.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-#: Combines two tensors into a third.
+#: Function that combines two tensors into a third.
 Combine = Callable[..., Any]
 
 _BY_OP: Final[dict[Any, Combine]] = {
@@ -25,7 +25,7 @@ _BY_OP: Final[dict[Any, Combine]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-#: Reductions, by name and dtype, that torch has been seen to compute.
+#: Names and dtypes of reductions that torch has been found to support.
 _defined: set[tuple[str, torch.dtype]] = set()
 _BITWISE: Final = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
@@ -34,15 +34,15 @@ class Reduction:
     """One reduction.
 
     Args:
-        op: Which; of torch.distributed's all but ``PREMUL_SUM``.
-        dtype: Of the tensors.
-        num_ranks: How many are reduced, for the average.
+        op: Reduction operator of torch.distributed, except ``PREMUL_SUM``.
+        dtype: Dtype of the tensors.
+        num_ranks: Number of ranks, for the average.
 
     Attributes:
-        op: Which.
+        op: Reduction operator.
 
     Raises:
-        ValueError: If the reduction is unknown, or does not exist for the dtype.
+        ValueError: If the operator is unknown, or not defined for the dtype.
     """
 
     def __init__(self, op: Any, dtype: torch.dtype, num_ranks: int) -> None:
@@ -57,7 +57,7 @@ class Reduction:
         self.op = kind
         self._combine = combine
         self._num_ranks = num_ranks
-        # Tried out now, it is an error of this rank; once others have been told of it, one of the whole group.
+        # At this point an error concerns only this rank; during the operation it would break the whole group.
         self._check_is_defined(dtype)
 
     def __call__(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -71,13 +71,13 @@ class Reduction:
         self.divide(out)
 
     def divide(self, total: Tensor) -> None:
-        """Makes an average of a sum, of whole numbers as NCCL does; leaves what is no average as it is."""
+        """Divides a sum by the number of ranks if the operator is AVG; truncates integers, as NCCL does."""
         if self.op == ReduceOp.AVG:
             is_whole = not (total.is_floating_point() or total.is_complex())
             total.div_(self._num_ranks, rounding_mode="trunc" if is_whole else None)
 
     def undivided(self) -> "Reduction":
-        """The sum where this is an average."""
+        """Returns the same reduction, but SUM instead of AVG."""
         undivided = copy(self)
         undivided.op = ReduceOp.SUM if self.op == ReduceOp.AVG else self.op
         return undivided
@@ -93,7 +93,7 @@ class Reduction:
         _defined.add((self.op.name, dtype))
 
     def _fold(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        # `out` may be a part that has not had its turn.
+        # `out` may be a part that has not been combined yet.
         total = self._combine(parts[0], parts[1])
         for part in parts[2:-1]:
             self._combine(total, part, out=total)

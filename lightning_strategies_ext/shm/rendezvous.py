@@ -1,9 +1,9 @@
-"""The rendezvous: how the ranks of one host find each other, and come to hold each other's sockets and segments.
+"""Rendezvous: the ranks of one host find each other, and exchange sockets and descriptors of segments.
 
 Each rank listens on a Unix socket without a name in any file system, publishes its address in the group's store, and
-connects to those whose rank is lower. Any user of the host can find such a socket, or take its address when it is
-closed. So each end asks the kernel whether the other is a process of the same user, and the rank that connects must
-know a token from the store. A process that connects and sends nothing delays no rank.
+connects to all lower ranks. Any user of the host can find such a socket, or take its address after it is closed. So
+each end checks with the kernel that the other process belongs to the same user, and the connecting rank must send a
+token from the store. A process that connects and sends nothing delays no rank.
 """
 
 import json
@@ -24,19 +24,19 @@ from lightning_strategies_ext.shm.links import LinkedRank, Links, PeerLostError,
 
 _TOKEN_NUM_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"<I{_TOKEN_NUM_BYTES}s")
-#: A listener takes no more calls while strangers have filled its queue; after so long, in seconds, it is called again.
+#: A listener whose queue is full of unknown connections accepts no others. Seconds until the next attempt to connect.
 _CALL_AGAIN_S: Final = 0.01
-#: How many connections are accepted at once, before others of this rank are served and the deadline is checked.
+#: Maximum number of connections that are accepted before this rank serves others and checks the deadline.
 _MAX_CALLS: Final = 128
 
 
 class Rendezvous:
-    """What a rank has while a process group is made.
+    """Rendezvous of one rank during the creation of a process group.
 
     Args:
-        rank: Of this process, in the group.
+        rank: Rank of this process in the group.
         size: Number of ranks in the group.
-        store: The group's own.
+        store: Store for this rendezvous alone.
     """
 
     def __init__(self, rank: int, size: int, store: Store) -> None:
@@ -51,18 +51,19 @@ class Rendezvous:
         self._listener.listen(max(size, 128))
 
     def announce(self, words: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-        """Tells all ranks of the group where this one is.
+        """Publishes the address of this rank, and waits for those of all other ranks.
 
         Args:
-            words: What else it has to say.
-            deadline: On the monotonic clock, in seconds.
+            words: Further information to publish.
+            deadline: Time on the monotonic clock, in seconds.
 
         Returns:
-            What each rank has said, in rank order: ``host``, ``address``, ``token``, ``pid``, ``user`` and its words.
+            Information from each rank, in rank order: ``host``, ``address``, ``token``, ``pid``, ``user``, and its
+            ``words``.
 
         Raises:
             PermissionError: If ranks of one host belong to different users.
-            TimeoutError: If a rank says nothing; names the ranks.
+            TimeoutError: If a rank publishes nothing before the deadline. The message names such ranks.
         """
         own: dict[str, Any] = {"host": host_identity(), "address": self._address, "token": self._token.hex()}
         own |= {"pid": os.getpid(), "user": os.geteuid()}
@@ -82,19 +83,19 @@ class Rendezvous:
     def connect(
         self, peers: Sequence[tuple[LinkedRank, dict[str, Any]]], own_fd: int, deadline: float
     ) -> tuple[Links, dict[LinkedRank, int]]:
-        """Connects this rank with others of its host, and exchanges one file descriptor with each.
+        """Connects this rank with other ranks of its host, and exchanges one file descriptor with each.
 
         Args:
-            peers: The others, with what they have said.
-            own_fd: Given to each.
-            deadline: On the monotonic clock, in seconds.
+            peers: Other ranks of the host, each with the information that it has published.
+            own_fd: Descriptor to send to each peer.
+            deadline: Time on the monotonic clock, in seconds.
 
         Returns:
-            The links, and the descriptor that each peer gave.
+            The links, and the descriptor received from each peer.
 
         Raises:
-            PeerLostError: If a peer has ended.
-            TimeoutError: If a peer does not come; names the ranks.
+            PeerLostError: If a peer has exited.
+            TimeoutError: If a peer does not connect before the deadline. The message names such ranks.
         """
         calls = _Calls(self._listener, self._rank, self._token, peers, own_fd)
         try:
@@ -107,16 +108,16 @@ class Rendezvous:
         return Links(calls.sockets), calls.fds
 
     def close(self) -> None:
-        """Takes no more calls."""
+        """Closes the listener."""
         self._listener.close()
 
 
 class _Calls:
-    """The calls of one rank to peers of a lower rank, and those that it takes from others.
+    """Connections of one rank: to peers of lower rank, and from peers of higher rank.
 
     Attributes:
-        sockets: To the peers so far.
-        fds: What they gave.
+        sockets: Socket of each connected peer.
+        fds: Descriptor received from each peer.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class _Calls:
         self._poller = select.poll()
 
     def carry_out(self, deadline: float) -> None:
-        """Returns when each peer has given its descriptor."""
+        """Connects to all peers; returns when each has sent its descriptor."""
         self._poller.register(self._listener, select.POLLIN)
         while missing := [peer for peer in self._all if peer not in self.fds]:
             for peer in list(self._to_call):
@@ -159,14 +160,14 @@ class _Calls:
                 raise _not_made(map(str, missing))
 
     def give_up(self) -> None:
-        """Closes what is open."""
+        """Closes all sockets and received descriptors."""
         for link in self.sockets.values():
             link.close()
         for fd in self.fds.values():
             os.close(fd)
 
     def hang_up_on_strangers(self) -> None:
-        """Closes what has connected and said nothing, which is no peer."""
+        """Closes connections that have not sent the token, and are from no peer."""
         for link in self._callers.values():
             link.close()
 
@@ -219,7 +220,7 @@ class _Calls:
             self._poller.register(link, select.POLLIN)
 
     def _hear(self, fd: int) -> None:
-        """Lets in who knows the token."""
+        """Reads the token from a connection, and closes the connection if the token is wrong."""
         link = self._callers.pop(fd)
         self._poller.unregister(fd)
         try:
@@ -242,7 +243,7 @@ class _Calls:
 
 
 def _check_is_one_user(rank: int, announced: Sequence[dict[str, Any]]) -> None:
-    """Refuses ranks of this host that belong to different users."""
+    """Raises PermissionError if ranks of this host belong to different users."""
     own = announced[rank]
     for other, words in enumerate(announced):
         if words.get("host") == own["host"] and words["user"] != own["user"]:

@@ -1,12 +1,12 @@
-"""Rounds: the one way in which the ranks of one host exchange data.
+"""Rounds: exchange of data between the ranks of one host.
 
-In a round every rank publishes some bytes, possibly none, to all others, and then reads what they have published: a
-few bytes in the message itself, many in a slot of its segment. All collectives are sequences of rounds (see
-:mod:`.collectives`), which all ranks go through in the same order.
+In a round every rank publishes some bytes, possibly none, to all other ranks, and then reads their bytes. A few bytes
+are sent in the message itself, many in a slot of the segment. All collectives are sequences of rounds (see
+:mod:`.collectives`), in the same order on all ranks.
 
-A rank publishes at most two rounds ahead of the one it reads: its message of round k tells that it has read round
-k - 2. So who has received the messages of round k from all peers may write round k + 2 where round k - 2 was: four
-slots are enough, and nobody ever waits for leave to write.
+A rank publishes at most two rounds ahead of the round that it reads: its message of round k implies that it has read
+round k - 2. A rank that has received the messages of round k from all peers may therefore overwrite round k - 2 with
+round k + 2. So four slots suffice, and no rank waits for permission to write.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -30,9 +30,9 @@ from lightning_strategies_ext.shm.links import (
 )
 from lightning_strategies_ext.shm.segments import NUM_SLOTS, Segment
 
-#: Rounds that may be published before the first of them has been read.
+#: Maximum number of rounds that are published before the first of them has been read.
 LOOKAHEAD: Final = 2
-#: How long a rank looks for the others before it goes to sleep, in seconds; between two looks it lets others run.
+#: Seconds for which a rank polls before it sleeps; between two polls it yields its core.
 SPIN_S: Final = 100e-6
 _NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
@@ -42,10 +42,10 @@ class Step:
     """One round of one operation.
 
     Attributes:
-        num_bytes: How much each rank publishes, in rank order.
-        publish: Writes this rank's bytes where it is told; not called for 0 bytes.
-        read: Is given what each rank has published, in rank order, valid until it returns; nothing for this rank, which
-            has it.
+        num_bytes: Number of bytes that each rank publishes, in rank order.
+        publish: Function that writes this rank's bytes into a given tensor; not called for 0 bytes.
+        read: Function that receives the bytes of each rank, in rank order, valid until it returns; an empty tensor for
+            this rank.
     """
 
     num_bytes: Sequence[int]
@@ -54,16 +54,16 @@ class Step:
 
 
 class Rounds:
-    """The rounds of one rank.
+    """Runs the rounds of one rank.
 
     Args:
-        rank: Its rank among those of the host.
-        peers: The others, by their rank there.
-        links: To them.
-        segments: Everyone's, in rank order.
+        rank: Index of this rank among the ranks of the host.
+        peers: Other ranks of the host, by their index.
+        links: Links to the peers.
+        segments: Segments of all ranks of the host, by their index.
 
     Attributes:
-        spin_s: How long its caller shall look for others before it sleeps, in seconds.
+        spin_s: Time for which the caller polls before it sleeps, in seconds.
     """
 
     spin_s: Final = SPIN_S
@@ -85,21 +85,21 @@ class Rounds:
     def go_through(
         self, operation: int, steps: Sequence[Step], lookahead: int, deadline: float
     ) -> Generator[None, None, None]:
-        """Goes through the rounds of one operation; yields where it has to wait for others.
+        """Runs the rounds of one operation; yields whenever other ranks are not ready yet.
 
         Args:
-            operation: What it is, by :func:`.calls.number_of`; all ranks must agree on it.
-            steps: One per round.
-            lookahead: How many rounds may be published before the first of them has been read; at most
+            operation: Number of the operation, from :func:`.calls.number_of`; must be equal on all ranks.
+            steps: Rounds of the operation.
+            lookahead: Number of rounds that may be published before the first of them has been read; at most
                 :data:`LOOKAHEAD`.
-            deadline: Until when others may be waited for, on the monotonic clock, in seconds.
+            deadline: Time on the monotonic clock until which this rank waits for others, in seconds.
 
         Raises:
-            PeerLostError: If a peer is gone.
-            TimeoutError: If a peer does not take what is sent.
-            DistBackendError: If the ranks are not in the same operation.
+            PeerLostError: If a peer has exited or left the group.
+            TimeoutError: If a peer does not receive messages before the deadline.
+            DistBackendError: If the ranks are in different operations.
         """
-        # Messages count rounds in 16 bits, which is enough: ranks are never more than two rounds apart.
+        # Messages have 16 bits for the round number, which suffice: ranks are at most two rounds apart.
         total = sum(sum(step.num_bytes) for step in steps)
         for step in steps[:lookahead]:
             self._publish(operation, total, step, deadline)
@@ -116,24 +116,24 @@ class Rounds:
                 self._publish(operation, total, steps[index + lookahead], deadline)
 
     def wait(self, deadline: float) -> None:
-        """Sleeps until the peers that an operation waits for have sent something.
+        """Sleeps until a message has arrived from a peer that the operation waits for.
 
         Raises:
-            PeerLostError: If one is gone.
-            TimeoutError: If nothing came before the deadline.
+            PeerLostError: If an awaited peer has exited or left the group.
+            TimeoutError: If no message has arrived before the deadline.
         """
         self._links.wait([self._peers[place] for place in self._awaited], deadline)
 
     def leave(self) -> None:
-        """Leaves the peers."""
+        """Leaves the group and notifies the peers."""
         self._links.shut(LEFT)
 
     def close(self) -> None:
-        """Frees the links, when nobody uses them any more."""
+        """Closes the links; no thread may use them any more."""
         self._links.close()
 
     def break_off(self, reason: str) -> None:
-        """Leaves the peers because of an error, and tells them."""
+        """Leaves the group because of an error, and sends the reason to the peers."""
         self._links.shut(BROKEN, reason)
 
     def _publish(self, operation: int, total: int, step: Step, deadline: float) -> None:

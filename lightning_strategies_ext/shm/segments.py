@@ -1,8 +1,8 @@
-"""Segments: shared memory in which the ranks of one host lay out what is too large for a message.
+"""Segments: shared memory of the ranks of one host, for data that is too large for a message.
 
-A segment is a file in ``/dev/shm`` that never has a name (``O_TMPFILE``): ranks hand each other its descriptor, and the
-kernel frees it when the last of them is gone, however they went. Its pages are taken when it is made, so that a full
-``/dev/shm`` is an error then and there, and not a signal that ends the process in the middle of a step.
+A segment is a file in ``/dev/shm`` that never has a name (``O_TMPFILE``). Ranks send each other its descriptor, and the
+kernel frees it when the last of them has exited, in any way. Its pages are allocated at its creation, so that a full
+``/dev/shm`` raises an error there, instead of a signal that kills the process during a step.
 """
 
 import mmap
@@ -13,30 +13,30 @@ import torch
 from torch import Tensor
 
 DIRECTORY: Final = "/dev/shm"
-#: So many pieces of one rank can be under way; see :mod:`.rounds` for why four.
+#: Number of pieces of one rank that can be in use; :mod:`.rounds` explains why four.
 NUM_SLOTS: Final = 4
-#: Pieces that stay in the caches of the cores that write and read them; larger and smaller ones were slower.
+#: Pieces of such a segment stay in the caches of the cores that use them; larger and smaller segments were slower.
 DEFAULT_NUM_BYTES: Final = 2 * 1024 * 1024
-#: Where ranks share cores, each piece costs turns of the scheduler; fewer, larger ones were faster.
+#: If ranks share cores, each piece costs context switches; fewer and larger pieces were faster.
 DEFAULT_NUM_BYTES_WHEN_CROWDED: Final = 4 * DEFAULT_NUM_BYTES
 MIN_NUM_BYTES: Final = 128 * 1024
-#: Of a segment, a quarter is the compiled library's: this for its board, and the rest for slots of its own.
+#: The native library uses a quarter of a segment: this for its control block, the rest for its own slots.
 BOARD_NUM_BYTES: Final = 4096
 _COMPILED_SHARE: Final = 4
 _UNIT_NUM_BYTES: Final = 64 * 1024
-#: Sets the number of bytes of each rank's segment.
+#: Environment variable with the size of each rank's segment, in bytes.
 VARIABLE: Final = "LIGHTNING_STRATEGIES_EXT_SHM_BYTES"
 
 
 def chosen_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:
-    """The size of a segment: the argument, else the environment variable :data:`VARIABLE`, else a default.
+    """Returns the size of a segment: the argument, else the environment variable :data:`VARIABLE`, else a default.
 
     Args:
-        num_bytes: The argument.
-        num_ranks: How many ranks there are, for the default.
+        num_bytes: Size in bytes, or None.
+        num_ranks: Number of ranks, for the default.
 
     Raises:
-        ValueError: If it is no number, or too small.
+        ValueError: If the size is not a number, or too small.
     """
     is_crowded = num_ranks > len(os.sched_getaffinity(0))
     default = DEFAULT_NUM_BYTES_WHEN_CROWDED if is_crowded else DEFAULT_NUM_BYTES
@@ -52,10 +52,10 @@ def chosen_num_bytes(num_bytes: int | None, num_ranks: int = 1) -> int:
 
 
 def create(num_bytes: int) -> int:
-    """Makes a segment and returns its descriptor.
+    """Creates a segment and returns its descriptor.
 
     Raises:
-        OSError: If ``/dev/shm`` is missing or has no room for it.
+        OSError: If ``/dev/shm`` does not exist or is full.
     """
     fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -67,7 +67,7 @@ def create(num_bytes: int) -> int:
 
 
 def mapped(fd: int) -> Tensor:
-    """Maps the whole of a segment into this process as a tensor of bytes, and closes its descriptor."""
+    """Maps a whole segment into this process as a tensor of bytes, and closes its descriptor."""
     try:
         memory = mmap.mmap(fd, 0)
     finally:
@@ -79,11 +79,11 @@ class Segment:
     """One rank's segment, mapped into this process.
 
     Args:
-        fd: Its descriptor, which is closed.
+        fd: Descriptor of the segment, which is closed.
 
     Attributes:
-        slots: One byte tensor per slot of the rounds.
-        board: The bytes that are the compiled library's.
+        slots: Slots for the rounds, one byte tensor each.
+        board: Byte tensor for the native library: its control block and its slots.
     """
 
     def __init__(self, fd: int) -> None:
@@ -93,10 +93,10 @@ class Segment:
 
     @property
     def slot_num_bytes(self) -> int:
-        """Most bytes that one piece may have."""
+        """Maximum size of a piece, in bytes."""
         return self.slots[0].numel()
 
     @property
     def compiled_slot_num_bytes(self) -> int:
-        """Most bytes that one piece may have in the compiled library."""
+        """Maximum size of a piece in the native library, in bytes."""
         return (self.board.numel() - BOARD_NUM_BYTES) // NUM_SLOTS // 64 * 64

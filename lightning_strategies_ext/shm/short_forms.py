@@ -1,6 +1,7 @@
-"""The short forms of a process group's methods: one tensor, and settings by name, in place of lists and options.
+"""Short forms of a process group's methods: one tensor and settings by name, instead of lists and options.
 
-torch's own groups take both, and torch uses both: DDP calls ``group.allreduce(tensor)`` to match unused parameters.
+torch's own groups accept both forms, and torch uses both: DDP calls ``group.allreduce(tensor)`` to match unused
+parameters.
 """
 
 import functools
@@ -13,18 +14,18 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 Collective = TypeVar("Collective", bound=Callable[..., Any])
-#: Settings, and the option that each is.
+#: Settings, each with the name of its option.
 _OPTIONS: Final = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 _SETTINGS: Final = (ReduceOp, ReduceOp.RedOpType, timedelta, int)
 
 
 def or_in_short(make_options: Callable[[], Any], tensors: Sequence[str], settings: Sequence[str]) -> Callable[..., Any]:
-    """Lets a collective be called in its short form too.
+    """Makes a collective accept its short form, too.
 
     Args:
-        make_options: What the long form takes after its lists of tensors.
+        make_options: Function that creates the options, which follow the lists of tensors in the long form.
         tensors: Names of the short form's tensors, or lists of tensors.
-        settings: Names of its settings, in their order; those of :data:`_OPTIONS`.
+        settings: Names of the short form's settings, in order; keys of :data:`_OPTIONS`.
     """
     names = [*tensors, *settings]
     short = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in names])
@@ -48,7 +49,7 @@ def or_in_short(make_options: Callable[[], Any], tensors: Sequence[str], setting
 
 
 def _listed(argument: Any, num_arguments: int) -> Any:
-    """One tensor as a list of one; of a collective that has several, a list of tensors as a list of one list."""
+    """Returns a tensor in a list; if there are several arguments, also a nonempty list of tensors in a list."""
     if isinstance(argument, Tensor) or (num_arguments > 1 and len(argument) > 0):
         return [argument]
     return argument

@@ -1,4 +1,4 @@
-"""Tensors as the process group moves them: flat, contiguous, plain, and such that what comes can be written back."""
+"""Tensors for the process group: flat, contiguous, plain; results are copied back to the caller's tensors."""
 
 from collections.abc import Generator, Sequence
 from typing import Final
@@ -11,29 +11,29 @@ _PLAIN: Final = (Tensor, Parameter)
 
 
 class HasNoMemoryError(Exception):
-    """Raised for what is a tensor to torch's dispatcher only, such as a DTensor or one that traces."""
+    """Raised for a tensor that only torch's dispatcher supports, such as a DTensor, or a tensor of a trace."""
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is torch's own; others may have no memory."""
+    """Returns whether a tensor is of torch's own class; tensors of other classes may have no memory."""
     return type(tensor) in _PLAIN
 
 
 def is_tracing() -> bool:
-    """Whether torch follows what is called with tensors that have no memory, and nothing is to be carried out."""
+    """Returns whether torch is tracing, with tensors that have no memory, so that no operation must be executed."""
     return torch._guards.active_fake_mode() is not None
 
 
 def flat(tensor: Tensor, name: str) -> Tensor:
-    """The tensor as one row; a copy if it is not contiguous.
+    """Returns a tensor as one row; a copy if it is not contiguous.
 
     Args:
-        tensor: Any.
-        name: Of the collective, for messages.
+        tensor: Tensor of any shape and class.
+        name: Name of the collective, for messages.
 
     Raises:
-        HasNoMemoryError: If its memory cannot be read.
-        ValueError: If it is not of the CPU, or not dense.
+        HasNoMemoryError: If the memory of the tensor cannot be read.
+        ValueError: If the tensor is not on the CPU, or not dense.
     """
     if not is_plain(tensor) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise HasNoMemoryError
@@ -46,21 +46,21 @@ def flat(tensor: Tensor, name: str) -> Tensor:
         raise ValueError(f"{name}: the process group 'shm' moves dense tensors here, and this one is {tensor.layout}.")
     with torch._C.DisableTorchFunctionSubclass():
         row = tensor.detach().contiguous().view(-1)
-        row.data_ptr()  # an error now, for what vmap and the like hand on, and not in the middle of the operation
+        row.data_ptr()  # raises for tensors of vmap and the like, before the operation has begun
         return row
 
 
 def check_one_part_per_rank(wholes: Sequence[Tensor], parts: Sequence[Tensor], num_ranks: int, name: str) -> None:
-    """Refuses tensors that are not as large as a part for each rank.
+    """Checks that tensors have the size of one part per rank.
 
     Args:
-        wholes: Those that have the parts of all ranks.
-        parts: One for each, of its dtype.
-        num_ranks: How many ranks there are.
-        name: The argument that the wholes are.
+        wholes: Tensors with the parts of all ranks.
+        parts: One part for each of ``wholes``, of the same dtype.
+        num_ranks: Number of ranks.
+        name: Name of the argument with ``wholes``, for messages.
 
     Raises:
-        ValueError: If one does not fit.
+        ValueError: If a size or dtype does not match.
     """
     for whole, part in zip(wholes, parts, strict=True):
         if whole.numel() != part.numel() * num_ranks or whole.dtype != part.dtype:
@@ -73,7 +73,7 @@ def check_one_part_per_rank(wholes: Sequence[Tensor], parts: Sequence[Tensor], n
 def then_copy(
     progress: Generator[None, None, None], flats: Sequence[Tensor], tensors: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Generator[None, None, None]:
-    """Carries out an operation on flat tensors, then writes those of the outputs back that are copies."""
+    """Runs an operation on flat tensors, then copies the results to the outputs whose flat tensors are copies."""
     yield from progress
     ids = {id(output) for output in outputs}
     for row, tensor in zip(flats, tensors, strict=True):
@@ -83,7 +83,7 @@ def then_copy(
 
 
 def _write(into: Tensor, values: Tensor) -> None:
-    # Where a tensor is expanded, one element stands for several, which all have got the same.
+    # In an expanded tensor, one element stands for several elements, which have received equal values.
     for dim, stride in enumerate(into.stride()):
         if stride == 0 and into.size(dim) > 1:
             into, values = into.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

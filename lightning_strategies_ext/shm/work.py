@@ -1,4 +1,4 @@
-"""Handles of operations: what the caller of a collective holds, waits with, and hangs callbacks on."""
+"""Handles of operations, with which the caller of a collective waits and adds callbacks."""
 
 import math
 import time
@@ -12,27 +12,27 @@ import torch
 from torch.distributed import DistBackendError, Work
 from torch.futures import Future
 
-#: An operation under way: yields where it has to wait for others.
+#: Generator that executes an operation; yields whenever other ranks are not ready yet.
 Progress = Generator[None, None, None]
 
 
 class Exchange(Protocol):
-    """What carries out an operation with other ranks, as far as one can wait for it."""
+    """Object that executes an operation with other ranks, and waits for them."""
 
     @property
     def spin_s(self) -> float:
-        """How long to look for others before going to sleep, in seconds."""
+        """Time for which the caller polls before it sleeps, in seconds."""
 
     def wait(self, deadline: float) -> None:
-        """Sleeps until something came from others; a TimeoutError if nothing did."""
+        """Sleeps until data has arrived from other ranks; raises TimeoutError if none arrives by the deadline."""
 
 
 class Completion(Protocol):
     """Completes the operations of a process group: an :class:`.Execution`.
 
     Attributes:
-        futures: Held while a future is created or fulfilled.
-        unclaimed: Handles that no thread has waited for yet, where torch loses them.
+        futures: Lock that is held while a future is created or fulfilled.
+        unclaimed: Handles that no thread has waited for yet, if torch drops their Python part.
     """
 
     futures: Lock
@@ -51,19 +51,19 @@ class Completion(Protocol):
 
 
 class ShmWork(Work):
-    """The handle of an operation that was started.
+    """Handle of an operation.
 
     Args:
-        name: Of the operation, for messages.
-        progress: Does the work; yields where others must be waited for. None if it has ended.
-        exchange: What to wait with then.
-        outputs: What the future of the operation gives: a list of tensors.
-        deadline: Until when others may be waited for, on the monotonic clock, in seconds.
-        execution: What completes it.
+        name: Name of the operation, for messages.
+        progress: Generator that executes the operation; None if it has ended.
+        exchange: Object that waits for other ranks.
+        outputs: Tensors that the operation fills, and its future returns as a list.
+        deadline: Time on the monotonic clock until which the operation waits for other ranks, in seconds.
+        execution: Object that completes the operation.
 
     Attributes:
-        state: What is known of how far it is, for messages.
-        num_claims: How often C++ code will wait for it: for coalesced operations, once per tensor.
+        state: Progress of the operation, for messages.
+        num_claims: Number of times that C++ code will wait for it: for coalesced operations, once per tensor.
     """
 
     def __init__(
@@ -90,35 +90,35 @@ class ShmWork(Work):
         self._is_told = False
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Returns whether the operation has ended, successfully or not."""
         return self._progress is None
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Returns whether the operation has ended successfully."""
         return self._progress is None and self._error is None
 
     def exception(self) -> Exception | None:
-        """Why it has failed, if it has."""
+        """Returns the error of the operation, or None."""
         return self._error
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors that it fills."""
+        """Size of the outputs, in bytes."""
         return sum(tensor.nbytes for tensor in self._outputs)
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it has filled."""
+        """Returns the outputs."""
         return list(self._outputs)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when the tensors are filled.
+        """Waits until the outputs are filled.
 
         Args:
-            timeout: How long to wait; 0 is as long as the operation may take. The operation goes on when a wait was too
-                short, and can be waited for again.
+            timeout: Timeout of the wait; 0 for that of the operation. If the wait times out, the operation continues,
+                and the caller can wait again.
 
         Raises:
-            torch.distributed.DistBackendError: If the operation has failed, or has not ended after ``timeout``.
+            torch.distributed.DistBackendError: If the operation has failed, or has not ended within ``timeout``.
         """
         self.num_claims -= 1
         if self.num_claims <= 0:
@@ -130,34 +130,34 @@ class ShmWork(Work):
         return True
 
     def check(self) -> None:
-        """Raises what has gone wrong, if it has ended badly.
+        """Raises the error of the operation, if it has failed.
 
         Raises:
-            torch.distributed.DistBackendError: That is it.
+            torch.distributed.DistBackendError: If the operation has failed.
         """
         if self._error is not None:
             raise self._error
 
     def synchronize(self) -> None:
-        """The same as :meth:`wait`: nothing here runs on a stream."""
+        """Does the same as :meth:`wait`: operations of this group do not run on a stream."""
         self.wait()
 
     def get_future(self) -> "Future[Any]":
-        """A future of the tensors."""
+        """Returns a future of the outputs."""
         with self._execution.futures:
             if self._end is None:
                 self._end = Future()
-                # Only a future that comes of a callback can fail in a way that C++ code, such as DDP's, understands.
+                # Only the error of a future that `then` has returned is understood by C++ code, such as DDP's.
                 self._future = self._end.then(self._outcome)
         if self._progress is None:
             self.tell()
         return self._future
 
     def advance(self) -> bool:
-        """Does what can be done now; True when there is nothing left.
+        """Executes the operation until it has to wait. Returns whether it has ended.
 
         Raises:
-            Exception: What the operation has raised.
+            Exception: If the operation has failed.
         """
         assert self._progress is not None
         for _ in self._progress:
@@ -165,13 +165,13 @@ class ShmWork(Work):
         return True
 
     def end(self, error: Exception | None) -> None:
-        """Marks it as ended."""
+        """Marks the operation as ended, with its error or None."""
         self._error = error
         with self._execution.futures:
             self._progress = None
 
     def tell(self) -> None:
-        """Fulfils the future, if there is one, which calls what others have hung on it."""
+        """Fulfills the future, if there is one, which runs its callbacks."""
         with self._execution.futures:
             if self._end is None or self._is_told:
                 return
