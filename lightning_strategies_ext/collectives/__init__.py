@@ -1,4 +1,4 @@
-"""Collective operations over tensors and objects. They know no strategy; strategies call them."""
+"""Collectives over tensors and objects. Strategies call them; they do not depend on a strategy."""
 
 from lightning_strategies_ext.collectives.base import Collectives
 from lightning_strategies_ext.collectives.local import LocalCollectives

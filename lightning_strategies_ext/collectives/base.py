@@ -1,12 +1,13 @@
-"""What collectives mean, whatever carries them: dtypes, means of integers, objects, votes.
+"""Semantics of collectives for all engines: dtypes, means of integers, objects, decisions.
 
-An engine carries tensors of a few dtypes. Everything else is made of that here, once: each operation costs the round
-trips its meaning needs and no more. No barrier before a reduction (Lightning's own runs one), one broadcast for a
-small object (torch's ``broadcast_object_list`` takes two and a size exchange), one gather straight into the stacked
-result. In a process that belongs to no group each returns its input.
+An engine transfers tensors of a few dtypes. This module builds all other operations on them, each with only the round
+trips that it needs: no barrier before a reduction (Lightning's own has one), one broadcast for a small object
+(torch's ``broadcast_object_list`` takes two and an exchange of sizes), one gather directly into the stacked result. In
+a process that belongs to no group, each operation returns its input.
 
-Not promised: tensors of different shapes on different ranks, where an engine does not promise it. An ``all_gather`` of
-tensors of different sizes raises over ``shm`` and gloo; over NCCL, to detect it would stop the GPU at every call.
+Limitations: Tensors of different shapes on different ranks work only if the engine supports them. An ``all_gather`` of
+tensors of different sizes raises over ``shm`` and gloo; over NCCL, its detection would synchronize the GPU at every
+call.
 """
 
 import pickle
@@ -19,7 +20,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-#: What `reduce_op` may be as a string, in any case → its name here.
+#: Values of `reduce_op` as strings, in any case → name in this package.
 REDUCE_OPS = {
     "mean": "mean",
     "avg": "mean",
@@ -30,8 +31,8 @@ REDUCE_OPS = {
     "prod": "product",
 }
 
-#: The dtypes that engines reduce. To be reduced, everything else travels as a wider type that holds each of its values;
-#: to be gathered, as its bytes.
+#: Dtypes that engines reduce. Other dtypes are reduced as a wider dtype that holds each of their values, and gathered
+#: as bytes.
 NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
@@ -45,88 +46,89 @@ _WIDER = {
 }
 
 #: Size of the first message of an object broadcast, in bytes: a length, then as much of the pickle as fits. Loopback
-#: and Ethernet take as long for 1 KiB as for one byte, and Lightning's booleans, paths and step counts fit.
+#: and Ethernet take as long for 1 KiB as for one byte, and Lightning's booleans, paths, and step counts fit.
 _FIRST_MESSAGE_BYTES = 1024
 _LENGTH_BYTES = 8
 _INLINE_BYTES = _FIRST_MESSAGE_BYTES - _LENGTH_BYTES
 
 
 class Collectives(ABC):
-    """The collectives of one rank.
+    """Collectives of one rank.
 
     Args:
-        device: Gives the device of this rank; asked when an operation must create a tensor of its own.
+        device: Function that returns the device of this rank; called when an operation creates a tensor.
     """
 
-    #: Further names of ``reduce_op`` that the engine has.
+    #: Further values of ``reduce_op`` that the engine supports.
     more_reduce_ops: dict[str, str] = {}  # noqa: RUF012
-    #: Dtypes of which the engine reduces tensors where they are.
+    #: Dtypes of tensors that the engine reduces in place.
     native: frozenset[torch.dtype] = NATIVE
 
     def __init__(self, device: Callable[[], torch.device]) -> None:
         self._device = device
 
-    # --- what an engine does ---
+    # --- operations of an engine ---
 
     @abstractmethod
     def rank(self, group: Any = None) -> int | None:
-        """This rank's number in a group, default all ranks; None if it is not in the group or there is none."""
+        """Returns the rank in a group, by default all ranks; None if it is not in the group, or there is no group."""
 
     @abstractmethod
     def world_size(self, group: Any = None) -> int:
-        """The number of ranks of a group that this rank is in."""
+        """Returns the number of ranks in a group of this rank, by default all ranks."""
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
-        """Reduces, where it is, a contiguous tensor of a dtype in :attr:`native`; ``"mean"`` of floats only."""
+        """Reduces a contiguous tensor of a dtype in :attr:`native` in place; ``"mean"`` of floats only."""
 
     @abstractmethod
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
-        """Gathers flat tensors of a dtype in :attr:`native`, one after the other, into a flat one."""
+        """Gathers flat tensors of a dtype in :attr:`native` into one flat tensor, in rank order."""
 
     @abstractmethod
     def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
-        """Overwrites tensors with those of rank ``src``; all are under way before the first is waited for."""
+        """Overwrites tensors with those of rank ``src``; starts all broadcasts before it waits for the first."""
 
     @abstractmethod
     def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
-        """Begins to add up a tensor over all ranks, where it is, beside what else is under way.
+        """Starts to sum a tensor over all ranks, in place, concurrently with other operations.
 
         Args:
-            tensor: Of a dtype in :attr:`native`, contiguous, of the same shape on all ranks.
-            name: Tells it, on all ranks alike, from others that are under way.
+            tensor: Contiguous tensor of a dtype in :attr:`native`, of the same shape on all ranks.
+            name: Name of the operation, equal on all ranks, that distinguishes it from concurrent operations.
 
         Returns:
-            Waits until it is done.
+            Function that waits until the operation has ended.
         """
 
     @abstractmethod
     def barrier(self, name: str | None = None) -> None:
-        """Returns when every rank has called it.
+        """Waits until all ranks have called it.
 
         Args:
-            name: Shown in the error if the barrier fails.
+            name: Name of the barrier, for the error if it fails.
         """
 
-    # --- what is made of it ---
+    # --- operations built on them ---
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over ranks; every rank gets the result.
+        """Reduces a tensor over ranks; every rank receives the result.
 
-        As in Lightning, a contiguous tensor of a type that the engine reduces is overwritten with the result. Use the
-        returned tensor: in all other cases it is a new one.
+        As in Lightning, a contiguous tensor of a dtype that the engine reduces is overwritten with the result. In all
+        other cases the result is a new tensor, so use the returned tensor.
 
         Args:
-            tensor: Any shape, layout and dtype, the same on all ranks. What is not a tensor is returned unchanged.
-            group: The engine's kind of group, default all ranks. A rank outside it gets its input back.
-            reduce_op: A key of :data:`REDUCE_OPS` in any case, a ``torch.distributed.ReduceOp``, or None for the mean.
+            tensor: Tensor of any shape, layout, and dtype, which are equal on all ranks. Other objects are returned
+                unchanged.
+            group: Group of the engine; all ranks by default. A rank outside the group receives its input.
+            reduce_op: Key of :data:`REDUCE_OPS` in any case, a ``torch.distributed.ReduceOp``, or None for the mean.
 
         Returns:
-            The reduced tensor, of the input's dtype; but the mean of integers or booleans is of the default float
-            dtype, and the sum of booleans is an int64 count, as with ``torch.mean`` and ``torch.sum``.
+            The reduced tensor, of the dtype of the input, except: the mean of integers or booleans has the default
+            float dtype, and the sum of booleans is an int64 count, as with ``torch.mean`` and ``torch.sum``.
 
         Raises:
-            ValueError: If ``reduce_op`` is unknown, or has no meaning for the dtype.
+            ValueError: If ``reduce_op`` is unknown, or not defined for the dtype.
         """
         if not isinstance(tensor, Tensor):
             return tensor
@@ -142,13 +144,13 @@ class Collectives(ABC):
         """Gathers one tensor from each rank.
 
         Args:
-            tensor: Shape ``(...)``, any dtype, the same on all ranks.
-            group: The engine's kind of group, default all ranks.
+            tensor: Tensor of shape ``(...)`` and any dtype, which are equal on all ranks.
+            group: Group of the engine; all ranks by default.
             sync_grads: Whether the result carries gradients: each rank's input then receives the sum, over all ranks,
                 of the gradients with respect to its slice.
 
         Returns:
-            Shape ``(world_size, ...)``, in rank order. Without a group: the input.
+            Tensor of shape ``(world_size, ...)``, in rank order. Without a group: the input.
         """
         if self.rank(group) is None:
             return tensor
@@ -158,21 +160,21 @@ class Collectives(ABC):
         return self._gather(tensor.detach(), group)
 
     def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """Gathers one tensor from each rank into a list, as torchmetrics wants them."""
+        """Gathers one tensor from each rank into a list, as torchmetrics requires."""
         return list(self._gather(tensor.detach(), group))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank ``src``.
+        """Returns the object of rank ``src`` on every rank.
 
-        Objects whose pickle is under 1 KiB take one round trip, larger ones two.
+        Objects whose pickle is smaller than 1 KiB take one round trip, larger objects two.
 
         Args:
-            obj: On rank ``src`` any picklable object; ignored elsewhere.
-            src: Global rank.
+            obj: Any picklable object on rank ``src``; ignored on other ranks.
+            src: Global rank of the source.
 
         Raises:
             ValueError: If there is no rank ``src``.
-            RuntimeError: On every rank, if the object cannot be pickled or (on the rank concerned) unpickled.
+            RuntimeError: On every rank, if the object cannot be pickled; on a rank that cannot unpickle it.
         """
         rank = self.rank()
         if rank is None:
@@ -187,11 +189,11 @@ class Collectives(ABC):
         return received
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agrees on a decision in one round trip.
+        """Combines the decisions of all ranks in one round trip.
 
         Args:
-            decision: Of this rank.
-            all: True asks whether all ranks say yes, False whether any does.
+            decision: Decision of this rank.
+            all: Whether the result is True only if it is True on all ranks; otherwise one rank suffices.
         """
         if self.rank() is None:
             return bool(decision)
@@ -202,7 +204,7 @@ class Collectives(ABC):
     def broadcast_module(self, module: torch.nn.Module, src: int = 0) -> None:
         """Overwrites the parameters and buffers of ``module`` on every rank with those of rank ``src``.
 
-        Parameters and buffers that the module excludes from DDP are left alone.
+        Parameters and buffers that the module excludes from DDP stay unchanged.
         """
         if self.rank() is None:
             return
@@ -211,12 +213,12 @@ class Collectives(ABC):
         self._broadcast([tensor.detach() for name, tensor in named_tensors if name not in excluded], src)
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], src: int) -> None:
-        """Overwrites tensors, of the same shapes and dtypes on all ranks, with those of rank ``src``."""
+        """Overwrites tensors, of equal shapes and dtypes on all ranks, with those of rank ``src``."""
         if self.rank() is not None:
             self._broadcast(tensors, src)
 
     def op_named(self, reduce_op: Any) -> str:
-        """The name of a reduction by which an engine knows it; see :meth:`reduce` for what can be given."""
+        """Returns the engine's name of a reduction; :meth:`reduce` describes the argument."""
         if reduce_op is None:
             return "mean"
         name = str(getattr(reduce_op, "name", reduce_op)).lower()
@@ -228,7 +230,7 @@ class Collectives(ABC):
         return names[name]
 
     def _reduce_copy(self, tensor: Tensor, op: str, group: Any) -> Tensor:
-        """Reduces a tensor that cannot be reduced where it lies; returns a new one."""
+        """Reduces a tensor that cannot be reduced in place; returns a new tensor."""
         dtype = tensor.dtype
         if tensor.is_complex():
             return self._reduce_complex(tensor, op, group)
@@ -237,7 +239,7 @@ class Collectives(ABC):
             self._all_reduce(wire, op, group)
             return wire.to(dtype)
         if op == "mean" or (op == "sum" and dtype == torch.bool):
-            # Summed as int64, where neither a count nor a mean of small integers overflows.
+            # Summed as int64, so that neither a count nor a mean of small integers overflows.
             total = tensor.to(torch.int64, copy=True).contiguous()
             self._all_reduce(total, "sum", group)
             return total / self.world_size(group) if op == "mean" else total
@@ -258,7 +260,7 @@ class Collectives(ABC):
         raise ValueError(f"`reduce_op={op}` has no meaning for dtype {tensor.dtype}: complex numbers have no order.")
 
     def _gather(self, tensor: Tensor, group: Any) -> Tensor:
-        # An empty tensor is gathered, too: that of another rank may have elements, and each call needs all ranks.
+        # An empty tensor is gathered, too: other ranks may have elements, and the operation needs all ranks.
         stacked = torch.empty((self.world_size(group), *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         output, input_ = stacked.view(-1), tensor.contiguous().view(-1)
         if tensor.dtype not in self.native:
@@ -272,8 +274,8 @@ class Collectives(ABC):
             payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
             length = len(payload)
         except Exception as error:
-            # The others wait for a message: tell them, so that all ranks raise instead of one raising and the rest
-            # waiting for the timeout. A negative length marks the payload as an error text.
+            # The other ranks wait for a message. Without one, they would wait for the timeout; with the error text, all
+            # ranks raise. A negative length marks the payload as an error text.
             failure = error
             payload = f"{type(error).__name__}: {error}".encode(errors="replace")[:_INLINE_BYTES]
             length = -len(payload)
@@ -307,12 +309,12 @@ class Collectives(ABC):
 
 
 def names_excluded_from_ddp(module: torch.nn.Module) -> set[str]:
-    """Names of the parameters and buffers that ranks do not exchange, by ``_ddp_params_and_buffers_to_ignore``."""
+    """Returns the names in ``_ddp_params_and_buffers_to_ignore``: parameters and buffers that ranks do not exchange."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 class _AllGather(torch.autograd.Function):
-    """all_gather whose backward sums over ranks; written for gloo too, which lacks a reduce-scatter of its own."""
+    """All-gather whose backward all-reduces, because gloo has no reduce-scatter of its own."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, collectives: Collectives, group: Any) -> Tensor:
@@ -321,7 +323,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        # Cloned: autograd may hand the same tensor to other functions, and the reduction overwrites.
+        # Cloned, because autograd may pass the same tensor to other functions, and the reduction overwrites it.
         total = grads[0].clone(memory_format=torch.contiguous_format)
         total = ctx.collectives.reduce(total, ctx.group, "sum")
         return total[ctx.collectives.rank(ctx.group)], None, None

@@ -1,4 +1,4 @@
-"""The collectives of a rank that answers alone: one that has failed, or that is still to enter a world of others."""
+"""Collectives of a rank without peers: a rank that has failed, or has not joined a world with other ranks yet."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class LocalCollectives(Collectives):
-    """Gives each operation this rank's own value, and waits for nobody.
+    """Collectives that use only this rank's value and do not wait for other ranks.
 
-    What is gathered has the shape that it has with all ranks, and this rank's value in the place of each, since callers
-    look there by rank. Reductions, of whatever kind, and broadcasts return what they are given.
+    A gathered result has the shape that it has with all ranks, with this rank's value at every index, because callers
+    index it by rank. Reductions and broadcasts return their input.
 
     Args:
-        rank: Of this process among all.
+        rank: Global rank of this process.
         world_size: Number of ranks.
     """
 
@@ -28,11 +28,11 @@ class LocalCollectives(Collectives):
         self._world_size = world_size
 
     def rank(self, group: Any = None) -> int:
-        """This rank's number among all."""
+        """Returns the global rank of this process."""
         return self._rank
 
     def world_size(self, group: Any = None) -> int:
-        """The number of all ranks."""
+        """Returns the number of all ranks."""
         return self._world_size
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -40,7 +40,7 @@ class LocalCollectives(Collectives):
         return tensor
 
     def gather_list(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        """A list of this tensor alone: a metric is of this rank's data then."""
+        """Returns a list of this tensor alone, so that a metric covers only this rank's data."""
         return [tensor.detach()]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -48,21 +48,21 @@ class LocalCollectives(Collectives):
         return obj
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decides alone."""
+        """Returns the decision of this rank."""
         return bool(decision)
 
     def begin_sum(self, tensor: Tensor, name: str) -> Callable[[], None]:
-        """Leaves the tensor as it is."""
+        """Leaves the tensor unchanged."""
         return lambda: None
 
     def barrier(self, name: str | None = None) -> None:
-        """Returns."""
+        """Returns immediately."""
 
     def _all_reduce(self, tensor: Tensor, op: str, group: Any) -> None:
-        """Leaves the tensor as it is."""
+        """Leaves the tensor unchanged."""
 
     def _all_gather(self, output: Tensor, tensor: Tensor, group: Any) -> None:
         output.view(self._world_size, -1).copy_(tensor.expand(self._world_size, -1))
 
     def _broadcast(self, tensors: Iterable[Tensor], src: int) -> None:
-        """Leaves the tensors as they are."""
+        """Leaves the tensors unchanged."""

@@ -1,7 +1,7 @@
-"""Whether the ranks have the same model, asked before weights or gradients of it are exchanged.
+"""Check that all ranks have the same model, before its weights or gradients are exchanged.
 
-Engines find out late or not at all that one rank's tensors are not those of another: they wait for each other, or add
-up what does not belong together.
+Engines detect different tensors on different ranks late or not at all: ranks wait for each other, or sum tensors that
+do not correspond.
 """
 
 import hashlib
@@ -15,17 +15,17 @@ from lightning_strategies_ext.exceptions import DifferentModelsError
 
 
 def check_is_same(collectives: Collectives, module: torch.nn.Module, device: torch.device, is_trained: bool) -> None:
-    """Refuses a module that another rank has otherwise. Called by all ranks together; takes one round trip.
+    """Checks that all ranks have the same module. Collective: all ranks call it; takes one round trip.
 
     Args:
-        collectives: Of the ranks.
+        collectives: Collectives of the ranks.
         module: The model.
-        device: Of this rank.
-        is_trained: Whether gradients are going to be exchanged, too.
+        device: Device of this rank.
+        is_trained: Whether the ranks will exchange gradients, too.
 
     Raises:
-        DifferentModelsError: On every rank, if names, order, dtypes or shapes of parameters and buffers differ, or (of
-            a module to be trained) which parameters need gradients. Names the first difference.
+        DifferentModelsError: On every rank, if the names, order, dtypes, or shapes of parameters and buffers differ, or
+            (for a module that is trained) which parameters need gradients. The message states the first difference.
     """
     if collectives.rank() is None or collectives.world_size() == 1:
         return
@@ -37,7 +37,7 @@ def check_is_same(collectives: Collectives, module: torch.nn.Module, device: tor
     if not others:
         return
     here, there = (collectives.broadcast(lines, rank) for rank in (0, others[0]))
-    collectives.barrier()  # who raises leaves the others: all must know before
+    collectives.barrier()  # a rank that raises leaves the collectives, so all must have the lines
     first, other = next((a, b) for a, b in zip_longest(here, there, fillvalue="nothing more") if a != b)
     raise DifferentModelsError(
         f"The ranks do not have the same {type(module).__name__}: where rank 0 has {first}, rank {others[0]} has"
@@ -47,7 +47,7 @@ def check_is_same(collectives: Collectives, module: torch.nn.Module, device: tor
 
 
 def _described(module: torch.nn.Module, is_trained: bool) -> list[str]:
-    """Says of each tensor that ranks exchange what it is."""
+    """Returns a description of each tensor that ranks exchange."""
     excluded = names_excluded_from_ddp(module)
     lines = []
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):

@@ -1,6 +1,6 @@
-"""The order of a user's random sampler: in each epoch, all ranks use rank 0's.
+"""Order of a user's random sampler: in each epoch, all ranks use the order of rank 0.
 
-Each rank draws the whole order and takes its share. If the ranks' random states differ, for example after dropout,
+Each rank draws the whole order and takes its shard. If the ranks' random states differ, for example after dropout,
 their orders differ, and some samples would be repeated and others left out.
 """
 
@@ -19,7 +19,7 @@ class SharedOrder:
 
     Args:
         sampler: The user's sampler. Items beyond its length are not used.
-        broadcast: Gives every rank the object of rank 0.
+        broadcast: Function that returns the object of rank 0 on every rank.
         epoch: The current epoch.
     """
 
@@ -37,7 +37,7 @@ class SharedOrder:
         return self._order[index]
 
     def reset(self) -> None:
-        """Called by Lightning when an iteration begins."""
+        """Shares the order, once per epoch. Lightning calls it when an iteration begins."""
         if self._order is not None:
             return
         generator = getattr(self._users, "generator", None)
@@ -51,7 +51,7 @@ class SharedOrder:
         self._order = shared.tolist() if isinstance(shared, torch.Tensor) else shared
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning on all ranks before an epoch."""
+        """Begins an epoch. Lightning calls it on all ranks before an epoch."""
         if callable(set_epoch := getattr(self._users, "set_epoch", None)):
             set_epoch(epoch)
         if epoch != self._epoch:
