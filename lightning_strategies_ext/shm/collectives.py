@@ -1,7 +1,7 @@
 """Algorithms: collectives as sequences of rounds. Their results are those of torch.distributed.
 
-All algorithms work on flat, contiguous tensors of one dtype. Large tensors are split into pieces of a slot's size; two pieces are
-published while a third is read.
+All algorithms work on flat, contiguous tensors of one dtype. Large tensors are split into pieces of a slot's size; two
+pieces are published while a third is read.
 
 =================  =====================================================================================
 all-reduce         2 ranks, or a small tensor: each rank publishes its tensor and reduces all tensors, in
