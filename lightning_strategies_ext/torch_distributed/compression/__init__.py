@@ -1,6 +1,6 @@
-"""What ranks exchange in place of whole gradients, where the network is the limit.
+"""Compression: what ranks exchange in place of whole gradients if the network is the bottleneck.
 
-:mod:`.options` are what users write. :mod:`.exchange` is what a strategy asks while it trains: of :mod:`.gradients`,
-which a ``Codec`` makes smaller, or of :mod:`.models`, which are exchanged instead. :mod:`.levels` are the groups that
-do it. Nothing here imports Lightning.
+:mod:`.options` has the classes for users. :mod:`.exchange` has the interface for strategies. :mod:`.gradients`
+implements it with a ``Codec`` that compresses gradients, :mod:`.models` with an exchange of models instead.
+:mod:`.levels` has the process groups. No module here imports Lightning.
 """

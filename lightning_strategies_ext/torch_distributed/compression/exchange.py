@@ -1,4 +1,4 @@
-"""What a strategy asks of a compression while it trains, and which one that is."""
+"""Interface of a compressed exchange for strategies, and the choice of its implementation."""
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -17,51 +17,56 @@ from lightning_strategies_ext.torch_distributed.compression.options import Compr
 
 
 class CompressedExchange(Protocol):
-    """The exchange of one model in DDP.
+    """Compressed exchange of one model in DDP.
 
     Attributes:
-        num_bytes: What this rank has handed over so far: of several ranks per host, what goes between hosts.
+        num_bytes: Bytes that this rank has passed to collectives so far; with several ranks per host, only bytes
+            between hosts.
     """
 
     num_bytes: int
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
-        """Begins to look after the optimizers of the model."""
+        """Registers the optimizers of the model."""
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         """Averages a bucket of gradients; for ``register_comm_hook``."""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Called after each step of an optimizer."""
+        """Updates the exchange after a step of an optimizer."""
 
     def follow(self) -> None:
-        """Goes on when other parameters need gradients, and DDP was made anew; models do not differ then."""
+        """Continues with other trainable parameters, after DDP was initialized again; the models are equal then."""
 
     def bring_models_together(self, averages: Iterable[Module]) -> None:
-        """Gives all ranks the same model, if theirs differ, and the same averages of it; called by all together."""
+        """Averages the models of all ranks, and their averages, if they differ. Collective: all ranks call it.
+
+        Args:
+            averages: Modules that hold averages of the model.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """What stays from step to step, as a whole, with which all ranks go on; called by all together."""
+        """Returns the state of all ranks, with which all ranks continue. Collective: all ranks call it."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, on this number of ranks or another."""
+        """Restores the state that :meth:`state_dict` has returned, on any number of ranks."""
 
     def close(self) -> None:
-        """Leaves the groups of the exchange. A second call does no harm."""
+        """Leaves the process groups of the exchange. A second call is a no-op."""
 
 
 def begin(
     compression: Compression, model: DistributedDataParallel, timeout: timedelta | None = None
 ) -> CompressedExchange | None:
-    """Makes the exchange of a model; called by all ranks of the default group together.
+    """Creates the exchange of a model. Collective: all ranks of the default group call it.
 
     Args:
-        compression: What is exchanged.
-        model: In DDP.
-        timeout: Of the collectives; torch's default if None.
+        compression: Compression of the exchange.
+        model: Model in DDP.
+        timeout: Timeout of the collectives; torch's default if None.
 
     Returns:
-        None for a rank that has nobody to exchange gradients with.
+        The exchange; None for gradients of a single rank.
     """
     if isinstance(compression, LocalSGD):
         return LocalModels(model, compression, timeout)

@@ -1,4 +1,4 @@
-"""Gradients of a model in DDP, exchanged compressed: what its communication hook does, and what stays between steps."""
+"""Compressed exchange of the gradients of a model in DDP: its communication hook, and its state between steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +26,7 @@ from lightning_strategies_ext.torch_distributed.compression.residuals import Res
 from lightning_strategies_ext.torch_distributed.compression.top_k import TopKCodec
 from lightning_strategies_ext.torch_distributed.exchange import all_reduced, for_its_hook
 
-#: Elements.
+#: Number of elements that are cast at once.
 _CAST_AT_ONCE = 1 << 20
 
 
@@ -37,54 +37,54 @@ class Codec(Protocol):
         """Sums the gradients of some parameters, times a factor, over the ranks of a group, in place.
 
         Args:
-            parameters: In their order in ``flat``.
-            flat: Their gradients, next to each other, of one dimension; float32 or float64.
-            scale: The factor.
-            group: The ranks.
+            parameters: Parameters in their order in ``flat``.
+            flat: Gradients of the parameters, contiguous, of shape ``(numel,)``; float32 or float64.
+            scale: Factor of the gradients.
+            group: Process group of the ranks.
 
         Returns:
-            How many bytes this rank has handed over.
+            Number of bytes that this rank has passed to collectives.
         """
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """What is the same on all ranks and stays from step to step, by name of the parameter."""
+        """Returns the state that is kept between steps and is the same on all ranks, by name of the parameter."""
 
     def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Takes over what :meth:`state_dict` gave."""
+        """Restores the state that :meth:`state_dict` has returned."""
 
 
 class CastCodec:
-    """Sums in fewer bits; see :class:`Codec`.
+    """Codec that sums in fewer bits; implements :class:`Codec`.
 
     Args:
-        dtype: Of what is sent.
+        dtype: Dtype in which gradients are sent and summed.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
-        """See :meth:`Codec.sum`."""
+        """Implements :meth:`Codec.sum`."""
         cast = flat.mul_(scale).to(self._dtype)
         dist.all_reduce(cast, group=group)
         flat.copy_(cast)
         return cast.nbytes
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Nothing stays."""
+        """Returns an empty dictionary: the codec has no state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Takes nothing over."""
+        """Does nothing: the codec has no state."""
 
 
 class CompressedGradients:
-    """The exchange of one model's gradients; see :class:`.exchange.CompressedExchange`.
+    """Exchange of one model's gradients; implements :class:`.exchange.CompressedExchange`.
 
     Args:
-        model: In DDP, on all ranks of the default group.
-        compression: What is exchanged.
-        timeout: Of its collectives.
+        model: Model in DDP, on all ranks of the default group.
+        compression: Compression of the exchange.
+        timeout: Timeout of the collectives; torch's default if None.
     """
 
     def __init__(self, model: DistributedDataParallel, compression: Compression, timeout: timedelta | None) -> None:
@@ -95,7 +95,7 @@ class CompressedGradients:
         self._levels = Levels.of_all_ranks(model.device, timeout)
         self._must_wait = self._levels.must_take_turns(model)
         self._in_order = InOrder(model.device)
-        self._parameters: dict[str, Tensor] = {}  # that have been trained
+        self._parameters: dict[str, Tensor] = {}  # all parameters that were trained so far, by name
         self.follow()
         self._residuals = Residuals()
         self._warmup_steps = getattr(compression, "warmup_steps", 0)
@@ -127,11 +127,11 @@ class CompressedGradients:
             return self._cast_and_sum(flat.mul_(self._scale), self._cast)
         future = self._in_order.submit(lambda: self._sum(parameters, flat), flat)
         if self._must_wait:
-            future.wait()  # the stream waits, and this thread does not
+            future.wait()  # only the stream waits, not this thread
         return future
 
     def _cast_and_sum(self, flat: Tensor, dtype: torch.dtype) -> Future[Tensor]:
-        """On CPUs in pieces: one is cast while another is on its way."""
+        """Sums gradients in a smaller dtype. On CPUs, one piece is cast while another piece is sent."""
 
         def begin(piece: Tensor) -> Future[Tensor]:
             summed = all_reduced(piece.to(dtype), self._levels.between)
@@ -162,22 +162,22 @@ class CompressedGradients:
         levels.exchange(pieces, between)
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
-        """There is nothing to do."""
+        """Does nothing: the exchange needs no optimizers."""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """There is nothing to do."""
+        """Does nothing: the exchange needs no optimizers."""
 
     def follow(self) -> None:
-        """Looks after gradients of parameters that have none so far; what is left of the others' stays."""
+        """Adds the gradients of newly trained parameters; the residuals of other parameters are kept."""
         self._parameters |= {name: each for name, each in self._model.module.named_parameters() if each.requires_grad}
 
     def bring_models_together(self, averages: Iterable[Module]) -> None:
-        """They never differ."""
+        """Does nothing: the models never differ."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What stays from step to step, as a whole; called by all ranks together, after the last exchange of a step.
+        """Returns the state of all ranks. Collective: all ranks call it, after the last exchange of a step.
 
-        Ranks go on from the same then, with or without being restored.
+        All ranks continue with this state, whether or not it is restored.
         """
         if isinstance(self._codec, CastCodec):
             return {}
@@ -190,8 +190,8 @@ class CompressedGradients:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, on this number of ranks or another."""
-        if "residuals" not in state:  # of a run that has exchanged something else
+        """Restores the state that :meth:`state_dict` has returned, on any number of ranks."""
+        if "residuals" not in state:  # the state of a run with another compression
             return
         self._num_steps = state["num_steps"]
         for name, total in state["residuals"].items():
@@ -200,12 +200,12 @@ class CompressedGradients:
         self._codec.load_state_dict(state["codec"], self._parameters)
 
     def close(self) -> None:
-        """Leaves the groups of the exchange. A second call does no harm."""
+        """Leaves the process groups of the exchange. A second call is a no-op."""
         self._in_order.close()
         self._levels.close()
 
 
 def _all_of(pieces: list[Future[Tensor]], whole: Tensor) -> Tensor:
     for piece in pieces:
-        piece.value()  # raises what has gone wrong
+        piece.value()  # raises the exception of a piece that failed
     return whole

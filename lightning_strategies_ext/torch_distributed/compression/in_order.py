@@ -1,7 +1,7 @@
-"""Exchanges that take several collectives, one after another beside the backward pass, in the same order on all ranks.
+"""Ordered execution of exchanges with several collectives each, concurrently with the backward pass.
 
-A collective that is begun when another ends, by whatever thread sees that, is begun in another order on each rank;
-ranks then add up what does not belong together, or wait for ever.
+If each collective were started by the thread that observes the end of the previous one, the order would differ between
+ranks. Ranks would then sum unrelated tensors, or wait indefinitely.
 """
 
 import threading
@@ -23,10 +23,10 @@ class _Given(NamedTuple):
 
 
 class InOrder:
-    """Carries out what it is given, one after another: on CPUs in a thread, on GPUs in a stream.
+    """Executes submitted work in order: on CPUs in a thread, on GPUs in a stream.
 
     Args:
-        device: Of the tensors.
+        device: Device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,14 +36,14 @@ class InOrder:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None], tensor: Tensor) -> Future[Tensor]:
-        """Carries out ``work`` after all that was given before, and returns at once.
+        """Executes ``work`` after all work that was submitted before; returns at once.
 
         Args:
-            work: Waits for its collectives itself.
-            tensor: What it writes to, and the value of the future.
+            work: Callable that starts its collectives and waits for them.
+            tensor: Tensor that ``work`` writes to, and the value of the future.
 
         Returns:
-            A future that has what ``work`` raises, if it does.
+            Future with the tensor, or with the exception that ``work`` raises.
         """
         if self._stream is not None:
             return self._in_stream(self._stream, work, tensor)
@@ -55,12 +55,12 @@ class InOrder:
         return future.then(_value)
 
     def close(self) -> None:
-        """Ends the thread when all is carried out; nothing may be given afterwards. A second call does no harm."""
+        """Ends the thread after all submitted work; no work may be submitted afterwards. A second call is a no-op."""
         if self._thread is not None:
             self._works.put(None)
 
     def _in_stream(self, stream: Any, work: Callable[[], None], tensor: Tensor) -> Future[Tensor]:
-        # NCCL's collectives wait in the stream, and this thread goes on. Buckets come in the same order on all ranks.
+        # NCCL's collectives wait in the stream, and this thread continues. Buckets have the same order on all ranks.
         future: Future[Tensor] = Future(devices=[self._device])
         stream.wait_stream(torch.cuda.current_stream(self._device))
         tensor.record_stream(stream)
@@ -78,11 +78,12 @@ def _carry_out(works: "SimpleQueue[_Given | None]") -> None:
         except Exception as error:
             result = error
         given.future.set_result(result)
-        del given, result  # or they live until the next one comes
+        del given, result  # otherwise they stay alive until the next work
 
 
 def _value(done: Future[Any]) -> Tensor:
-    # What is raised here reaches whoever waits in C++, as DDP does; what `set_exception` was given does not.
+    # An exception that is raised here reaches a waiting thread in C++, such as DDP's; an exception from `set_exception`
+    # does not.
     value = done.value()
     if isinstance(value, Exception):
         raise value

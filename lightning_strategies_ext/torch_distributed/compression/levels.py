@@ -1,6 +1,7 @@
-"""Who exchanges what with whom: shares of a tensor inside a host first, so that each crosses between hosts once.
+"""Process groups of an exchange on two levels: first inside each host, then between hosts.
 
-Each rank of a host carries a share between the hosts, and only what goes between them is worth compressing.
+Each rank of a host exchanges one share of a tensor between the hosts, so that each share crosses between hosts once.
+Only this part is worth compressing.
 """
 
 from collections import Counter
@@ -22,18 +23,20 @@ from lightning_strategies_ext.torch_distributed import process_group
 
 
 class Levels(NamedTuple):
-    """The groups of one rank.
+    """Process groups of one rank.
 
-    They are its own, so that no other collectives come between those of an exchange. One level on GPUs uses the default
-    group: one thread starts all collectives of a backward pass there, and NCCL may deadlock when those of two groups
-    overlap, those of the exchange and of SyncBatchNorm (``torch.distributed.new_group``, "Safe concurrent usage").
+    The groups are separate from other groups, so that no other collectives come between the collectives of an exchange.
+    A single level on GPUs uses the default group: one thread starts all collectives of a backward pass there, and NCCL
+    may deadlock when collectives of two groups overlap, such as collectives of the exchange and of
+    SyncBatchNorm (``torch.distributed.new_group``, "Safe concurrent usage").
 
     Attributes:
-        inside: The ranks of its host; None where the ranks do not make two levels.
-        between: The ranks that it exchanges its share with, one of each host; all ranks if there are no two levels.
-        num_inside: Ranks per host; 1 if there are no two levels.
-        index_inside: Which of them this one is.
-        device: Of what is exchanged.
+        inside: Group of the ranks of this host; None with a single level.
+        between: Group of the ranks with which this rank exchanges its share, one per host; all ranks with a single
+            level.
+        num_inside: Number of ranks per host; 1 with a single level.
+        index_inside: Index of this rank among the ranks of its host.
+        device: Device of the exchanged tensors.
     """
 
     inside: Any
@@ -45,13 +48,13 @@ class Levels(NamedTuple):
     @classmethod
     @record_connections(process_group.connections)
     def of_all_ranks(cls, device: torch.device, timeout: timedelta | None) -> "Levels":
-        """Makes the groups; called by all ranks of the default group together.
+        """Creates the groups. Collective: all ranks of the default group call it.
 
         There are two levels if there are several hosts, with the same number of ranks each and more than one.
 
         Args:
-            device: Of the tensors.
-            timeout: Of the collectives; torch's default if None.
+            device: Device of the exchanged tensors.
+            timeout: Timeout of the collectives; torch's default if None.
         """
         hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(hosts, host_identity())
@@ -66,7 +69,7 @@ class Levels(NamedTuple):
         is_cpu = device.type == "cpu"
         backend = shm.NAME if is_cpu and shm.is_available() else None
         here, insides, betweens = dist.get_rank(), [], []
-        for ranks in ranks_of:  # all ranks make all groups, in the same order
+        for ranks in ranks_of:  # all ranks create all groups, in the same order
             insides.append(dist.new_group(ranks, timeout, backend))
         with restrict_gloo(is_one_host=False):
             for column in zip(*ranks_of, strict=True):
@@ -76,13 +79,13 @@ class Levels(NamedTuple):
         return cls(insides[own], betweens[index], num_inside, index, device)
 
     def shares(self, sizes: Sequence[int]) -> list[range]:
-        """Which tensors each rank of a host carries between the hosts, next to each other, of about the same size.
+        """Divides tensors into contiguous shares of about the same size, one for each rank of a host.
 
         Args:
-            sizes: Of the tensors, in elements.
+            sizes: Sizes of the tensors, in elements.
 
         Returns:
-            Their indices, by rank.
+            Indices of the tensors in each share, in the order of the ranks.
         """
         shares, end, total, begun = [], 0, sum(sizes), 0
         for index in range(self.num_inside):
@@ -97,8 +100,8 @@ class Levels(NamedTuple):
         """Sums pieces in place over all ranks.
 
         Args:
-            pieces: What each rank of a host carries, in its order; one if there are no two levels.
-            between: Sums this rank's piece over :attr:`between`.
+            pieces: Pieces of the ranks of a host, in the order of the ranks; one piece with a single level.
+            between: Callable that sums this rank's piece over :attr:`between`.
         """
         if self.inside is None:
             between()
@@ -114,7 +117,7 @@ class Levels(NamedTuple):
                 dist.broadcast(piece, rank, group=self.inside)
 
     def sum_all(self, tensors: Sequence[Tensor]) -> None:
-        """Sums tensors in place over all ranks, whole; those of a dtype in one exchange."""
+        """Sums tensors in place over all ranks, without compression; tensors of one dtype in one exchange."""
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1).to(self.device) for tensor in alike])
@@ -123,12 +126,13 @@ class Levels(NamedTuple):
                 tensor.copy_(summed.view_as(tensor))
 
     def must_take_turns(self, model: DistributedDataParallel) -> bool:
-        """Whether the backward pass has to wait, on the GPU, for each exchange before it begins other collectives.
+        """Returns whether each exchange must complete on the GPU before the backward pass starts other collectives.
 
-        Those of the default group are SyncBatchNorm's, DDP's for unused parameters, and the sparse gradients'.
+        These are the collectives of the default group: of SyncBatchNorm, of DDP for unused parameters, and of sparse
+        gradients.
 
         Args:
-            model: In DDP.
+            model: Model in DDP.
         """
         if self.device.type == "cpu" or self.inside is None:
             return False

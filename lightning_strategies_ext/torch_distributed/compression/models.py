@@ -1,4 +1,4 @@
-"""Models that drift apart and are brought together every so many steps: local SGD and DiLoCo."""
+"""Models that diverge on the ranks and are averaged periodically: local SGD and DiLoCo."""
 
 import hashlib
 import sys
@@ -21,12 +21,12 @@ from lightning_strategies_ext.torch_distributed.exchange import all_reduced, for
 
 
 class LocalModels:
-    """The exchange of models in place of their gradients; see :class:`.exchange.CompressedExchange`.
+    """Exchange of models in place of their gradients; implements :class:`.exchange.CompressedExchange`.
 
     Args:
-        model: In DDP, on all ranks of the default group.
-        options: How often, and how.
-        timeout: Of its collectives.
+        model: Model in DDP, on all ranks of the default group.
+        options: Options of local SGD or DiLoCo.
+        timeout: Timeout of the collectives; torch's default if None.
     """
 
     def __init__(self, model: DistributedDataParallel, options: LocalSGD, timeout: timedelta | None) -> None:
@@ -38,15 +38,15 @@ class LocalModels:
         self._outer = _OuterSteps(options.learning_rate, options.momentum) if isinstance(options, DiLoCo) else None
         self._optimizers: list[Optimizer] = []
         self._num_steps: list[int] = []
-        self._is_apart = False  # whether ranks take steps of their own
-        self._num_apart: list[int] = []  # steps since then
+        self._is_apart = False  # whether ranks take independent steps
+        self._num_apart: list[int] = []  # steps of each optimizer since then
         self.num_bytes = 0
 
     def attach(self, optimizers: Iterable[Optimizer]) -> None:
-        """Begins to count the steps of optimizers, whose parameters are what is to be brought together.
+        """Starts to count the steps of optimizers, whose parameters are averaged.
 
         Raises:
-            ValueError: If one of them distributes its own work.
+            ValueError: If an optimizer distributes its own work.
         """
         self._optimizers = list(optimizers)
         self._num_steps, self._num_apart = [0] * len(self._optimizers), [0] * len(self._optimizers)
@@ -55,7 +55,7 @@ class LocalModels:
         self._part_if_due()
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Averages a bucket over those ranks whose models stay the same; for ``register_comm_hook``."""
+        """Averages a bucket over the ranks whose models stay equal; for ``register_comm_hook``."""
         flat = bucket.buffer()
         group = self._levels.inside if self._is_apart else self._model.process_group
         if group is None:
@@ -66,11 +66,11 @@ class LocalModels:
         flat.mul_(1.0 / group.size())
         future = all_reduced(flat, group)
         if self._must_wait:
-            future.wait()  # the stream waits, and this thread does not
+            future.wait()  # only the stream waits, not this thread
         return future
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Counts a step of an optimizer, and brings its parameters together when it is time."""
+        """Counts a step of an optimizer, and averages its parameters if an averaging is due."""
         index = next((index for index, each in enumerate(self._optimizers) if each is optimizer), None)
         if index is None:
             return
@@ -86,15 +86,18 @@ class LocalModels:
                 self._outer.step(parameters)
 
     def follow(self) -> None:
-        """Brings together the parameters that need gradients now; those that no longer do were, before."""
+        """Includes newly trained parameters; parameters that are no longer trained were averaged before."""
         if self._is_apart:
             self._part()
 
     def bring_models_together(self, averages: Iterable[Module]) -> None:
-        """Gives all ranks the mean of their models, and of their averages of models; called by all together.
+        """Averages the models of all ranks, and their averages of models. Collective: all ranks call it.
 
-        It exchanges only tensors that differ. These may be any: a callback may have put an average into the module, or
-        the module may hold one that it updates itself.
+        Only tensors that differ are exchanged. Any tensor may differ: a callback may have put an average into the
+        module, or the module may hold an average that it updates itself.
+
+        Args:
+            averages: Modules that hold averages of the model.
         """
         tensors = {f"module.{name}": each for name, each in self._tensors_to_average(self._model.module).items()}
         for number, average in enumerate(averages):
@@ -102,7 +105,7 @@ class LocalModels:
         self._average(self._different_ones(tensors))
 
     def state_dict(self) -> dict[str, Any]:
-        """What stays from step to step; called by all ranks together, who have the same then."""
+        """Returns the state, which is then the same on all ranks. Collective: all ranks call it."""
         self._average(self._states_of_optimizers())
         names = {each: name for name, each in self._model.module.named_parameters()}
         return {
@@ -113,8 +116,8 @@ class LocalModels:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, on this number of ranks or another."""
-        if len(state.get("num_apart", ())) != len(self._optimizers):  # of a run that has exchanged something else
+        """Restores the state that :meth:`state_dict` has returned, on any number of ranks."""
+        if len(state.get("num_apart", ())) != len(self._optimizers):  # the state of a run with another compression
             return
         self._num_steps, self._num_apart = list(state["num_steps"]), list(state["num_apart"])
         if state["is_apart"]:
@@ -123,7 +126,7 @@ class LocalModels:
             self._outer.load_state_dict(state["outer"], dict(self._model.module.named_parameters()))
 
     def close(self) -> None:
-        """Leaves the groups of the exchange. A second call does no harm."""
+        """Leaves the process groups of the exchange. A second call is a no-op."""
         self._levels.close()
 
     def _part_if_due(self) -> None:
@@ -132,9 +135,9 @@ class LocalModels:
 
     def _part(self) -> None:
         self._is_apart = True
-        self._model.broadcast_buffers = False  # rank 0's, in each forward pass
+        self._model.broadcast_buffers = False  # else DDP broadcasts rank 0's in each forward pass
         if self._outer is not None:
-            # Optimizers may be given the others later.
+            # Parameters of the module may be added to an optimizer later.
             of_module = [each for each in self._model.module.parameters() if each.requires_grad]
             self._outer.begin(dict.fromkeys([*_trained_by(self._optimizers), *of_module]))
 
@@ -148,7 +151,7 @@ class LocalModels:
         return found
 
     def _different_ones(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """Those of some tensors that all ranks have, and not with the same values."""
+        """Returns the tensors that all ranks have, but with different values."""
         own = {
             name: (tuple(each.shape), str(each.dtype), hashlib.blake2b(_bytes_of(each), digest_size=16).digest())
             for name, each in tensors.items()
@@ -166,7 +169,7 @@ class LocalModels:
         return [each for name, each in named if each.is_floating_point() and name not in ignored]
 
     def _states_of_optimizers(self) -> list[Tensor]:
-        """Those that all ranks have; one that has not used a parameter yet has none of it."""
+        """Returns the optimizer states that all ranks have; an optimizer has no state for a parameter not used yet."""
         own = {
             (number, place, name, tuple(value.shape)): value
             for number, optimizer in enumerate(self._optimizers)
@@ -187,11 +190,11 @@ class LocalModels:
 
 
 class _OuterSteps:
-    """The steps of all ranks together, each from the last common model along the mean of what the ranks have gone.
+    """Outer steps of all ranks together, from the last common model along the mean change of the ranks' models.
 
     Args:
-        learning_rate: Of Nesterov's momentum, as ``torch.optim.SGD(nesterov=True)`` has it.
-        momentum: The same.
+        learning_rate: Learning rate of Nesterov's momentum, as in ``torch.optim.SGD(nesterov=True)``.
+        momentum: Momentum, as in ``torch.optim.SGD(nesterov=True)``.
     """
 
     def __init__(self, learning_rate: float, momentum: float) -> None:
@@ -201,7 +204,7 @@ class _OuterSteps:
         self._velocities: dict[Tensor, Tensor] = {}
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        """Lets outer steps be of some parameters, which all ranks have alike if they were not among them before."""
+        """Sets the parameters of outer steps; parameters that are new among them must be equal on all ranks."""
         starts, velocities = self._starts, self._velocities
         self._starts, self._velocities = {}, {}
         for parameter in parameters:
@@ -210,7 +213,7 @@ class _OuterSteps:
             self._velocities[parameter] = velocities[parameter] if is_known else torch.zeros_like(parameter)
 
     def step(self, parameters: Iterable[Tensor]) -> None:
-        """Moves the common model on; parameters are the mean over ranks before, and the common model after it."""
+        """Performs an outer step; parameters are the mean over ranks before it, and the common model after it."""
         for parameter in parameters:
             start, velocity = self._starts[parameter], self._velocities[parameter]
             gradient = start - parameter.detach()
@@ -232,17 +235,17 @@ class _OuterSteps:
 
 
 def check_is_plain(optimizer: Optimizer, asked_for: str) -> None:
-    """Refuses an optimizer that would undo an averaging of models.
+    """Checks that an optimizer does not undo an averaging of models.
 
     Args:
         optimizer: A torch optimizer.
-        asked_for: The argument by which models are averaged.
+        asked_for: Argument that requests the averaging, with its value.
 
     Raises:
-        ValueError: If it distributes its own work.
+        ValueError: If the optimizer distributes its own work.
     """
-    # Who has one has imported this. It compiles TorchScript, and says that that is deprecated; with torch 2.5 a process
-    # crashes if another of its threads happens to collect what is left of that.
+    # A caller with such an optimizer has imported this module. The import compiles TorchScript, with a warning that
+    # this is deprecated. With torch 2.5, the process crashes if another thread garbage-collects the remains meanwhile.
     module = sys.modules.get("torch.distributed.optim")
     kinds = ("PostLocalSGDOptimizer", "ZeroRedundancyOptimizer")
     if any(isinstance(optimizer, getattr(module, name, ())) for name in kinds):
@@ -253,7 +256,7 @@ def check_is_plain(optimizer: Optimizer, asked_for: str) -> None:
 
 
 def _trained_by(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
-    """The parameters of optimizers, each once."""
+    """Yields the trainable parameters of optimizers, each once."""
     seen: set[Tensor] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""What users ask for: compressions and their parameters. Nothing here imports more than that needs."""
+"""Compressions and their parameters, as users specify them. The module imports only what these need."""
 
 from dataclasses import dataclass
 from math import inf
@@ -11,10 +11,10 @@ CompressionName: TypeAlias = Literal["bf16", "fp16", "powersgd", "topk", "locals
 
 @dataclass(frozen=True)
 class Compression:
-    """Something smaller that ranks exchange in place of their gradients. Use one of the subclasses.
+    """Compression of the gradient exchange. Use one of the subclasses.
 
     Attributes:
-        name: What it is called in ``DDPStrategy(compression=...)`` and at the end of a strategy's name.
+        name: Name in ``DDPStrategy(compression=...)`` and at the end of a strategy's name.
     """
 
     name: ClassVar[str]
@@ -22,32 +22,33 @@ class Compression:
 
 @dataclass(frozen=True)
 class BFloat16(Compression):
-    """Gradients are exchanged, and added up, in bfloat16: half of the bytes, with 8 bits of each number left."""
+    """Exchanges and sums gradients in bfloat16: half of the bytes, with 8 significant bits per number."""
 
     name: ClassVar[str] = "bf16"
 
 
 @dataclass(frozen=True)
 class Float16(Compression):
-    """Gradients are exchanged, and added up, in float16: half of the bytes, with 11 bits; above 65,504 is inf."""
+    """Exchanges and sums gradients in float16: half of the bytes, with 11 significant bits; inf above 65,504."""
 
     name: ClassVar[str] = "fp16"
 
 
 @dataclass(frozen=True)
 class PowerSGD(Compression):
-    """Each matrix of gradients is exchanged as a product of two thin ones; what is lost is added to the next gradients.
+    """Exchanges each gradient matrix as a product of two thin matrices; adds the error to the next gradients.
 
-    The algorithm is that of Vogels et al. 2019 (https://arxiv.org/abs/1905.13727), with its warm start. Tensors of
-    more dimensions are matrices of their first dimension by all others. What would not get smaller is sent as it is.
-    A rank keeps a copy of the gradients' size, for what is lost.
+    The algorithm is that of Vogels et al. 2019 (https://arxiv.org/abs/1905.13727), with its warm start. Tensors of more
+    dimensions are treated as matrices of their first dimension by all others. Tensors that would not become smaller are
+    sent whole. A rank keeps the error, in memory of the size of the gradients.
 
     Args:
-        rank: Columns of the thin matrices: more are closer to the gradients, and more bytes.
-        warmup_steps: Steps at the beginning with whole gradients.
+        rank: Number of columns of the thin matrices. More columns approximate the gradients better, and take more
+            bytes.
+        warmup_steps: Number of steps at the beginning with whole gradients.
 
     Raises:
-        TypeError: If an argument is no integer.
+        TypeError: If an argument is not an integer.
         ValueError: If ``rank`` is not positive, or ``warmup_steps`` is negative.
     """
 
@@ -62,19 +63,19 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class TopK(Compression):
-    """The largest gradients are exchanged with their places; all others are added to the next gradients.
+    """Exchanges the largest gradients with their indices; adds all others to the next gradients.
 
-    That is gradient sparsification with memory (Stich et al. 2018, https://arxiv.org/abs/1809.07599). What counts for
-    large is found from a sample, as Lin et al. 2017 do (https://arxiv.org/abs/1712.01887). A rank keeps a copy of the
-    gradients' size, for what was not sent.
+    This is gradient sparsification with memory (Stich et al. 2018, https://arxiv.org/abs/1809.07599). The threshold is
+    found from a sample, as in Lin et al. 2017 (https://arxiv.org/abs/1712.01887). A rank keeps the unsent gradients, in
+    memory of the size of the gradients.
 
     Args:
-        fraction: Of the gradients of a bucket that are sent, above 0 and at most 1. Each costs eight bytes, and all
-            ranks receive those of all.
-        warmup_steps: Steps at the beginning with whole gradients.
+        fraction: Fraction of each parameter's gradients that is sent, above 0 and at most 1. Each gradient takes eight
+            bytes, and all ranks receive the gradients of all ranks.
+        warmup_steps: Number of steps at the beginning with whole gradients.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
+        TypeError: If an argument has the wrong type.
         ValueError: If ``fraction`` is out of its range, or ``warmup_steps`` is negative.
     """
 
@@ -89,17 +90,18 @@ class TopK(Compression):
 
 @dataclass(frozen=True)
 class LocalSGD(Compression):
-    """Ranks take steps of their own, and every so many of them the mean of their models is the model of all.
+    """Averages the models of all ranks periodically; in between, ranks take independent steps.
 
     See Stich 2018 (https://arxiv.org/abs/1805.09767); with ``warmup_steps``, the post-local SGD of Lin et al. 2018
-    (https://arxiv.org/abs/1808.07217). Ranks of one host exchange gradients in each step if there are several hosts.
+    (https://arxiv.org/abs/1808.07217). If there are several hosts, the ranks of one host exchange gradients in each
+    step.
 
     Args:
-        period: Steps of an optimizer from one mean to the next.
-        warmup_steps: Steps at the beginning with whole gradients in place of means.
+        period: Number of steps of an optimizer between two averagings.
+        warmup_steps: Number of steps at the beginning that exchange whole gradients instead.
 
     Raises:
-        TypeError: If an argument is no integer.
+        TypeError: If an argument is not an integer.
         ValueError: If ``period`` is not positive, or ``warmup_steps`` is negative.
     """
 
@@ -114,21 +116,21 @@ class LocalSGD(Compression):
 
 @dataclass(frozen=True)
 class DiLoCo(LocalSGD):
-    """Local SGD whose models move on from the last common one by Nesterov's momentum, along what the ranks have found.
+    """Local SGD with outer steps: Nesterov's momentum, from the last common model along the mean change of the ranks.
 
-    See Douillard et al. 2023 (https://arxiv.org/abs/2311.08105), from which the learning rate is. Their momentum is
-    0.9, with 500 steps from one exchange to the next. With 32 that made the loss 7 to 11 % larger in
-    ``benchmarks.hosts``, and 0.5 makes it 1 % larger. A rank keeps two copies of the model.
+    See Douillard et al. 2023 (https://arxiv.org/abs/2311.08105), the source of the learning rate. Their momentum is
+    0.9, with 500 steps between exchanges. With 32 steps, 0.9 made the loss 7 to 11 % larger in ``benchmarks.hosts``,
+    and 0.5 makes it 1 % larger. A rank keeps two copies of the model.
 
     Args:
-        period: Steps of an optimizer from one step of all to the next.
-        warmup_steps: Steps at the beginning with whole gradients in place of that.
-        learning_rate: Of the steps of all; 1 without momentum is local SGD.
-        momentum: Of the steps of all, at least 0 and below 1.
+        period: Number of steps of an optimizer between two outer steps.
+        warmup_steps: Number of steps at the beginning that exchange whole gradients instead.
+        learning_rate: Learning rate of the outer steps; 1 without momentum is local SGD.
+        momentum: Momentum of the outer steps, at least 0 and below 1.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a value cannot work.
+        TypeError: If an argument has the wrong type.
+        ValueError: If a value is out of its range.
     """
 
     name: ClassVar[str] = "diloco"
@@ -150,11 +152,11 @@ assert tuple(_BY_NAME) == get_args(CompressionName)
 
 
 def compression_of(asked_for: "CompressionName | Compression | None") -> Compression | None:
-    """The compression that an argument asks for.
+    """Returns the compression that an argument specifies.
 
     Raises:
-        TypeError: If it is neither a name nor a compression.
-        ValueError: If there is none of that name.
+        TypeError: If the argument is neither a name nor a compression.
+        ValueError: If no compression has this name.
     """
     if isinstance(asked_for, str):
         if asked_for not in _BY_NAME:

@@ -1,7 +1,7 @@
-"""PowerSGD: gradients of a matrix as a product of two thin ones.
+"""PowerSGD: the gradients of a matrix are sent as the product of two thin matrices.
 
-For the symbols see Vogels et al. 2019, algorithm 1. Here the thin matrices are kept transposed, so that what belongs to
-a column is next to each other in memory: on CPUs the products take a quarter of the time then.
+For the symbols, see algorithm 1 of Vogels et al. 2019. Here the thin matrices are transposed, so that a column is
+contiguous in memory: on CPUs, the products then take a quarter of the time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from lightning_strategies_ext.shm.one_shot import OneShotAllReduce, is_short
 from lightning_strategies_ext.shm.reduction import Reduction
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 
-#: Of a query's rows: keeps directions alive that no gradient has had for a step.
+#: Size of the noise in a query's rows. It keeps directions in which the gradients of one step were zero.
 _NUDGE = 1e-6
 _TINY = 1e-30
 
 
 class _Matrix(NamedTuple):
-    """One of those that are compressed.
+    """A gradient matrix that is compressed.
 
     Attributes:
-        gradient: Shape ``(n, m)``.
-        residual: The same shape: what is left over of earlier steps; then with the gradient; then what is left again.
-        query: Shape ``(r, m)``: where the gradients were largest last time, the same on all ranks.
-        left: Shape ``(r, n)``, a part of the first message.
-        right: Shape ``(r, m)``, a part of the second.
+        gradient: Gradients of shape ``(n, m)``.
+        residual: Residuals of shape ``(n, m)``: of earlier steps; then with the gradients added; then of this step.
+        query: Directions of shape ``(r, m)`` in which the last gradients were largest, the same on all ranks.
+        left: Thin matrix of shape ``(r, n)``, a part of the first message.
+        right: Thin matrix of shape ``(r, m)``, a part of the second message.
     """
 
     gradient: Tensor
@@ -39,12 +39,12 @@ class _Matrix(NamedTuple):
 
 
 class PowerSGDCodec:
-    """See :class:`.gradients.Codec`.
+    """Codec that sends thin matrices; implements :class:`.gradients.Codec`.
 
     Args:
-        rank: Columns of the thin matrices.
-        residuals: Of this rank.
-        num_sharing: Ranks of this host that exchange at once, each with ranks of other hosts.
+        rank: Number of columns of the thin matrices.
+        residuals: Residuals of this rank.
+        num_sharing: Number of ranks of this host that exchange at the same time, each with ranks of other hosts.
     """
 
     def __init__(self, rank: int, residuals: Residuals, num_sharing: int = 1) -> None:
@@ -55,7 +55,7 @@ class PowerSGDCodec:
         self._noises: dict[int, Tensor] = {}
 
     def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
-        """See :meth:`.gradients.Codec.sum`."""
+        """Implements :meth:`.gradients.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
         sizes = [parameter.numel() for parameter in parameters]
         pieces = list(zip(parameters, flat.split(sizes), residual.split(sizes), strict=True))
@@ -79,17 +79,17 @@ class PowerSGDCodec:
         return first.whole.nbytes + second.whole.nbytes
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """The queries, by name of the parameter."""
+        """Returns the queries, by name of the parameter."""
         return {names[parameter]: query.clone() for parameter, query in self._queries.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Takes queries over, if they are for this rank of matrices."""
+        """Restores the queries that have the same number of columns."""
         for name, query in state.items():
             if name in parameters and len(query) == self._rank:
                 self._queries[parameters[name]] = query.to(parameters[name].device, copy=True)
 
     def _sum(self, matrices: Sequence[_Matrix], scale: float, first: Tensor, second: Tensor, group: Any) -> None:
-        # One matrix after the other, of which each is in the core's caches then.
+        # One matrix after the other, so that each stays in the core's caches.
         for each in matrices:
             each.residual.add_(each.gradient, alpha=scale)
             torch.mm(each.query, each.residual.T, out=each.left)
@@ -118,7 +118,7 @@ class PowerSGDCodec:
         return (n + m) * self._rank < n * m
 
     def _query(self, parameter: Tensor, size: int) -> Tensor:
-        """Where to look for large gradients. No row is zero: a direction that is lost would not be found again."""
+        """Returns the directions to search for large gradients. No row is zero: a lost direction would stay lost."""
         noise = self._noises.get(size)
         if noise is None:
             generator = torch.Generator().manual_seed(size)
@@ -133,11 +133,11 @@ class PowerSGDCodec:
 
 
 class _Message:
-    """Tensors that go in one.
+    """Tensors that are sent as one tensor.
 
     Args:
-        sizes: Of its parts.
-        like: For dtype and device.
+        sizes: Number of elements of each part.
+        like: Tensor with the dtype and device of the message.
     """
 
     def __init__(self, sizes: Sequence[int], like: Tensor) -> None:
@@ -155,7 +155,7 @@ def _orthonormalize(rows: Tensor) -> None:
     if rows.device.type == "cpu":
         rows.copy_(torch.linalg.qr(rows.T).Q.T)
         return
-    # Gram and Schmidt's way asks a GPU for no number, which would have to be waited for.
+    # The Gram-Schmidt process reads no value from a GPU, which would require a wait.
     for index, row in enumerate(rows):
         if index:
             before = rows[:index]

@@ -1,4 +1,4 @@
-"""What a lossy exchange has left out so far, to be added to the next gradients (error feedback)."""
+"""Residuals of a lossy exchange, which are added to the next gradients (error feedback)."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,18 +9,18 @@ from lightning_strategies_ext._system.gpu_sync import note_use
 
 
 class Residuals:
-    """Of one rank, for each parameter: its part of what is missing from the sum over all ranks, in float32 at least."""
+    """Residuals of one rank by parameter: its part of what the sum over all ranks lacks, in float32 at least."""
 
     def __init__(self) -> None:
         self._of: dict[Tensor, Tensor] = {}
         self._flats: dict[tuple[int, ...], Tensor] = {}
 
     def flat(self, parameters: Sequence[Tensor], like: Tensor) -> Tensor:
-        """The residuals of parameters next to each other, in memory that stays: what is written to it is kept.
+        """Returns the residuals of parameters as one contiguous tensor. Writes to it change the residuals.
 
         Args:
-            parameters: Those of a bucket, or of a share of it. DDP makes its buckets anew after the first step.
-            like: A tensor of the same dtype and device, with as many elements.
+            parameters: Parameters of a bucket, or of a share of it. DDP rebuilds its buckets after the first step.
+            like: Tensor of the same dtype and device, with the same number of elements.
         """
         key = tuple(map(id, parameters))
         flat = self._flats.get(key)
@@ -38,11 +38,11 @@ class Residuals:
         return flat
 
     def hand_over(self, parameters: Sequence[Tensor], flat: Tensor, size: int) -> None:
-        """Adds to gradients what is left over of earlier ones, for who will exchange them in place of this rank.
+        """Adds the residuals of parameters to gradients that another rank exchanges in place of this rank.
 
         Args:
-            parameters: In their order in ``flat``.
-            flat: Their gradients, next to each other, of one dimension, before they are divided by ``size``.
+            parameters: Parameters in their order in ``flat``.
+            flat: Gradients of the parameters, contiguous, of shape ``(numel,)``, before they are divided by ``size``.
             size: Number of ranks.
         """
         pieces = flat.split([parameter.numel() for parameter in parameters])
@@ -55,15 +55,15 @@ class Residuals:
     def take_together(
         self, parameters: Sequence[Tensor], sum_over_ranks: Callable[[Sequence[Tensor]], None], size: int
     ) -> list[Tensor]:
-        """Gives each rank the same part of what is missing; called by all ranks together.
+        """Sums the residuals over all ranks, and gives each rank the same part. Collective: all ranks call it.
 
         Args:
-            parameters: All that there may be, in the same order on all ranks.
-            sum_over_ranks: Sums tensors in place.
+            parameters: All parameters that may have residuals, in the same order on all ranks.
+            sum_over_ranks: Callable that sums tensors in place over all ranks.
             size: Number of ranks.
 
         Returns:
-            What is missing as a whole, by parameter: shape ``(numel,)``.
+            Sum of the residuals of each parameter, of shape ``(numel,)``.
         """
         own = [self._own(parameter) for parameter in parameters]
         sum_over_ranks(own)
@@ -73,7 +73,7 @@ class Residuals:
         return totals
 
     def put(self, parameter: Tensor, total: Tensor, size: int) -> None:
-        """Gives this rank its part of what is missing, on as many ranks as before or others."""
+        """Sets a residual to this rank's part of a sum, which another number of ranks may have saved."""
         self._own(parameter).copy_(total).div_(size)
 
     def _own(self, parameter: Tensor) -> Tensor:

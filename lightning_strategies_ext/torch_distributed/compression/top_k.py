@@ -1,4 +1,4 @@
-"""The largest gradients with their places."""
+"""Codec that sends the largest gradients with their indices."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from lightning_strategies_ext.torch_distributed.compression.residuals import Residuals
 
-#: Parameters of fewer elements are sent whole: biases, the weights of norms.
+#: Parameters with fewer elements are sent whole: biases, weights of normalization layers.
 _MIN_SIZE = 1024
-#: How many gradients are looked at to find out which are large: so many at least, and one in so many.
+#: Size of the sample that determines the threshold: at least ``_MIN_SAMPLE`` gradients, and one in ``_SAMPLED``.
 _MIN_SAMPLE = 4096
 _SAMPLED = 64
-#: How many more than are asked for pass for large at first, since a sample errs.
+#: Factor by which more gradients than requested pass the threshold, because a sample is inexact.
 _MARGIN = 1.2
 
 
 class TopKCodec:
-    """See :class:`.gradients.Codec`.
+    """Codec that sends the largest gradients; implements :class:`.gradients.Codec`.
 
     Args:
-        fraction: Of each parameter's gradients that are sent.
-        residuals: Of this rank.
+        fraction: Fraction of each parameter's gradients that is sent.
+        residuals: Residuals of this rank.
     """
 
     def __init__(self, fraction: float, residuals: Residuals) -> None:
@@ -31,7 +31,7 @@ class TopKCodec:
         self._residuals = residuals
 
     def sum(self, parameters: Sequence[Tensor], flat: Tensor, scale: float, group: Any) -> int:
-        """See :meth:`.gradients.Codec.sum`."""
+        """Implements :meth:`.gradients.Codec.sum`."""
         residual = self._residuals.flat(parameters, flat)
         residual.add_(flat, alpha=scale)
         sizes = [parameter.numel() for parameter in parameters]
@@ -40,8 +40,8 @@ class TopKCodec:
             [self._chosen(each).add_(begin) for each, begin in zip(residual.split(sizes), begins, strict=False)]
         )
         values = residual[places].float()
-        residual[places] -= values.to(residual.dtype)  # zero, but for what float64 has more
-        # Both in one message; a place fits into the four bytes of a value.
+        residual[places] -= values.to(residual.dtype)  # zero, except for the additional bits of float64
+        # Values and indices in one message: an index fits into the four bytes of a value.
         message = torch.cat([values, places.to(torch.int32).view(torch.float32)])
         messages = message.new_empty(group.size(), len(message))
         dist.all_gather(list(messages), message, group=group)
@@ -52,11 +52,11 @@ class TopKCodec:
         return message.nbytes
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-        """Nothing but the residuals stays."""
+        """Returns an empty dictionary: the codec has no state except the residuals."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        """Takes nothing over."""
+        """Does nothing: the codec has no state."""
 
     def _chosen(self, values: Tensor) -> Tensor:
         size = len(values)
@@ -66,9 +66,9 @@ class TopKCodec:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """The places of ``count`` values that are large: nearly all are among the largest, and the same ones each time."""
+    """Returns the indices of ``count`` large values. Nearly all are among the largest; the result is deterministic."""
     size, magnitudes = len(values), values.abs()
-    stride = size // max(_MIN_SAMPLE, size // _SAMPLED) | 1  # odd, so that it does not follow rows
+    stride = size // max(_MIN_SAMPLE, size // _SAMPLED) | 1  # odd, so that the sample is not aligned with rows
     if values.device.type == "cpu" and stride > 1:
         sample = magnitudes[::stride]
         num_above = min(len(sample), max(1, round(_MARGIN * count / size * len(sample))))
